@@ -36,12 +36,13 @@ XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-nightly lint bench bench-quick bench-record lab clean
+.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-nightly soak lint bench bench-quick bench-record lab clean
 
 help:
 	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
 	@echo "make test           lint, unit, distributed, notebook, fault and browser tests"
 	@echo "make test-integrations  DeepSpeed, Megatron-LM, Ray, S3, the real Accelerate and its clients: six environments"
+	@echo "make soak           MINUTES=60 of random launches, faults, stops and saves in one kernel, watched for growth"
 	@echo "make test-nightly   both, with more cases of what they try with one (hours)"
 	@echo "make test-notebook  the tests that start Jupyter kernels"
 	@echo "make test-colab     launch, panels and faults with the versions of Colab's kernel image"
@@ -187,6 +188,9 @@ test-nightly: $(DEEPSPEED_OPS)
 	TEST_NIGHTLY=yes $(MAKE) test
 	TEST_NIGHTLY=yes $(MAKE) test-integrations
 
+soak: $(SETUP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.soak --minutes $(or $(MINUTES),60)
+
 test-notebook: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m notebook tests
 
@@ -238,7 +242,8 @@ test-trackers: $(TRACKERS_READY)
 test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
 
-test-parity: $(PARITY_READY)
+test-parity: $(PARITY_READY) $(BENCH_DEEPSPEED_READY)
+	$(DEEPSPEED_ENV) $(BENCH_DEEPSPEED_VENV)/bin/python -m tests.parity.behaviour.both_sides deepspeed.
 	OMP_NUM_THREADS=1 $(PARITY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
 		tests/parity/behaviour tests/parity/checkpoints tests/parity/commands tests/parity/training/test_accelerate.py
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         LaunchError as LaunchError,
         NotebookAccelerateError as NotebookAccelerateError,
         PortInUseError as PortInUseError,
+        ResultsFreedError as ResultsFreedError,
         RunNotFinishedError as RunNotFinishedError,
         RunStoppedError as RunStoppedError,
         RunTimeoutError as RunTimeoutError,

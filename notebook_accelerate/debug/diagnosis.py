@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import linecache
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from notebook_accelerate.telemetry import FrameInfo
+from notebook_accelerate.telemetry import FrameInfo, steady_time
 from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
@@ -118,7 +117,7 @@ def diagnose(
         name_place: Returns the location of a frame, as "Cell In[7], line 12".
         now: Seconds since the epoch; None means now.
     """
-    moment = time.time() if now is None else now
+    moment = steady_time.now() if now is None else now
     verdict = _Verdict(places, name_place, moment)
     return Diagnosis(verdict.sentence(), tuple(places), _groups(places), moment, name_place, verdict.mistake)
 

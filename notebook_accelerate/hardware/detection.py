@@ -69,9 +69,7 @@ def _container_cores() -> int | None:
 
 def memory_bytes() -> int:
     """Return the main memory this process may use, in bytes."""
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
+    total, _ = system_memory()
     for file in _control_group_files("memory.max"):
         limit = file.read_text(encoding="ascii").strip()
         if limit != "max":
@@ -79,12 +77,24 @@ def memory_bytes() -> int:
     return total
 
 
+def system_memory() -> tuple[int, int]:
+    """Return the total and the available main memory of this machine in bytes, without a container's limit."""
+    import psutil
+
+    try:
+        memory = psutil.virtual_memory()
+    except OSError:  # there is no /proc
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    return int(memory.total), int(memory.available)
+
+
 def _control_group_files(name: str) -> Iterable[Path]:
     """Return the limit files of this process's control group and its parents (cgroup v2), nearest first."""
     own = Path("/proc/self/cgroup")
     if not own.exists():
         return []
-    lines = [line[3:] for line in own.read_text(encoding="utf-8").splitlines() if line.startswith("0::")]
+    lines = [line[3:] for line in os.fsdecode(own.read_bytes()).splitlines() if line.startswith("0::")]
     group = Path("/sys/fs/cgroup") / lines[0].lstrip("/") if lines else Path("/sys/fs/cgroup")
     folders = [group, *group.parents]
     return [folder / name for folder in folders if (folder / name).is_file()]

@@ -194,9 +194,14 @@ def _installed(module: str) -> bool:
 
 def _probe(code: str) -> int:
     """Run ``code`` in a child process, which may initialise a driver, and return the number it prints."""
+    installed_only = "import sys; sys.path[:] = filter(None, sys.path); "  # no random.py of the working directory
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
+            [sys.executable, "-c", installed_only + code],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return 0

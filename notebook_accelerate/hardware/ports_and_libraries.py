@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 import re
 import socket
+import struct
 import sys
 import warnings
 
@@ -15,6 +17,9 @@ from notebook_accelerate.config import environ
 # With older kernels, waiting for the child of several ranks hangs: https://github.com/huggingface/accelerate/issues/1929
 _MIN_KERNEL = "5.5.0"
 _DEFAULT_PORT = 29500
+_LOOPBACK_SECONDS = 1.0
+_NOT_LOOPBACK = (errno.EADDRINUSE, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+"""Errors of a connection that do not show that the interface fails: there are no more ports or descriptors."""
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
@@ -47,6 +52,20 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     number = int(port) if port is not None else environ.integer("MASTER_PORT", _DEFAULT_PORT)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("127.0.0.1", number)) == 0
+
+
+def loopback_problem() -> str:
+    """Return why processes cannot connect to 127.0.0.1, as a phrase; "" when they can, or when it cannot be tried."""
+    with socket.socket() as server, socket.socket() as client:
+        try:
+            server.bind(("127.0.0.1", 0))
+            server.listen(1)
+            client.settimeout(_LOOPBACK_SECONDS)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # frees its port at once
+            client.connect(server.getsockname())
+        except OSError as error:
+            return "" if error.errno in _NOT_LOOPBACK else str(error)
+    return ""
 
 
 def get_free_port() -> int:

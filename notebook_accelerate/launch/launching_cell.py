@@ -43,21 +43,29 @@ class LaunchingCell:
         """
         with handle_interrupts(self._on_signal):
             self._supervisor.thread.start()
-            wait_for(self._supervisor.started)
-            if self._supervisor.problem is not None or self._interrupted:
+            try:
+                self._wait_for_run()
+            except BaseException:  # raised by a handler of the user, as SIGALRM's: it ends the cell and its run
+                self._run.commands.stop(DEFAULT_GRACE)
                 wait_for(self._supervisor.over)
-            elif not self._run.config.block:
-                self._run.show_live()  # after the start of the ranks: creating widgets takes as long as starting them
-            else:
-                self._wait()
-            if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
-                wait_for(self._supervisor.over)
+                raise
         if self._interrupted:
             raise RunInterrupted(self._run)
         if (problem := self._supervisor.problem) is not None:
             if isinstance(problem, WorkerError) and problem.run is None:  # stopped before the ranks had started
                 problem.run = self._run
             raise problem
+
+    def _wait_for_run(self) -> None:
+        wait_for(self._supervisor.started)
+        if self._supervisor.problem is not None or self._interrupted:
+            wait_for(self._supervisor.over)
+        elif not self._run.config.block:
+            self._run.show_live()  # after the start of the ranks: creating widgets takes as long as starting them
+        else:
+            self._wait()
+        if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
+            wait_for(self._supervisor.over)
 
     def _wait(self) -> None:
         """Wait for the end of the run, or until its ranks are held, and show prompts and the live panel meanwhile."""

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE, NoComma
 from notebook_accelerate.launch.state.run_events import RUN, RanksReleased, RunCreated, RunEnded
 from notebook_accelerate.launch.state.run_state import Attempt, RankInfo, RunState
 from notebook_accelerate.launch.state.waits import wait_for
-from notebook_accelerate.telemetry import Metrics, RankFailure, Store
+from notebook_accelerate.telemetry import Metrics, RankFailure, Store, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -44,6 +45,7 @@ class Run(RunDebugging, RunDisplay):
         function_name: Name of the launched function.
         journal: The run's journal; None means a new one.
         commands: Commands to the supervisor; None for a run without one.
+        number: The run's number in this kernel; None means the next one.
 
     Attributes:
         id: Number of the run in this kernel, from 1.
@@ -59,22 +61,25 @@ class Run(RunDebugging, RunDisplay):
         function_name: str,
         journal: Journal | None = None,
         commands: RunCommands | None = None,
+        number: int | None = None,
     ) -> None:
-        self.id = next(_numbers)
+        self.id = next(_numbers) if number is None else number
         self.config, self.function_name = config, function_name
         self.journal = Journal() if journal is None else journal
         self.commands: RunCommands = NoCommands() if commands is None else commands
         self._lock = threading.RLock()
-        self._error: WorkerError | None = None
+        self._error: weakref.ref[WorkerError] | None = None  # the error refers to the run
         self._done, self._released = threading.Event(), threading.Event()
         self._released.set()
         self._callbacks: list[Callable[[Run], None]] = []
         self._ending_callbacks: list[Callable[[Run], None]] = []
         if not self.journal.state.started:
             self.journal.append(RunCreated(function_name))
+        self._unsubscribe: Callable[[], None] | None = None
         if self.journal.state.ended is not None:
             self._done.set()
-        self.journal.subscribe(self._on_records)
+        else:
+            self._unsubscribe = self.journal.subscribe(self._on_records)
 
     @classmethod
     def rebuilt(cls, config: LaunchConfig, function_name: str, records: Iterable[Record]) -> Run:
@@ -160,11 +165,16 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """The return values of the function, one per rank.
+        """The return values of the function, one per rank; each is unpickled when it is first read.
+
+        They live as long as a variable (or IPython's ``Out``) refers to the run, or the run is one of the last three
+        that ended and these hold at most 1 GiB; `close` frees them.
 
         Raises:
             RunNotFinishedError: The run has not ended.
             WorkerError: The run did not succeed; the results of individual ranks are in ``run.ranks``.
+            SerializationError: A value cannot be brought to the kernel; those of other ranks are in ``run.ranks``.
+            ResultsFreedError: They were freed.
         """
         if self.ended is None:
             raise RunNotFinishedError(f"run {self.id} is {self.status}; wait for it with run.wait() or await run")
@@ -177,11 +187,14 @@ class Run(RunDebugging, RunDisplay):
         """Why the run did not succeed; None while it runs and if it succeeded."""
         state = self._state
         with self._lock:
-            if self._error is None and state.error:
-                kind: type[WorkerError] = getattr(errors, state.error)
-                self._error = kind(state.message, self, state.failures if state.status == "failed" else ())
-                self._error.__cause__ = state.cause
-            return self._error
+            known = self._error() if self._error is not None else None
+            if known is not None or not state.error:
+                return known
+            kind: type[WorkerError] = getattr(errors, state.error)
+            error = kind(state.message, self, state.failures if state.status == "failed" else ())
+            error.__cause__ = state.cause
+            self._error = weakref.ref(error)
+            return error
 
     @property
     def metrics(self) -> Metrics:
@@ -191,7 +204,7 @@ class Run(RunDebugging, RunDisplay):
     @property
     def elapsed(self) -> float:
         """Seconds since the launch, up to the end of the run."""
-        return (self.ended or time.time()) - self.started
+        return (self.ended or steady_time.now()) - self.started
 
     def logs(self, rank: int | None = None, tail: int | None = None) -> list[str]:
         """Return the lines that the ranks wrote, oldest first, as far back as the store keeps them.
@@ -268,6 +281,19 @@ class Run(RunDebugging, RunDisplay):
         if not (self._done.is_set() and self._released.is_set()):
             self.commands.stop(grace)
 
+    def close(self) -> None:
+        """Free the results of a run that has ended; its report, metrics and logs stay. Closing twice does nothing.
+
+        Raises:
+            RunNotFinishedError: The run has not ended, or its ranks are held.
+        """
+        if self.ended is None or self.held:
+            status = "held" if self.held else self.status
+            raise RunNotFinishedError(f"run {self.id} is {status}; end it first: run.stop()")
+        for info in self._state.ranks:
+            if info.returned is not None:
+                info.returned.free(f"the results of run {self.id} were freed by run.close()")
+
     def add_done_callback(self, callback: Callable[[Run], None]) -> None:
         """Call ``callback(run)`` when the run has ended, on the supervisor's thread; at once if it has."""
         with self._lock:
@@ -317,6 +343,24 @@ class Run(RunDebugging, RunDisplay):
         ranks = "1 rank" if count == 1 else f"{count} ranks"
         return f"<Run {self.id}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
 
+    # ---- called by the registry and by views
+
+    @property
+    def result_bytes(self) -> int:
+        """Approximate bytes of the results, by which the registry decides which runs keep theirs."""
+        return sum(info.returned.nbytes for info in self._state.ranks if info.returned is not None)
+
+    def without_results(self) -> Run:
+        """Return an ended run without its results and exception objects.
+
+        For views and the registry, which must not keep them.
+        """
+        why = (
+            f"the results of run {self.id} were freed: the last runs keep theirs, and runs that a variable refers to: "
+            "run = notebook_launcher(...)"
+        )
+        return Run(self.config, self.function_name, self.journal.without_results(why), number=self.id)
+
     # ---- from the journal
 
     def _on_records(self, records: Sequence[Record]) -> None:
@@ -327,6 +371,9 @@ class Run(RunDebugging, RunDisplay):
                 self._finish()
             elif isinstance(record.event, RanksReleased):
                 self._released.set()
+        if self.ended is not None and not self.held and self._unsubscribe is not None:
+            self._unsubscribe()  # the journal must not refer to the run, which its user may drop
+            self._unsubscribe = None
 
     def _finish(self) -> None:
         with self._lock:

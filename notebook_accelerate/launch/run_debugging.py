@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debug.diagnosis import Diagnosis
 from notebook_accelerate.debug.session import Session, Stacks
+from notebook_accelerate.launch.output.standard_streams import StandardStream, escape
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.state.run_events import WarningAdded
 from notebook_accelerate.telemetry import tracebacks
@@ -225,19 +227,20 @@ class RunDebugging:
 
 def ask_user(prompt: Prompt) -> None:
     """Show the prompt of a rank to the user of this cell and send the answer."""
-    label = f"[rank {prompt.rank}] "
+    label, stdout = f"[rank {prompt.rank}] ", StandardStream(sys.stdout, "stdout")
     if prompt.request.shown:
-        print(label + prompt.request.shown.rstrip("\n").replace("\n", "\n" + label))  # noqa: T201 - a dialogue
+        stdout.write(label + prompt.request.shown.rstrip("\n").replace("\n", "\n" + label) + "\n")
+    question = escape(label + prompt.request.prompt, sys.stdout)
     try:
         if prompt.request.password:
             import getpass
 
-            text: str | None = getpass.getpass(label + prompt.request.prompt)
+            text: str | None = getpass.getpass(question)
         else:
-            text = input(label + prompt.request.prompt)
-    except (EOFError, RuntimeError, NotImplementedError):  # the front end cannot prompt
+            text = input(question)
+    except Exception:  # noqa: BLE001 - the front end cannot prompt, or the user's sys.stdin or sys.stdout is broken
         text = None
     if prompt.over:
-        print(f"{label}this was answered in another notebook")  # noqa: T201 - the same
+        stdout.write(f"{label}this was answered in another notebook\n")
         return
     prompt.answer(text)

@@ -37,6 +37,15 @@ class RunDisplay:
         """When the run ended, in seconds since the epoch; None while it runs."""
         raise NotImplementedError
 
+    @property
+    def held(self) -> bool:
+        """Whether ranks are kept for inspection although the run has failed."""
+        raise NotImplementedError
+
+    def without_results(self) -> RunDisplay:
+        """Return an ended run without its results."""
+        raise NotImplementedError
+
     def report(self) -> Report:
         """Return a report of the run as static HTML and as text."""
         raise NotImplementedError
@@ -51,7 +60,7 @@ class RunDisplay:
             ImportError: ipywidgets or anywidget is not installed.
         """
         if self._view is None or self._view.closed:
-            self._view = load("panel")(self)
+            self._view = load("panel")(self._shown())
         return self._view
 
     def debug_panel(self) -> Any:
@@ -61,8 +70,12 @@ class RunDisplay:
             ImportError: ipywidgets is not installed.
         """
         if self._debug_view is None or self._debug_view.closed:
-            self._debug_view = load("debug")(self)
+            self._debug_view = load("debug")(self._shown())
         return self._debug_view
+
+    def _shown(self) -> RunDisplay:
+        """Return the run for a view, which lives longer than the user refers to the run and keeps no results."""
+        return self if self.ended is None or self.held else self.without_results()
 
     # ---- called by the launch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from contextlib import suppress
@@ -19,29 +20,97 @@ if TYPE_CHECKING:
 
 KEPT_RUNS = 100
 """Maximum number of ended runs to keep; the oldest are dropped first."""
+KEPT_RESULTS = 3
+"""The runs that ended last keep their results, whether the user refers to them or not."""
+KEPT_RESULT_BYTES = 1 << 30
+"""Of these, all but the very last give theirs up when the results of all take more bytes."""
 
-_lock = threading.Lock()
-_runs: list[Run] = []
+
+class _Entry:
+    """A run, or what is kept of it once the user no longer refers to it.
+
+    Args:
+        run: The run.
+
+    Attributes:
+        run: The run while it lasts, and while it is among the last ones.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run: Run | None = run
+        self._known = weakref.ref(run)
+        self._summary: Run | None = None
+
+    @property
+    def living(self) -> Run | None:
+        """The run if it has processes."""
+        run = self.run
+        return run if run is not None and (run.ended is None or run.held) else None
+
+    def drop_results(self) -> None:
+        """Keep everything but the results; the caller still refers to the run."""
+        if self.run is not None:
+            self._summary, self.run = self.run.without_results(), None
+
+    def current(self) -> Run:
+        """Return the run, or what is kept of it if the user no longer refers to it."""
+        run = self._known() or self._summary
+        assert run is not None, "the entry referred to the run until it had a summary"
+        return run
+
+
+_lock = threading.RLock()  # a garbage collection while it is held may run code of the user that calls `runs`
+_entries: list[_Entry] = []
 _watching_exit = False
 _watchers: list[weakref.WeakMethod[Callable[[Run], None]]] = []
+
+
+def _renew_lock() -> None:
+    """Free the lock in a forked process: a thread that held it during the fork runs in the parent only."""
+    global _lock  # noqa: PLW0603 - a held lock cannot be freed by another thread
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def add(run: Run) -> None:
     """Register ``run``, and ensure that it ends with the kernel."""
     global _watching_exit  # noqa: PLW0603 - one kernel, one exit
     with _lock:
-        _runs.append(run)
-        ended = [old for old in _runs if old.ended is not None]
+        _entries.append(_Entry(run))
+        ended = [entry for entry in _entries if entry.living is None]
         for old in ended[: max(0, len(ended) - KEPT_RUNS)]:
-            _runs.remove(old)
+            _entries.remove(old)  # `ended` refers to it until the lock is released: deleting it runs code of the user
         if not _watching_exit:
             atexit.register(shutdown)
             _watching_exit = True
         watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
         _watchers[:] = [reference for reference in _watchers if reference() is not None]
+    run.add_done_callback(_drop_old_results)
     for watcher in watchers:
         with suppress(Exception):  # a view must never prevent the start of a run
             watcher(run)
+
+
+def _drop_old_results(_ended: Run) -> None:
+    """Drop the registry's references to runs whose results are not among the last ones."""
+    with _lock:
+        ended = [entry.run for entry in _entries if entry.run is not None and entry.living is None]
+    # A launch that has failed refers to its arguments by the frames of its error.
+    old = {run.id for run in ended if all(info.pid is None for info in run.ranks)}
+    total = 0
+    kept = [run for run in ended if run.id not in old]
+    for position, run in enumerate(sorted(kept, key=lambda run: run.ended or 0.0, reverse=True)):
+        total += run.result_bytes
+        if position and (position >= KEPT_RESULTS or total > KEPT_RESULT_BYTES):
+            old.add(run.id)
+    with _lock:
+        for entry in _entries:
+            if entry.run is not None and entry.run.id in old:
+                entry.drop_results()
+    # `ended` refers to all of them until here, without the lock: deleting results runs code of the user.
 
 
 def watch(launched: Callable[[Run], None]) -> None:
@@ -51,21 +120,30 @@ def watch(launched: Callable[[Run], None]) -> None:
 
 
 def runs() -> list[Run]:
-    """Return the runs of this kernel, the oldest first."""
+    """Return the runs of this kernel, the oldest first.
+
+    Runs that a variable refers to keep their results, and so do the last three that ended, if these hold at most 1 GiB.
+    Of older runs everything else is kept.
+    """
     with _lock:
-        return list(_runs)
+        return [entry.current() for entry in _entries]
+
+
+def _living() -> list[Run]:
+    with _lock:
+        return [run for entry in _entries if (run := entry.living) is not None]
 
 
 def shutdown() -> None:
     """Stop every run and end the server process that the zygote start method forks from."""
-    for run in runs():
+    for run in _living():
         run.stop(grace=1.0)
     close_zygote()
 
 
 def release_held() -> None:
     """Release the ranks that failed runs keep for inspection: a new launch needs their resources."""
-    for run in runs():
+    for run in _living():
         if run.held:
             run.stop(grace=1.0)
 
@@ -78,7 +156,7 @@ def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
     """
     if launch_plan.accelerator == "cpu" or launch_plan.where:  # a cluster assigns its devices itself
         return
-    for other in runs():
+    for other in _living():
         if other is run or other.ended is not None or other.plan is None:
             continue
         if other.plan.accelerator == launch_plan.accelerator:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
-from notebook_accelerate.errors import RunInterrupted
+from notebook_accelerate.errors import LaunchError, RunInterrupted
+from notebook_accelerate.hardware.ports_and_libraries import loopback_problem
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.launching_cell import LaunchingCell
 from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for, running_kernel
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
-from notebook_accelerate.launch.processes import inline, ports
+from notebook_accelerate.launch.processes import inline, ports, store_folders
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.launch.state.journal import Journal
@@ -24,7 +25,7 @@ from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.run_context import RunContext
 from notebook_accelerate.launch.supervisor.supervisor import Notebooks, Supervisor
-from notebook_accelerate.telemetry import inherited_state
+from notebook_accelerate.telemetry import inherited_state, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -51,13 +52,20 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
         )
     config = _where(config)
     run_registry.release_held()
+    if all(run.ended is not None for run in run_registry.runs()):
+        steady_time.set_to_system_time()
     name = getattr(function, "__name__", type(function).__name__)
-    plan = _plan(config)
-    if plan.start_method == "inline":
+    try:
+        plan = _plan(config)
+        commands = CommandQueue() if plan.start_method != "inline" else None
+    except OSError as error:
+        if (problem := error_messages.system_error(error)) is error:
+            raise
+        raise problem from error
+    if commands is None:
         run = Run(config, name)
         _run_inline(run, plan, function, arguments)
     else:
-        commands = CommandQueue()
         run = Run(config, name, Journal(), commands)
         _supervise(run, plan, commands, function, arguments)
     if config.block and run.error is not None:
@@ -121,7 +129,7 @@ def _supervise(
         inherited=inherited_state.capture(),  # here, because some of it belongs to the cell's thread
         prepare=lambda: _prepare(run, context, plan),
         notebooks=notebooks if run.config.num_nodes > 1 else None,
-        release=lambda: ports.release(run.id),
+        release=lambda: _release(run),
     )
     LaunchingCell(run, supervisor).launch()
 
@@ -129,12 +137,34 @@ def _supervise(
 def _prepare(run: Run, context: RunContext, plan: LaunchPlan) -> LaunchPlan:
     """Reserve the plan's resources, and append the plan to the journal; called on the run's thread."""
     run_registry.check_devices(run, plan)
+    _check_loopback(plan)
     if plan.world_size > 1 and not plan.where:
-        plan = replace(plan, port=_port(context, plan))
+        store = store_folders.make(run.id) if run.config.num_nodes == 1 else ""
+        plan = replace(plan, port=_port(context, plan), store=store)
     context.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
     run_registry.add(run)
     _announce(run, context.publisher)
     return plan
+
+
+def _release(run: Run) -> None:
+    """Release what `_prepare` reserved."""
+    ports.release(run.id)
+    store_folders.remove(run.id)
+
+
+def _check_loopback(plan: LaunchPlan) -> None:
+    """Check that the ranks can connect: torch would report it after minutes only.
+
+    Raises:
+        LaunchError: They cannot.
+    """
+    local = plan.world_size > 1 and plan.nodes == 1 and not plan.where
+    if local and (problem := loopback_problem()):
+        raise LaunchError(
+            f"ranks cannot reach each other: connections to 127.0.0.1 fail ({problem}); "
+            "enable the loopback interface: ip link set lo up"
+        )
 
 
 def _port(context: RunContext, plan: LaunchPlan) -> int:
@@ -142,7 +172,7 @@ def _port(context: RunContext, plan: LaunchPlan) -> int:
     fixed = config.num_nodes > 1
     here = config.node_rank == 0 and not (fixed and config.rdzv_backend == "c10d")  # c10d: the first notebook to arrive
     port, note = ports.reserve(context.id, plan.port, fixed=fixed, here=here)
-    if note:
+    if note and (fixed or plan.port != ports.DEFAULT):  # only code that starts torch's own group uses the default
         context.journal.append(NoteAdded(note))
     return port
 

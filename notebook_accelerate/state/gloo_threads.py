@@ -7,6 +7,8 @@ import functools
 import time
 from pathlib import Path
 
+from notebook_accelerate.hardware.process_stat import read_stat
+
 _NAME = "pt_gloo_runloop"
 """Name of the threads in torch 2.6 and later."""
 _TASKS = Path("/proc/self/task")
@@ -53,12 +55,11 @@ def _threads() -> list[Path]:
 
 
 def _is_asleep(thread: Path) -> bool:
-    # "tid (name) state ..."; the name may contain any character. A thread that ended has no such file.
-    return _read(thread / "stat").rpartition(")")[2].split()[:1] in ([], ["S"])
+    return read_stat(thread)[:1] in ([], ["S"])  # [] when it has ended
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8", errors="replace")  # the name of a thread may be any bytes
     except OSError:
         return ""

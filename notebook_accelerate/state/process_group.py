@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import socket
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from notebook_accelerate import telemetry
+from notebook_accelerate.config import environ
 from notebook_accelerate.state.gloo_threads import wait_for_idle
 from notebook_accelerate.state.world import World
 
@@ -42,20 +42,27 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
 
     Args:
         backend: gloo, nccl, xccl, ...
-        world: Rank and world size. The address is that of MASTER_ADDR and MASTER_PORT.
+        world: Rank and world size. The ranks of one launch on one machine find each other in its private folder, all
+            others at MASTER_ADDR and MASTER_PORT.
         device: The rank's device; a group on an accelerator is bound to it.
         kwargs: More arguments of `torch.distributed.init_process_group`.
     """
     timeout = kwargs.get("timeout") or DEFAULT_TIMEOUT
     if device.type == "cuda":
         kwargs.setdefault("device_id", device)
-    if not {"store", "init_method"} & set(kwargs) and _is_local(world):
-        kwargs["store"] = _loopback_store(world, timeout)
+    number = next(_numbers)
+    folder = environ.text(environ.STORE) if telemetry.current_sink() is not None else None
+    if folder and not {"store", "init_method"} & set(kwargs):
+        kwargs["store"] = _file_store(folder, number, world, timeout)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
     if _is_launched() and backend != "mpi":  # mpi has no store
-        _wait_for_all(world)
+        _wait_for_all(number, world)
     if telemetry.current_sink() is not None:
         _let_kernel_time_out(timeout)
+
+
+_numbers = itertools.count()
+"""Numbers this process's groups: each has its own keys, or its own store. All ranks create the same groups."""
 
 
 def _is_launched() -> bool:
@@ -63,57 +70,31 @@ def _is_launched() -> bool:
     return telemetry.current_sink() is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
 
-def _is_local(world: World) -> bool:
-    """Return whether one launch started all ranks on this machine."""
-    loopback = os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and "MASTER_PORT" in os.environ
-    return _is_launched() and loopback and world.local_size == world.size
+def _file_store(folder: str, number: int, world: World, timeout: timedelta) -> Any:
+    """Return a store in the run's private folder.
 
-
-def _loopback_store(world: World, timeout: timedelta) -> Any:
-    """Return a store at MASTER_ADDR and MASTER_PORT that listens only on loopback.
-
-    torch's own listens on all interfaces, whatever MASTER_ADDR is, and executes the requests of any client.
+    torch's own store listens at MASTER_PORT on all interfaces, whatever MASTER_ADDR is, and executes the requests of
+    any client: another user of the machine could join the group, and send its ranks pickled objects.
     """
-    port, listener = int(os.environ["MASTER_PORT"]), None
-    if world.rank == 0:
-        with suppress(OSError):  # this process's server of the previous group has the port, and is shared
-            listener = _listen("127.0.0.1", port)
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, world.size, world.rank == 0, timeout, multi_tenant=True,
-        master_listen_fd=listener.detach() if listener is not None else None,
-    )  # fmt: skip
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.FileStore(str(Path(folder, f"{attempt}-{number}")), world.size)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    return store
 
 
-def _wait_for_all(world: World) -> None:
+def _wait_for_all(number: int, world: World) -> None:
     """Wait until every rank has the group.
 
-    gloo returns to a rank once its own connections exist. If the rank's function ended then, its connections and its
-    store would be missing for ranks that are still connecting. Rank 0, which has the store, waits until no other rank
-    needs it.
+    gloo returns to a rank once its own connections exist. If the rank's function ended then, its connections would be
+    missing for ranks that are still connecting. Rank 0, which may have the store, waits until no other rank needs it.
     """
-    store, group = dist.distributed_c10d._get_default_store(), next(_groups)
+    store = dist.distributed_c10d._get_default_store()
     for phase in ("connected", "acknowledged"):
-        key = f"notebook_accelerate/{group}/{phase}"
+        key = f"notebook_accelerate/{number}/{phase}"
         if store.add(key, 1) == world.size:
             store.set(f"{key}/all", "1")
         if phase == "connected" or world.rank == 0:
             store.wait([f"{key}/all"])
-
-
-_groups = itertools.count()
-"""Numbers this process's groups, for separate keys in one store. All ranks create the same groups."""
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    listener = socket.socket()
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(2048)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def start_group_of_one(backend: str) -> None:

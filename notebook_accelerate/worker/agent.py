@@ -9,15 +9,19 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.telemetry import AnsweredEvent, Event, InputReply, InputRequest, Sink
+from notebook_accelerate.telemetry import AgentFailedEvent, AnsweredEvent, Event, InputReply, InputRequest, Sink
+from notebook_accelerate.telemetry.error_text import describe_error
 
 PERIOD = 0.05
 """Seconds between two flushes of the event queue while it has urgent events."""
 _PERIODS_PER_FLUSH = 4
 """Number of periods between two flushes of other events: panels repaint every 0.2 s, and a flush takes 0.2 ms."""
+MAX_FAILURES = 5
+"""After this many unexpected errors the agent ends."""
 
 
 class Agent:
@@ -77,20 +81,36 @@ class Agent:
         return reply.text
 
     def _run(self) -> None:
-        try:
-            for turn in itertools.count():
-                if self._stopping.is_set():
-                    return
-                for _, event in self.sink.channel.receive(PERIOD):
-                    self._handle(event)
-                for tick in self._ticks:
-                    tick()
-                if self.sink.urgent or turn % _PERIODS_PER_FLUSH == 0:
-                    self.sink.flush()
-        except ChannelClosedError:
-            if not self._stopping.is_set():
-                # The kernel has ended, and with it the run: end this rank and the processes that it started.
-                os.kill(0, signal.SIGKILL)
+        for left in reversed(range(MAX_FAILURES)):
+            try:
+                self._serve()
+                return
+            except ChannelClosedError:
+                if not self._stopping.is_set():
+                    # The kernel has ended, and with it the run: end this rank and the processes that it started.
+                    os.kill(0, signal.SIGKILL)
+                return
+            except BaseException as error:  # noqa: BLE001 - nothing above could handle it, or show it
+                self._report(error, ended=left == 0)
+
+    def _serve(self) -> None:
+        for turn in itertools.count():
+            if self._stopping.is_set():
+                return
+            for _, event in self.sink.channel.receive(PERIOD):
+                self._handle(event)
+            for tick in self._ticks:
+                tick()
+            if self.sink.urgent or turn % _PERIODS_PER_FLUSH == 0:
+                self.sink.flush()
+
+    def _report(self, error: BaseException, *, ended: bool) -> None:
+        """Report an error of this thread past the queue, which may be its cause."""
+        text = describe_error(error, 500)
+        with suppress(OSError):  # closed by the function
+            os.write(2, "".join(traceback.format_exception(error)).encode(errors="replace"))
+        with suppress(Exception):
+            self.sink.channel.send(AgentFailedEvent(text, ended))
 
     def _handle(self, event: Event) -> None:
         """Call the handler of an event; its failure must not end the thread, or the rank would never reply again."""

@@ -37,9 +37,9 @@ def install(agent: Agent) -> None:
 
 def flush() -> None:
     """Write all buffered output to the pipes."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed by the function, or the kernel is gone
-            stream.flush()
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):  # closed or replaced by the function, or the kernel is gone
+            stream.flush()  # type: ignore[union-attr]
 
 
 def _redirect(old: Any, new: Any) -> None:

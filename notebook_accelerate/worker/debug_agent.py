@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from notebook_accelerate.telemetry import GroupTimeoutEvent
+from notebook_accelerate.telemetry import GroupTimeoutEvent, steady_time
 from notebook_accelerate.telemetry.debug_protocol import (
     HEARTBEAT_SECONDS,
     AskReply,
@@ -41,6 +41,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
 from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stacks
 from notebook_accelerate.worker.agent import Agent
+from notebook_accelerate.worker.exit_watch import ExitWatch
 
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
@@ -90,7 +91,7 @@ class DebugAgent:
         self._position: tuple[object, int] | None = None
         self._cpu_clock = time.pthread_getcpuclockid(self._main)
         self._cpu = 0.0
-        self._moved = time.time()
+        self._moved = steady_time.now()
         self._next_heartbeat = 0.0
         agent.on(StacksRequest, self._on_stacks)
         agent.on(AskRequest, self._on_ask)
@@ -101,6 +102,7 @@ class DebugAgent:
         agent.on(AttachRequest, self._on_attach)
         agent.on(CellRequest, cell_requests.put)
         agent.every_tick(self._tick)
+        self.exit_watch = ExitWatch(agent)
 
     def install(self, function: Callable[..., Any]) -> None:
         """Install the signal handlers; call on the main thread, before the function runs."""
@@ -185,12 +187,12 @@ class DebugAgent:
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
         cpu = time.clock_gettime(self._cpu_clock)
         if position != self._position or cpu - self._cpu > 0.01:
-            self._moved = time.time()
+            self._moved = steady_time.now()
         self._position, self._cpu = position, cpu
 
     def _send_heartbeat(self) -> None:
         waiting = None
-        if time.time() - self._moved > STUCK_SECONDS:
+        if steady_time.now() - self._moved > STUCK_SECONDS:
             with suppress(Exception):  # the recorder's format is internal to torch
                 open_ones, _ = flight_recorder.read()
                 waiting = min(open_ones, key=lambda collective: collective.since, default=None)
@@ -206,7 +208,7 @@ class DebugAgent:
         threads = stacks.all_stacks()
         if self._traceback is not None:
             threads["MainThread"] = stacks.traceback_stack(self._traceback)
-        paused = self._paused or breakpoints.stopped_at()
+        paused = self._paused or breakpoints.stopped_at() or self.exit_watch.text
         self._agent.sink.send(StacksReply(request.number, threads, self._moved, waiting, last, paused))
 
     def _on_ask(self, request: AskRequest) -> None:

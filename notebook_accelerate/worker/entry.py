@@ -7,27 +7,27 @@ report the outcome.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 
 # signal's own converts each of 60 signals into a member of an enum: 0.1 ms.
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from bdb import BdbQuit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.config.launch_arguments import set_launch_arguments
+from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.integrations import accelerate_alias, reporting
 from notebook_accelerate.telemetry import (
     Channel,
@@ -38,12 +38,14 @@ from notebook_accelerate.telemetry import (
     StatusEvent,
     inherited_state,
     install_sink,
+    steady_time,
     tracebacks,
 )
 from notebook_accelerate.telemetry.cell_sources import install_sources
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
+from notebook_accelerate.telemetry.results import advice, dump_result
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
-from notebook_accelerate.worker import console, plain_process, state_resets
+from notebook_accelerate.worker import console, exit_handlers, plain_process, process_marks, state_resets
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.debug_agent import DebugAgent
 
@@ -52,6 +54,13 @@ Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class Outcome(NamedTuple):
+    """The event that reports a rank's outcome, and the descriptors that are sent with it."""
+
+    event: Event
+    descriptors: Sequence[int] = ()
 
 
 @dataclass
@@ -64,7 +73,9 @@ class Wiring:
     parent: int
 
 
-def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] | None) -> NoReturn:
+def main(
+    order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] | None, *, forked: bool = True
+) -> NoReturn:
     """Run a rank; never returns.
 
     Args:
@@ -72,12 +83,18 @@ def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] |
         wiring: Descriptors of the channel and the two output streams.
         load: Returns the function and its arguments.
         inherited: The kernel's own descriptors, in a process forked from the kernel; None elsewhere.
+        forked: Whether the process was forked, from the kernel or from another process.
     """
     code = 1
     try:
+        process_marks.set_mark(order.mark)
+        if forked:
+            exit_handlers.forget_inherited()
+        gc.freeze()  # O(1): from now on the collector sees the rank's own objects only, and copies no memory
         detach(wiring, inherited)
         agent, debugging = connect(wiring)
         outcome = run_function(order, load, debugging)
+        debugging.exit_watch.begin()
         code = report(outcome, agent)
     except KeyboardInterrupt:  # the run is being stopped, after the function returned
         pass
@@ -95,6 +112,7 @@ def prepare_forks() -> None:
         _ = _LIBC.prctl  # ctypes looks it up at the first access
     reporting.preload()
     plain_process.look_for_notebook()
+    exit_handlers.note_inherited()
 
 
 # ---- 1. detach
@@ -117,7 +135,6 @@ def detach(wiring: Wiring, inherited: set[int] | None) -> None:
     pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
     threading.current_thread().name = "MainThread"  # a rank forked from the run's thread inherits its name
     asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
-    atexit._clear()
     # The run's thread is a daemon; threads that the function starts would inherit that, and nothing would join them.
     threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
     if inherited is not None:
@@ -182,7 +199,7 @@ def connect(wiring: Wiring) -> tuple[Agent, DebugAgent]:
 # ---- 3. apply the order, and 4. run
 
 
-def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Event:
+def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Outcome:
     """Run the function as this rank and return its outcome."""
     try:
         pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -191,22 +208,50 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Eve
         debugging.install(function)
         sink = state_resets.require_sink()
         sink.send(StatusEvent("running"))
-        value = function(*arguments)
+        value = call(function, arguments)
     except SystemExit as stop:
         if stop.code in (None, 0):
-            return result_event(None)
-        return failure_event(stop, "exit")
+            return returned(None, order.result_bytes)
+        return Outcome(failure_event(stop, "exit"))
     except BdbQuit as stop:
-        return failure_event(stop, "quit")
+        return Outcome(failure_event(stop, "quit"))
     except KeyboardInterrupt as stop:
-        return failure_event(stop, "interrupted")
+        return Outcome(failure_event(stop, "interrupted"))
     except BaseException as error:  # noqa: BLE001 - the kernel handles what the user's function raises
         event = failure_event(error, "exception")
         if order.hold and error.__traceback__ is not None:
             state_resets.require_sink().send(event)
             debugging.hold(error.__traceback__)
-        return event
-    return result_event(value)
+        return Outcome(event)
+    return returned(value, order.result_bytes)
+
+
+def call(function: Function, arguments: tuple[Any, ...]) -> Any:
+    """Call the function; a process that it forks, and that leaves it too, ends here: it is not the rank."""
+    rank = os.getpid()
+    try:
+        value = function(*arguments)
+    except BaseException as error:
+        if os.getpid() != rank:
+            end_child(error)
+        raise
+    if os.getpid() != rank:
+        end_child(None)
+    return value
+
+
+def end_child(error: BaseException | None) -> NoReturn:
+    """End a process that the rank has forked; it runs no exit handlers of the rank."""
+    code = 0
+    try:
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif error is not None:
+            code = 1
+            traceback.print_exception(error)
+        console.flush()
+    finally:
+        os._exit(code)
 
 
 def apply_order(order: WorkerOrder) -> None:
@@ -217,6 +262,8 @@ def apply_order(order: WorkerOrder) -> None:
     os.environ.update(order.environment)
     for name in KERNEL_ONLY:
         os.environ.pop(name, None)
+    if order.time_offset is not None:
+        steady_time.set_offset(order.time_offset)
     if order.cwd is not None:
         with contextlib.suppress(OSError):  # the kernel's folder may have been deleted
             os.chdir(order.cwd)
@@ -238,22 +285,24 @@ def apply_order(order: WorkerOrder) -> None:
         torch.set_num_threads(order.threads)
 
 
-def result_event(value: Any) -> Event:
-    """Return the event with ``value``, or the failure to pickle it."""
+def returned(value: object, in_channel: int | None) -> Outcome:
+    """Return the outcome of a function that has returned ``value``, which may be impossible to send."""
+    what = f"the return value (a {type(value).__name__})"
     try:
-        return ResultEvent(dump_bytes(value, f"the return value (a {type(value).__name__})"))
-    except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything
-        return failure_event(error, "unpicklable")
+        found = dump_result(value, what, in_channel)
+    except SerializationError as error:
+        return Outcome(ResultEvent(b"", error=str(error)))
+    return Outcome(ResultEvent(found.payload, found.sizes, advice=advice(value)), found.descriptors)
 
 
 def failure_event(error: BaseException, kind: str) -> FailureEvent:
     """Return the event that reports ``error``."""
-    now = time.time()
+    now = steady_time.now()
     chain = tracebacks.chain_of(error)
     note, payload = "", b""
     try:
         payload = dump_bytes(error, f"the exception (a {type(error).__name__})")
-    except Exception as problem:  # noqa: BLE001 - the same
+    except (Exception, SystemExit) as problem:  # noqa: BLE001 - the same
         note = str(problem)
     return FailureEvent(chain, now, kind, note, payload)
 
@@ -261,37 +310,28 @@ def failure_event(error: BaseException, kind: str) -> FailureEvent:
 # ---- 5. report
 
 
-def report(outcome: Event, agent: Agent) -> int:
+def report(outcome: Outcome, agent: Agent) -> int:
     """Finalise as an interpreter does at exit, send the outcome, and return the exit code."""
-    failed = isinstance(outcome, FailureEvent)
-    if failed:
+    event = outcome.event
+    failed = isinstance(event, FailureEvent)
+    wait = True
+    if isinstance(event, FailureEvent):
         # Report the failure first: when this rank closes its sockets, others fail too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the function has ended: there is nothing to interrupt
         console.flush()
-        agent.sink.send(outcome)
-    else:
-        join_threads()
+        agent.sink.send(event)
+        wait = event.kind not in ("interrupted", "quit")
+    if wait:
+        exit_handlers.join_threads()
+    if not failed:
         leave_process_group()
-    with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()
+    exit_handlers.run(wait=wait)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     console.flush()
     if not failed:
-        agent.sink.send(outcome)
+        agent.sink.send_with(outcome.descriptors, outcome.event)
     agent.stop()
     return int(failed)
-
-
-def join_threads() -> None:
-    """Join the non-daemon threads of the function, and those that they start, as the interpreter does."""
-    for call in reversed(getattr(threading, "_threading_atexits", ())):  # these end the idle threads of executors
-        with contextlib.suppress(Exception):
-            call()
-    while threads := [
-        each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()
-    ]:
-        for thread in threads:
-            thread.join()
 
 
 def leave_process_group() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import signal
 import sys
-import time
 from importlib import import_module
 from types import CodeType, FrameType
 from typing import Any
 
-from notebook_accelerate.telemetry import StatusEvent, tracebacks
+from notebook_accelerate.telemetry import StatusEvent, steady_time, tracebacks
 from notebook_accelerate.telemetry.cell_sources import install_sources
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
@@ -68,7 +67,7 @@ def _run(request: CellRequest, namespace: dict[str, Any], gate: InterruptGate) -
         return reply
     except BaseException as error:  # noqa: BLE001 - the reply carries a cell's error, and the rank lives on
         gate.open = False
-        return CellReply(request.number, "", tracebacks.chain_of(error), time.time())
+        return CellReply(request.number, "", tracebacks.chain_of(error), steady_time.now())
 
 
 def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:

@@ -157,23 +157,27 @@ def test_out_of_memory_is_a_memory_error(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_unpicklable_return_value_keeps_the_others_results(kernel: Kernel, method: str) -> None:
-    text = _run(kernel, "return threading.Lock() if rank() == 1 else 'kept'", method)
-    assert "the return value (a lock) cannot be pickled" in text
-    assert "pickling.py" not in text
-    assert kernel.value("notebook_accelerate.runs()[-1].ranks[0].result") == "kept"
-    assert _states(kernel) == ["succeeded", "failed"]
+def test_a_return_value_that_cannot_be_pickled_fails_its_reading_only(kernel: Kernel, method: str) -> None:
+    kernel.check("def train():\n    return threading.Lock() if rank() == 1 else 'kept'")
+    cell = kernel.check(f"run = launch(train, start_method={method!r}, panel=False)")
+    assert "⚠ the return value (a lock) cannot be pickled" in cell.stderr
+    text = said(kernel.run("run.results"))
+    assert "rank 1: the return value (a lock) cannot be pickled" in text
+    assert kernel.value("run.ranks[0].result") == "kept"
+    assert _states(kernel) == ["succeeded", "succeeded"]
 
 
 @METHODS
-def test_a_return_value_that_cannot_be_built_again(kernel: Kernel, method: str) -> None:
-    kernel.check(
-        "class Trap:\n    def __reduce__(self):\n        return (eval, ('1/0',))\n"
-        "class TwoArguments(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
-    )
-    text = _run(kernel, "return Trap() if rank() == 0 else 5", method)
-    assert "cannot be unpickled: ZeroDivisionError" in text
-    assert kernel.value("dict(notebook_accelerate.runs()[-1].error.results)") == {"1": 5}
+@pytest.mark.parametrize("error", ["ZeroDivisionError()", "SystemExit(3)", "KeyError('x' * 100_000)"])
+def test_a_return_value_that_cannot_be_built_again_fails_its_reading_only(
+    kernel: Kernel, method: str, error: str
+) -> None:
+    kernel.check(f'class Trap:\n    def __reduce__(self):\n        return (exec, ("raise {error}",))\n')
+    kernel.check("def train():\n    return Trap() if rank() == 0 else 5")
+    kernel.check(f"run = launch(train, start_method={method!r})")
+    assert f"cannot be unpickled: {error.partition('(')[0]}" in said(kernel.run("run.results"))
+    assert kernel.value("run.ranks[1].result") == 5
+    assert _states(kernel) == ["succeeded", "succeeded"]
 
 
 @METHODS

@@ -26,6 +26,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.hardware.process_stat import STATE, read_stat
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import KernelFacts
 
@@ -52,14 +53,16 @@ def fork_hazard() -> str:
     """Return why forking this kernel is not safe, as a phrase for the run's header; "" when it is. For any thread."""
     if not hasattr(os, "fork") or sys.platform != "linux":
         return "forking is not safe on this platform" if hasattr(os, "fork") else "this platform cannot fork"
-    for check in CHECKS:
-        if found := check():
-            return found
-    return probe_if_changed()
-
-
-def _accelerator_runtime() -> str:
+    if not Path("/proc/self/task").is_dir():
+        return "there is no /proc, which shows whether forking is safe"
     maps = _memory_map()
+    for check in CHECKS:
+        if found := check(maps):
+            return found
+    return probe_if_changed(maps)
+
+
+def _accelerator_runtime(maps: str) -> str:
     if "libcuda.so" in maps and _cuda_driver_initialised():
         return "CUDA is initialised in the kernel"
     for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
@@ -80,7 +83,7 @@ def _cuda_driver_initialised() -> bool:
     return int(driver.cuDeviceGetCount(ctypes.byref(count))) != 3
 
 
-def _xla_runtime() -> str:
+def _xla_runtime(_maps: str) -> str:
     xla: Any = sys.modules.get("_XLAC")
     initialised = getattr(xla, "_xla_runtime_is_initialized", None)
     if initialised is not None and initialised():
@@ -88,15 +91,14 @@ def _xla_runtime() -> str:
     return ""
 
 
-def _process_group() -> str:
+def _process_group(_maps: str) -> str:
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return "a process group is open in the kernel"
     return ""
 
 
-def _allocator() -> str:
-    maps = _memory_map()
+def _allocator(maps: str) -> str:
     for name in ("jemalloc", "tcmalloc"):
         if f"lib{name}" in maps:
             return f"{name} is the kernel's allocator"
@@ -114,7 +116,7 @@ _KNOWN_THREADS = (
 )
 
 
-def _busy_thread() -> str:
+def _busy_thread(_maps: str) -> str:
     """Return the hazard that a Python thread, other than the kernel's own and this one, is computing now."""
     mine = {threading.get_ident(), threading.main_thread().ident}
     others = {
@@ -142,10 +144,8 @@ def _own(tid: int) -> Path:
 
 
 def _state(thread: Path) -> str:
-    with contextlib.suppress(OSError):
-        text = (thread / "stat").read_text()
-        return text[text.rindex(")") + 2]
-    return ""
+    fields = read_stat(thread)
+    return fields[STATE] if fields else ""
 
 
 def _cpu_nanoseconds(thread: Path) -> int:
@@ -157,24 +157,29 @@ def _cpu_nanoseconds(thread: Path) -> int:
 
 def _memory_map() -> str:
     with contextlib.suppress(OSError):
-        return Path("/proc/self/maps").read_text()
+        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")  # a path may be any bytes
     return ""
 
 
-CHECKS: list[Callable[[], str]] = [_accelerator_runtime, _xla_runtime, _process_group, _allocator, _busy_thread]
-"""Each returns a hazard as a phrase, or ""; the first hazard is the reason in the run's header."""
+CHECKS: list[Callable[[str], str]] = [_accelerator_runtime, _xla_runtime, _process_group, _allocator, _busy_thread]
+"""Each takes the memory map of this process and returns a hazard as a phrase, or ""; the first hazard is the reason in
+the run's header."""
 
 
+_LIBRARY = re.compile(r"/\S*\.so\S*")
 _passed: set[tuple[frozenset[str], frozenset[str]]] = set()
 
 
-def probe_if_changed() -> str:
+def probe_if_changed(maps: str | None = None) -> str:
     """Probe from a new thread, unless a probe has passed with the same libraries loaded and the same kinds of threads.
 
     A probe takes a third of the time of a launch of two ranks. It needs a thread without an OpenMP team, as the run's
     thread is: forked from the main thread, a probe could wait for the dead workers of that thread's team.
+
+    Args:
+        maps: The memory map of this process; None: it is read.
     """
-    now = _libraries_and_threads()
+    now = _libraries_and_threads(_memory_map() if maps is None else maps)
     if now in _passed:
         return ""
     if not (hazard := _call_on_new_thread(probe)):
@@ -195,18 +200,17 @@ def _call_on_new_thread(function: Callable[[], str]) -> str:
     return outcome.result()
 
 
-def _libraries_and_threads() -> tuple[frozenset[str], frozenset[str]]:
+def _libraries_and_threads(maps: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return what decides whether a fork works: the mapped libraries, and the kinds of threads."""
-    mapped = (line.rpartition(" ")[2] for line in _memory_map().splitlines())
     python = {re.sub(r"\d+", "", t.name) for t in threading.enumerate() if not t.name.startswith("notebook-accelerate")}
-    return frozenset(name for name in mapped if ".so" in name), frozenset(python | _native_thread_names())
+    return frozenset(_LIBRARY.findall(maps)), frozenset(python | _native_thread_names())
 
 
 def _native_thread_names() -> set[str]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has just ended
-            found.add(re.sub(r"\d+", "", (task / "comm").read_text().strip()))
+            found.add(re.sub(r"\d+", "", (task / "comm").read_text(encoding="utf-8", errors="replace").strip()))
     return found
 
 
@@ -232,7 +236,8 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
         if not passed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, or a thread of the user has reaped it
+            os.waitpid(pid, 0)
     return "" if passed else "a probe forked from the kernel did not finish"
 
 
@@ -242,13 +247,20 @@ def _passes(reader: int, pid: int, seconds: float) -> bool:
     A child that the fork has broken sleeps forever, or spins.
     """
     for _ in range(MAX_WAITS):
-        if select.select([reader], [], [], seconds)[0]:
+        if wait_readable(reader, seconds):
             break
         threads = list(Path(f"/proc/{pid}/task").glob("*"))  # none where there is no /proc
         sleeps = all(_state(thread) not in ("R", "D") for thread in threads)
         if sleeps or sum(map(_cpu_nanoseconds, threads)) > seconds / 2 * 1e9:
             break
-    return bool(select.select([reader], [], [], 0)[0]) and os.read(reader, 1) == b"1"
+    return wait_readable(reader, 0) and os.read(reader, 1) == b"1"
+
+
+def wait_readable(descriptor: int, seconds: float) -> bool:
+    """Return whether a descriptor becomes readable within ``seconds``."""
+    waiter = select.poll()  # select has a limit of 1024 descriptors
+    waiter.register(descriptor, select.POLLIN)
+    return bool(waiter.poll(seconds * 1000))
 
 
 def _exercise() -> None:

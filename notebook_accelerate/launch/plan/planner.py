@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.hidden_values import shown_value
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -47,6 +50,7 @@ class LaunchPlan:
         master_addr: Address of rank 0.
         port: Requested port; the launch may have to use another.
         loopback: Name of the loopback network interface the ranks are pinned to; "" on several machines.
+        store: Folder in which the ranks of this machine find each other; "" if they meet at `port`.
         node: Index of this notebook among those that run the cell together.
         nodes: Number of notebooks.
         met: Whether all nodes have joined; until then the numbers over all notebooks are assumptions.
@@ -67,6 +71,7 @@ class LaunchPlan:
     master_addr: str
     port: int
     loopback: str
+    store: str = ""
     node: int = 0
     nodes: int = 1
     met: bool = False
@@ -163,7 +168,9 @@ def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
     on_cpu = config.cpu or cluster.gpus == 0
     return LaunchPlan(
         start_method="ray",
-        reason=f"as asked: on={config.on!r}" if isinstance(config.on, str) else "as asked: on=RayCluster(...)",
+        reason=f"as asked: on={shown_value('on', config.on)!r}"
+        if isinstance(config.on, str)
+        else "as asked: on=RayCluster(...)",
         num_processes=ranks,
         world_size=ranks,
         first_rank=0,
@@ -299,4 +306,6 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
         env["GLOO_SOCKET_IFNAME"] = env["TP_SOCKET_IFNAME"] = interface
     if plan.loopback:
         env["NCCL_SOCKET_IFNAME"] = plan.loopback
+    if plan.store:
+        env[environ.STORE] = plan.store
     return env

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
-from notebook_accelerate.launch.processes import huge_pages
+from notebook_accelerate.launch.processes import huge_pages, zygote
 from notebook_accelerate.launch.processes.openmp_spin import BriefSpins, is_crowded
+from notebook_accelerate.launch.processes.orphan_guard import orphan_guard, own_mark
 from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
-from notebook_accelerate.launch.processes.zygote import running_zygote
 from notebook_accelerate.worker import entry
 
 if TYPE_CHECKING:
@@ -33,17 +33,14 @@ class ForkedRank(OwnChild):
     def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid, ends, exit_descriptor)
         self.living.add(pid)
-        self._guardian = running_zygote()
-        if self._guardian is not None:
-            self._guardian.guard(pid)
+        zygote.guard(pid)
 
     def close(self) -> None:
         """See ``RankProcess.close``."""
         super().close()
         self.living.discard(self.pid)
-        if self._guardian is not None:
-            self._guardian.guard(self.pid)
-            self._guardian = None
+        zygote.end_guard(self.pid)
+        orphan_guard.release()
 
 
 class ForkBackend(ProcessBackend):
@@ -62,7 +59,9 @@ class ForkBackend(ProcessBackend):
             super().start_ranks(orders, processes.append)
         finally:
             spins.release()
+            unguarded = not zygote.guards_orphans()
             for process in processes:  # not between two forks, each of which makes this process copy what it writes to
+                orphan_guard.acquire(needed=unguarded)
                 started(process)
 
     def prepare_next(self) -> None:
@@ -73,6 +72,7 @@ class ForkBackend(ProcessBackend):
         """See ``ProcessBackend.start_rank``."""
         ends = Ends()
         parent = os.getpid()
+        order.mark = own_mark()
         try:
             pid = fork_quietly()
         except OSError as error:

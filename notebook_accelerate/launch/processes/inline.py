@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.config.launch_arguments import launch_arguments_set
 from notebook_accelerate.integrations import accelerate_alias, reporting
+from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.launch.plan.planner import rank_environment
 from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
-from notebook_accelerate.launch.state import error_messages
+from notebook_accelerate.launch.state import error_messages, rank_result
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     AttemptStarted,
@@ -28,7 +28,7 @@ from notebook_accelerate.launch.state.run_events import (
     RunEnded,
 )
 from notebook_accelerate.launch.state.run_state import ENDED
-from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, tracebacks
+from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, steady_time, tracebacks
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.worker import state_resets
 
@@ -46,7 +46,7 @@ class _DirectSink:
         self._journal = journal
 
     def emit(self, event: Event) -> None:
-        self._journal.add([Record(0, time.time(), event)])
+        self._journal.add([Record(0, steady_time.now(), event)])
 
     send = emit
 
@@ -57,18 +57,22 @@ class _DirectSink:
 class _Tee:
     """A standard stream that also keeps what passes for ``run.logs()``."""
 
-    def __init__(self, stream: TextIO, name: str, journal: Journal) -> None:
+    def __init__(self, stream: Any, name: str, journal: Journal) -> None:
         self._stream, self._name, self._journal, self._rest = stream, name, journal, ""
+        self._shown = StandardStream(stream, name)
 
     def write(self, text: str) -> int:
         lines, newline, self._rest = (self._rest + text).rpartition("\n")
         if newline:
             self._keep(lines)
-        self._stream.write(text)
+        self._shown.write(text)
         return len(text)
 
+    def flush(self) -> None:
+        """Do nothing: each write is flushed."""
+
     def _keep(self, text: str) -> None:
-        self._journal.add([Record(0, time.time(), LogEvent(self._name, text))])
+        self._journal.add([Record(0, steady_time.now(), LogEvent(self._name, text))])
 
     def finish(self) -> None:
         """Keep an unfinished last line too."""
@@ -140,7 +144,7 @@ def execute(context: InlineContext, function: Callable[..., Any], arguments: tup
         with _guest(context):
             result = function(*arguments)
             with deferred_interrupts():
-                journal.append(RankReturned(0, result))
+                journal.append(RankReturned(0, rank_result.holding(result)))
     except KeyboardInterrupt:
         _end(context, error_messages.stopped(context.id, journal.state.started))
         raise
@@ -177,7 +181,7 @@ def _fail(context: InlineContext, error: BaseException) -> None:
     message = f"{chain[-1].type}: {chain[-1].message}".rstrip(": ")
     if isinstance(error, SystemExit):
         message = f"the function called sys.exit({error.code!r})"
-    failure = RankFailure(0, kind, time.time(), message, chain, error)
+    failure = RankFailure(0, kind, steady_time.now(), message, chain, error)
     context.journal.append(RankFailed(failure))
     context.journal.append(RankExited(0, "failed", ""))
     context.journal.append(FailuresRecorded([failure]))

@@ -12,7 +12,15 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.environ import inheritable
+from notebook_accelerate.launch.processes.isolated_path import (
+    existing_folder,
+    isolated_interpreter,
+    isolated_path,
+    isolated_variables,
+)
+from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.cell_sources import cell_sources
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes
 from notebook_accelerate.worker.entry import die_with_parent
@@ -22,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def interpreter_command(call: str) -> list[str]:
-    """Return the command line of a fresh interpreter that has this one's import path and evaluates ``call``."""
-    setup = f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
-    return [sys.executable, "-c", setup + call]
+    """Return the command line of a fresh interpreter that imports what this one imports and evaluates ``call``."""
+    setup = f"import sys; sys.path[:] = {json.dumps(isolated_path(sys.path))}; "
+    return [*isolated_interpreter(), "-c", setup + call]
 
 
 def start_interpreter(call: str, descriptors: Sequence[int], log: int, **environment: str) -> subprocess.Popen[bytes]:
@@ -43,7 +51,8 @@ def start_interpreter(call: str, descriptors: Sequence[int], log: int, **environ
         stdout=log,
         stderr=log,
         start_new_session=True,
-        env={**inheritable(), **environment},
+        env={**isolated_variables(inheritable()), **environment},
+        cwd=existing_folder(),
     )
 
 
@@ -81,13 +90,16 @@ class PickledBackend(ProcessBackend):
         order.base_environment = inheritable()
         order.cwd = _working_directory()
         order.sys_path = list(sys.path)
+        order.time_offset = steady_time.offset()
         order.sources = self._sources
+        order.mark = own_mark()
         if order.accelerator:
             order.accelerator = dump_bytes(order.accelerator, "LaunchConfig's accelerator")
         return order
 
     def close(self) -> None:
         """See ``ProcessBackend.close``."""
+        super().close()
         os.close(self._payload)
 
 

@@ -1,4 +1,4 @@
-"""The port of the process group's rendezvous.
+"""The port of the process group's rendezvous, for several machines and for code that creates torch's group itself.
 
 Rank 0 listens on it only when the user's function creates the process group, which may be minutes after the launch.
 Until then neither another notebook nor the system, for an outgoing connection, must use the port. So on Linux the
@@ -12,12 +12,20 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from notebook_accelerate.errors import PortInUseError
 from notebook_accelerate.hardware.ports_and_libraries import get_free_port
 from notebook_accelerate.launch.processes.rank_process import Ends
+
+DEFAULT = 29500
+"""The port of a launch that asks for none."""
+
+
+SEARCH_SECONDS = 1.0
+"""How long to search for a free port."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,14 @@ def _can_bind(port: int, address: str) -> bool:
 
 
 def _any_free() -> _Held:
-    while True:
-        if (held := _hold(get_free_port())) is not None:
+    deadline = time.monotonic() + SEARCH_SECONDS
+    reason = "other kernels have reserved all that were tried"
+    while time.monotonic() < deadline:
+        try:
+            port = get_free_port()
+        except OSError as error:  # all are taken, or this process has no descriptors left
+            reason = str(error)
+            break
+        if (held := _hold(port)) is not None:
             return held
+    raise PortInUseError(f"no free port was found on this machine ({reason}); end processes that hold ports")

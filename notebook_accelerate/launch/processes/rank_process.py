@@ -8,7 +8,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,9 +34,13 @@ class Ends:
     """Descriptors of this process that a forked rank must not keep open."""
 
     def __init__(self) -> None:
-        self.channel, self.rank_channel = Channel.pair()
-        self.stdout, self.rank_stdout = _pipe()
-        self.stderr, self.rank_stderr = _pipe()
+        with ExitStack() as undo:
+            self.channel, self.rank_channel = Channel.pair()
+            undo.callback(self.rank_channel.close)
+            undo.callback(self.channel.close)
+            self.stdout, self.rank_stdout = _pipe(undo)
+            self.stderr, self.rank_stderr = _pipe(undo)
+            undo.pop_all()
         self.kernel_side |= {self.stdout, self.stderr}
 
     def close_rank_side(self) -> None:
@@ -53,8 +57,10 @@ class Ends:
             os.close(descriptor)
 
 
-def _pipe() -> tuple[int, int]:
+def _pipe(undo: ExitStack) -> tuple[int, int]:
     reader, writer = os.pipe()
+    undo.callback(os.close, reader)
+    undo.callback(os.close, writer)
     os.set_blocking(reader, False)
     with suppress(ImportError, AttributeError, OSError):
         import fcntl
@@ -133,6 +139,10 @@ class RankProcess(ABC):
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
 
+    def take_descriptors(self, count: int) -> tuple[int, ...]:
+        """Return the next descriptors that the rank has sent, owned by the caller; () from another machine."""
+        return ()
+
     @abstractmethod
     def open_dump(self, path: str) -> None:
         """Open the file on the rank's machine to which it writes its stacks."""
@@ -175,11 +185,14 @@ class LocalRank(RankProcess):
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
         """See ``RankProcess.send_signal``."""
-        with suppress(ProcessLookupError, PermissionError):
-            if group:
+        if group:
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
-            else:
-                os.kill(self.pid, number)
+        with suppress(ProcessLookupError, PermissionError):  # it may have left its group
+            self._signal_process(number)
+
+    def _signal_process(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
         """See ``RankProcess.connect``."""
@@ -233,6 +246,11 @@ class LocalRank(RankProcess):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(source)
 
+    def take_descriptors(self, count: int) -> tuple[int, ...]:
+        """See ``RankProcess.take_descriptors``."""
+        received = self.channel.descriptors
+        return tuple(received.popleft() for _ in range(count)) if received and len(received) >= count else ()
+
     def open_dump(self, path: str) -> None:
         """See ``RankProcess.open_dump``."""
         self._inspector.open_dump(path)
@@ -248,7 +266,8 @@ class LocalRank(RankProcess):
 
     def close(self) -> None:
         """See ``RankProcess.close``."""
-        self.send_signal(signal.SIGKILL, group=True)
+        with suppress(ProcessLookupError, PermissionError):  # not by its own number, which may be another's by now
+            os.killpg(self.pid, signal.SIGKILL)
         self.ends.close_kernel_side()
         self._inspector.close()
         if self.exit_descriptor is not None:
@@ -304,12 +323,16 @@ class ProcessBackend(ABC):
         """
 
     def close(self) -> None:
-        """Release what was needed to start ranks; the ranks keep running."""
-        return
+        """Release what was needed to start ranks, also the function and its arguments; the ranks keep running."""
+        self.function, self.arguments = _released, ()
 
     def prepare_next(self) -> None:
         """Prepare for the next launch; called on the thread of a run that has ended, when nothing waits for it."""
         return
+
+
+def _released() -> None:
+    """Takes the place of the function of ranks that have started."""
 
 
 def pidfd_of(pid: int) -> int | None:
@@ -325,9 +348,41 @@ class OwnChild(LocalRank):
     """A rank that is a child of this process."""
 
     def poll(self) -> Exit | None:
-        """See ``RankProcess.poll``."""
-        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        """See ``RankProcess.poll``.
+
+        The user's code may reap the process first: with ``os.wait`` in a thread, or by ignoring SIGCHLD. How it ended
+        is not known then.
+        """
+        try:
+            if self.exit_descriptor is not None and not _has_ended(self.exit_descriptor):
+                return None
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            return Exit()
         return Exit.from_status(status, usage.ru_maxrss) if pid else None
+
+    def _signal_process(self, number: int) -> None:
+        if self.exit_descriptor is None:
+            super()._signal_process(number)
+        else:  # not a later process with the number of one that the user's code has reaped
+            signal.pidfd_send_signal(self.exit_descriptor, number)
+
+
+def _has_ended(pidfd: int) -> bool:
+    """Return whether a child has ended and waits to be reaped; True also where the system cannot tell.
+
+    Raises:
+        ChildProcessError: The child has ended and was reaped.
+    """
+    by_pidfd = getattr(os, "P_PIDFD", None)  # missing in a Python that was built with an older libc
+    if by_pidfd is None:
+        return True
+    try:
+        return os.waitid(by_pidfd, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        raise
+    except OSError:  # Linux 5.3 has the descriptor, but not this call
+        return True
 
 
 __all__ = ["Ends", "LocalRank", "OwnChild", "ProcessBackend", "RankListener", "RankProcess", "pidfd_of"]

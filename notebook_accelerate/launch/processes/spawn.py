@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.processes.isolated_path import existing_folder, isolated_variables
+from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend, interpreter_command, uninterrupted
 from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, RankProcess, pidfd_of
+from notebook_accelerate.launch.processes.zygote import guards_orphans
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
+
+
+class SpawnedRank(OwnChild):
+    """A rank whose children end with the kernel."""
+
+    def close(self) -> None:
+        """See ``RankProcess.close``."""
+        super().close()
+        orphan_guard.release()
 
 
 class SpawnBackend(PickledBackend):
@@ -23,39 +36,54 @@ class SpawnBackend(PickledBackend):
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
-        ends = Ends()
+        body = pickle.dumps(self.complete(order))
+        with ExitStack() as rank_side, ExitStack() as undo:
+            ends = Ends()
+            rank_side.callback(ends.close_rank_side)
+            undo.callback(ends.close_kernel_side)
+            try:
+                process = self._start_interpreter(ends)
+            except OSError as error:
+                raise LaunchError(f"rank {order.rank} could not be started: {error}") from error
+            undo.pop_all()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # the supervisor reports the end of a rank that has died already
+            process.stdin.write(body)
+        process.returncode = 0  # the supervisor reaps it, to read its resource usage
+        orphan_guard.acquire(needed=not guards_orphans())
+        return SpawnedRank(order.rank, process.pid, ends, pidfd_of(process.pid))
+
+    def _start_interpreter(self, ends: Ends) -> subprocess.Popen[bytes]:
         channel = ends.rank_channel.fileno()
         wires = (channel, ends.rank_stdout, ends.rank_stderr, self._payload)
         call = (
             "from notebook_accelerate.launch.processes.spawn import rank_main; "
-            f"rank_main({channel}, {ends.rank_stdout}, {ends.rank_stderr}, {self._payload}, {os.getpid()})"
+            f"rank_main({channel}, {ends.rank_stdout}, {ends.rank_stderr}, {self._payload}, {os.getpid()}, {_loaded()})"
         )
-        try:
-            with uninterrupted():
-                process = subprocess.Popen(
-                    interpreter_command(call),
-                    pass_fds=wires,
-                    stdin=subprocess.PIPE,
-                    start_new_session=True,
-                    env=inheritable(),
-                )
-        except OSError as error:
-            ends.close_rank_side()
-            ends.close_kernel_side()
-            raise LaunchError(f"rank {order.rank} could not be started: {error}") from error
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # the supervisor reports the end of a rank that has died already
-            process.stdin.write(pickle.dumps(self.complete(order)))
-        process.returncode = 0  # the supervisor reaps it, to read its resource usage
-        ends.close_rank_side()
-        return OwnChild(order.rank, process.pid, ends, pidfd_of(process.pid))
+        with uninterrupted():
+            return subprocess.Popen(
+                interpreter_command(call),
+                pass_fds=wires,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                env=isolated_variables(inheritable()),
+                cwd=existing_folder(),
+            )
 
 
-def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int) -> NoReturn:
+def _loaded() -> list[str]:
+    """Return what the rank imports first, as the kernel has: a torch.py of the user must not replace it later."""
+    return [name for name in ("numpy", "torch") if name in sys.modules]
+
+
+def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int, preloaded: list[str]) -> NoReturn:
     """Run a rank in a fresh interpreter; reads the order from standard input."""
     from notebook_accelerate.telemetry.pickling import load_file
     from notebook_accelerate.worker import entry
 
     entry.discard_interrupt(parent)
+    for name in preloaded:
+        importlib.import_module(name)
     order = pickle.load(sys.stdin.buffer)  # not until its end: a rank forked meanwhile may hold the other end open
-    entry.main(order, entry.Wiring(channel, stdout, stderr, parent), lambda: load_file(payload), inherited=None)
+    wiring = entry.Wiring(channel, stdout, stderr, parent)
+    entry.main(order, wiring, lambda: load_file(payload), inherited=None, forked=False)

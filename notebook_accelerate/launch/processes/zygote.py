@@ -8,24 +8,39 @@ from __future__ import annotations
 
 import os
 import pickle
+import selectors
 import socket
 import struct
 import subprocess
 import tempfile
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
-from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.errors import LaunchError, RunStoppedError
+from notebook_accelerate.launch.plan.fork_probe import wait_readable
 from notebook_accelerate.launch.processes.openmp_spin import is_crowded
+from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.pickled_start import (
     PickledBackend,
     log_tail,
     start_interpreter,
     uninterrupted,
 )
-from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, RankProcess
+from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, RankListener, RankProcess, pidfd_of
+from notebook_accelerate.launch.processes.zygote_control import (
+    SLICE_SECONDS,
+    STUCK_SECONDS,
+    ServerStuckError,
+    Wait,
+    is_stopped,
+    receive,
+    send,
+)
 from notebook_accelerate.launch.state.rank_exit import Exit
 
 if TYPE_CHECKING:
@@ -36,7 +51,7 @@ LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!qq")
 """Written by the server when a rank has ended: its wait status, and its peak resident memory in KiB."""
 GUARD = 1 << 31
-"""Set in a request's length: the other bits are a process group to end, or no longer to end, with the kernel."""
+"""Set in a request's length: the other bits are a process group to end with the kernel; no longer, with `HELPER`."""
 HELPER = 1 << 30
 """Set in a request's length: the request names a function for a helper process, in place of a rank."""
 CROWDED = 1 << 29
@@ -45,22 +60,33 @@ READY = b"\1"
 """Written by the server once, when it has imported what ranks need first."""
 START_SECONDS = 120.0
 """How long the server may take to import torch."""
+REPORT_SECONDS = 0.05
+"""Seconds after the end of a rank in which its server reports the exit status, usually less than one millisecond."""
 
 
 class Zygote:
-    """The server process, as the kernel controls it."""
+    """The server process, as the kernel controls it.
+
+    Attributes:
+        ranks: The process ids of its living ranks, which end with it.
+        retired: Whether it is not used any more, because it did not serve.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._control = ours
-        self._lock = threading.Lock()
+        self._requests, self._writes = threading.Lock(), threading.Lock()
+        self._unsent: deque[bytes] = deque()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the server
         self._owner = os.getpid()
-        self._ready = False
+        self._ready = self.retired = False
+        self._unread = 0  # replies to requests whose run was stopped before them
+        self.ranks: set[int] = set()
         call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
         with uninterrupted():
             self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
         theirs.close()
+        ours.setblocking(False)
 
     @property
     def pid(self) -> int:
@@ -68,17 +94,23 @@ class Zygote:
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether it runs and this process has started it."""
-        return self._owner == os.getpid() and self._process.poll() is None
+        """Whether it runs, serves, and was started by this process."""
+        return self._owner == os.getpid() and not self.retired and self._process.poll() is None
 
     def ready(self) -> bool:
         """Whether it serves requests at once; otherwise it is still importing torch."""
-        with self._lock, suppress(BlockingIOError):
-            if not self._ready:
+        if not self._ready and self._requests.acquire(blocking=False):
+            try:
                 self._ready = self._control.recv(len(READY), socket.MSG_DONTWAIT) == READY
+            except BlockingIOError:
+                pass
+            finally:
+                self._requests.release()
         return self._ready
 
-    def fork(self, order: bytes, descriptors: list[int], kind: int = 0) -> int:
+    def fork(
+        self, order: bytes, descriptors: list[int], kind: int = 0, stopping: Callable[[], bool] = lambda: False
+    ) -> int:
         """Have the server fork a rank and return the rank's process id.
 
         Args:
@@ -86,38 +118,96 @@ class Zygote:
             descriptors: Channel, standard output and error, payload, and the pipe for the status.
             kind: `HELPER` for a process that outlives the server, to act for a kernel that has died; `CROWDED` for a
                 rank of a launch with more threads than processors; else 0.
+            stopping: Returns whether the run is to be stopped.
 
         Raises:
+            ServerStuckError: The server does not serve, and is not used again.
             LaunchError: The server has ended.
+            RunStoppedError: The run was stopped meanwhile.
         """
-        with self._lock:
-            try:
-                self._control.settimeout(START_SECONDS)
-                if not self._ready:
-                    self._ready = self._control.recv(len(READY)) == READY
-                socket.send_fds(self._control, [LENGTH.pack(len(order) | kind)], descriptors)
-                self._control.sendall(order)
-                answer = self._control.recv(LENGTH.size, socket.MSG_WAITALL)
-            except OSError as error:
-                # A late reply would be taken for the reply to the next request.
-                self._process.kill()
-                self._process.wait()
-                raise LaunchError(f"the server process did not reply: {error}{self.log_tail()}") from error
-            if len(answer) < LENGTH.size:
+        wait = Wait(self.pid, START_SECONDS, stopping)
+        while not self._requests.acquire(timeout=SLICE_SECONDS):
+            wait.check_stop()
+        try:
+            if self.retired:
+                raise ServerStuckError("the server process did not reply to another run")
+            pid = self._request(order, descriptors, kind, wait)
+        finally:
+            self._requests.release()
+        return pid
+
+    def _request(self, order: bytes, descriptors: list[int], kind: int, wait: Wait) -> int:
+        try:
+            if not self._ready:
+                self._ready = receive(self._control, len(READY), wait) == READY
+            wait.begin_request()
+            self._send(LENGTH.pack(len(order) | kind) + order, descriptors, wait)
+            self._unread += 1
+            pid = self._last_reply(wait)
+        except (OSError, ServerStuckError) as error:
+            self._retire()
+            raise ServerStuckError(f"the server process did not reply: {error}{self.log_tail()}") from error
+        if not kind & HELPER:
+            self.ranks.add(pid)
+        return pid
+
+    def _last_reply(self, wait: Wait) -> int:
+        while self._unread:  # counted one by one: a stop may leave the rest to the next request
+            reply = receive(self._control, LENGTH.size, wait)
+            if len(reply) < LENGTH.size:
                 raise LaunchError(f"the server process has ended{self.log_tail()}")
-            return int(LENGTH.unpack(answer)[0])
+            self._unread -= 1
+        return int(LENGTH.unpack(reply)[0])
 
-    def guard(self, pid: int) -> None:
-        """Let the server end the process group ``pid`` when this process dies; a second call cancels that.
+    def _send(self, request: bytes, descriptors: list[int], wait: Wait) -> None:
+        try:
+            with self._writes:
+                send(self._control, request, descriptors, wait)
+        except RunStoppedError:  # the server would take the next request for the rest of this one
+            self._retire()
+            raise
+        self._send_guards()
 
-        The system ends a rank with its kernel, but not the processes that the rank has started.
+    def guard(self, pid: int, *, on: bool = True) -> None:
+        """Let the server end the process group ``pid`` when this process dies; without ``on`` no longer.
+
+        The system ends a rank with its kernel, but not the processes that the rank has started. This never waits.
         """
-        with self._lock, suppress(OSError):  # the server has ended
-            self._control.sendall(LENGTH.pack(GUARD | pid))
+        self._unsent.append(LENGTH.pack(GUARD | (0 if on else HELPER) | pid))
+        self._send_guards()
+
+    def _send_guards(self) -> None:
+        while self._unsent and self._writes.acquire(blocking=False):
+            try:
+                while self._unsent:
+                    self._control.send(self._unsent[0], socket.MSG_DONTWAIT)
+                    self._unsent.popleft()
+            except (OSError, IndexError):  # the server has ended, or does not read; another thread has sent it
+                return
+            finally:
+                self._writes.release()
 
     def log_tail(self) -> str:
         """Return the end of the server's output, for an error message."""
         return log_tail(self._log)
+
+    def release(self, rank: int) -> None:
+        """Record that a rank's process has ended; a server that is not used any more ends with the last one."""
+        self.ranks.discard(rank)
+        if self.retired and not self.ranks and self._owner == os.getpid():
+            self._end()
+
+    def _retire(self) -> None:
+        """Do not use the server any more; it ends now, or with the last of its ranks."""
+        self.retired = True
+        if not self.ranks:
+            self._end()
+
+    def _end(self) -> None:
+        self._control.close()
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # it waits for a disk
+            self._process.wait(timeout=5)
 
     def close(self) -> None:
         """End the server and all its ranks; does nothing in a process that has inherited this object."""
@@ -125,15 +215,26 @@ class Zygote:
             return
         self._control.close()
         try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:  # it is still importing torch
-            self._process.kill()
-            self._process.wait()
+            self._process.wait(timeout=0 if is_stopped(self.pid) else 5)
+        except subprocess.TimeoutExpired:  # it is still importing torch, or is stopped
+            self._end()
         self._log.close()
 
 
 _lock = threading.Lock()
 _zygote: Zygote | None = None
+_guarded: set[tuple[int, int]] = set()
+"""The process groups that a server ends with their kernel: the kernel's process id, and the group."""
+
+
+def _renew_lock() -> None:
+    """Free the lock in a forked process: a thread that held it during the fork runs in the parent only."""
+    global _lock  # noqa: PLW0603 - a held lock cannot be freed by another thread
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def ensure_zygote() -> Zygote:
@@ -141,15 +242,24 @@ def ensure_zygote() -> Zygote:
     global _zygote  # noqa: PLW0603 - one kernel, one server
     with _lock:
         if _zygote is None or not _zygote.alive():
-            if _zygote is not None:
+            if _zygote is not None and not _zygote.retired:
                 _zygote.close()
             _zygote = Zygote()
+            for kernel, group in list(_guarded):
+                if kernel == os.getpid():
+                    _zygote.guard(group)
         return _zygote
 
 
 def running_zygote() -> Zygote | None:
     """Return the server; None if it does not run."""
     return _zygote if _zygote is not None and _zygote.alive() else None
+
+
+def guards_orphans() -> bool:
+    """Return whether a server runs that ends what ranks have started when this process dies."""
+    server = running_zygote()
+    return server is not None and not is_stopped(server.pid)
 
 
 def close_zygote() -> None:
@@ -161,8 +271,52 @@ def close_zygote() -> None:
             ended.close()
 
 
+def guard(group: int) -> None:
+    """Let the server, as soon as one runs, end a process group when this process dies."""
+    _guarded.add((os.getpid(), group))
+    if (server := running_zygote()) is not None:
+        server.guard(group)
+
+
+def end_guard(group: int) -> None:
+    """Undo ``guard``."""
+    _guarded.discard((os.getpid(), group))
+    if (server := running_zygote()) is not None:
+        server.guard(group, on=False)
+
+
 class ZygoteRank(LocalRank):
-    """A rank that the server has forked; the server reports its end."""
+    """A rank that the server has forked; the server reports its end.
+
+    Args:
+        rank: Global index.
+        pid: Its process.
+        ends: The kernel's ends of its channel and pipes.
+        status: Descriptor of the pipe that the server writes its wait status to.
+        server: The server.
+    """
+
+    def __init__(self, rank: int, pid: int, ends: Ends, status: int, server: Zygote) -> None:
+        super().__init__(rank, pid, ends, status)
+        self._server, self._process = server, pidfd_of(pid)
+        self._ended_at: float | None = None
+        orphan_guard.acquire(needed=False)  # only if the server stops serving
+
+    def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
+        """See ``RankProcess.connect``."""
+        super().connect(selector, listener)
+        if self._process is not None:
+            selector.register(self._process, selectors.EVENT_READ, partial(self._on_end, listener))
+
+    @property
+    def needs_polling(self) -> bool:
+        """True from the end of the rank on: a server that is stopped does not report it."""
+        return self._ended_at is not None
+
+    def _on_end(self, listener: RankListener) -> None:
+        if self._process is not None:
+            self._unregister(self._process)
+        listener.take_end(self.rank)
 
     def poll(self) -> Exit | None:
         """See ``RankProcess.poll``."""
@@ -170,16 +324,37 @@ class ZygoteRank(LocalRank):
         try:
             data = os.read(self.exit_descriptor, STATUS.size)
         except BlockingIOError:
-            return None
+            return self._unreported_end()
         if len(data) < STATUS.size:  # the server died, and its ranks with it
             return Exit(signal=9)
         return Exit.from_status(*STATUS.unpack(data))
+
+    def _unreported_end(self) -> Exit | None:
+        """Return an unknown exit if the rank has ended and its server does not report how; None while it runs."""
+        if self._process is None or not wait_readable(self._process, 0.0):
+            return None
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        late = time.monotonic() - self._ended_at
+        stuck = late > STUCK_SECONDS or (late > REPORT_SECONDS and is_stopped(self._server.pid))
+        return Exit() if stuck else None
+
+    def disconnect(self, selector: selectors.BaseSelector) -> None:
+        """See ``RankProcess.disconnect``."""
+        super().disconnect(selector)
+        if self._process is not None:
+            self._unregister(self._process)
 
     def close(self) -> None:
         """See ``RankProcess.close``."""
         if self.exit_descriptor is not None:
             Ends.kernel_side.discard(self.exit_descriptor)
+            if self._process is not None:
+                os.close(self._process)
+                self._process = None
         super().close()
+        self._server.release(self.pid)
+        orphan_guard.release()
 
 
 class ZygoteBackend(PickledBackend):
@@ -189,7 +364,8 @@ class ZygoteBackend(PickledBackend):
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         """See ``ProcessBackend.configure``."""
-        with suppress(OSError):  # starting the first rank reports it
+        self._note, self._stopping = note, stopping
+        with suppress(OSError, LaunchError):  # starting the first rank reports it
             if not ensure_zygote().ready():
                 note("waiting for the process that ranks are forked from to import torch, once per kernel")
 
@@ -200,24 +376,31 @@ class ZygoteBackend(PickledBackend):
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
-        ends = Ends()
-        status_reader, status_writer = os.pipe()
-        os.set_blocking(status_reader, False)
-        wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
+        body = pickle.dumps(self.complete(order))
         try:
-            pid = ensure_zygote().fork(pickle.dumps(self.complete(order)), wires, self._kind)
-        except LaunchError:
-            ends.close_kernel_side()
-            os.close(status_reader)
-            raise
-        finally:
-            ends.close_rank_side()
-            os.close(status_writer)
+            return self._start_rank(order.rank, body)
+        except ServerStuckError as error:
+            self._note(f"{error}; starting another one")
+            return self._start_rank(order.rank, body)
+
+    def _start_rank(self, rank: int, order: bytes) -> RankProcess:
+        server = ensure_zygote()
+        with ExitStack() as rank_side, ExitStack() as undo:
+            ends = Ends()
+            rank_side.callback(ends.close_rank_side)
+            undo.callback(ends.close_kernel_side)
+            status_reader, status_writer = os.pipe()
+            rank_side.callback(os.close, status_writer)
+            undo.callback(os.close, status_reader)  # a server that resumes later sees that the rank is not wanted
+            os.set_blocking(status_reader, False)
+            wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
+            pid = server.fork(order, wires, self._kind, self._stopping)
+            undo.pop_all()
         Ends.kernel_side.add(status_reader)
-        return ZygoteRank(order.rank, pid, ends, status_reader)
+        return ZygoteRank(rank, pid, ends, status_reader, server)
 
 
 def warm_up() -> None:
     """Start the server in the background; the launch that needs it reports a failure."""
-    with suppress(OSError):
+    with suppress(OSError, LaunchError):
         ensure_zygote()

@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import pickle
+import select
 import selectors
 import signal
 import socket
@@ -20,7 +21,7 @@ from notebook_accelerate.launch.processes import huge_pages
 from notebook_accelerate.launch.processes.openmp_spin import BriefSpins
 from notebook_accelerate.launch.processes.zygote import CROWDED, GUARD, HELPER, LENGTH, READY, STATUS
 from notebook_accelerate.telemetry.pickling import load_file
-from notebook_accelerate.worker import entry
+from notebook_accelerate.worker import entry, process_marks
 
 PRELOADED = (
     "torch",
@@ -53,6 +54,9 @@ class _Child:
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
+        self._kernel = os.getppid()
+        self._mark = process_marks.mark_of(self._kernel)
+        process_marks.set_mark(0)  # of a rank that launches ranks: this process outlives it
         self._children: dict[int, _Child] = {}
         self._guarded: set[int] = set()
         self._preloaded = self._collapsed = False
@@ -108,7 +112,8 @@ class _Server:
                 return False
             length = LENGTH.unpack(header)[0]
             if length & GUARD:
-                self._guarded ^= {length - GUARD}
+                change = self._guarded.discard if length & HELPER else self._guarded.add
+                change(length & ~(GUARD | HELPER))
                 return True
             size = length & ~(HELPER | CROWDED)
             body = self._receive(size)
@@ -133,6 +138,10 @@ class _Server:
 
     def _fork(self, body: bytes, descriptors: list[int], *, helper: bool) -> int:
         channel, stdout, stderr, payload, status = descriptors
+        if not _has_reader(status):  # this process was stopped, and the kernel has found another one
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return 0
         parent = os.getpid()
         pid = fork_quietly()
         if pid == 0:
@@ -172,6 +181,18 @@ class _Server:
         for pid in (*ranks, *self._guarded):
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+        for pid in ranks:  # it may have left its group
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if process_marks.is_ending(self._kernel):
+            process_marks.kill_marked(self._mark)
+
+
+def _has_reader(pipe: int) -> bool:
+    """Return whether the other end of a pipe is open."""
+    waiter = select.poll()
+    waiter.register(pipe, 0)
+    return not waiter.poll(0)
 
 
 def run_helper(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:

@@ -49,6 +49,7 @@ class CommandQueue:
         self.wake, self._writer = socket.socketpair()
         self.wake.setblocking(False)
         self._waiting: deque[Command] = deque()  # no lock: signal handlers post too
+        self._stopping = False
 
     # ---- any thread
 
@@ -60,6 +61,7 @@ class CommandQueue:
 
     def stop(self, grace: float) -> None:
         """See ``RunCommands.stop``."""
+        self._stopping = True
         self.post(lambda target: target.stop(grace, USER_STOP))
 
     def interrupt(self, ranks: Iterable[int]) -> None:
@@ -81,9 +83,9 @@ class CommandQueue:
 
     # ---- the run's thread
 
-    def pending(self) -> bool:
-        """Whether commands wait."""
-        return bool(self._waiting)
+    def stopping(self) -> bool:
+        """Whether the run was told to stop."""
+        return self._stopping
 
     def carry_out(self, target: CommandTarget) -> None:
         """Carry out the commands that wait."""

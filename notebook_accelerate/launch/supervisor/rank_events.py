@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.debug import sanity_checks
-from notebook_accelerate.errors import RunStoppedError
+from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.output.rank_lines import RankOutput, line_label
-from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state import failures, rank_result
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import (
@@ -28,18 +28,20 @@ from notebook_accelerate.launch.supervisor.stall_detector import StallDetector
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
 from notebook_accelerate.telemetry import (
+    AgentFailedEvent,
     AnsweredEvent,
     Decoder,
     DisplayEvent,
     Event,
+    ExitWaitEvent,
     FailureEvent,
     GroupTimeoutEvent,
     InputRequest,
     LogEvent,
-    RankFailure,
     ResultEvent,
     Stamped,
     StatusEvent,
+    steady_time,
     tracebacks,
 )
 from notebook_accelerate.telemetry.debug_protocol import (
@@ -54,7 +56,6 @@ from notebook_accelerate.telemetry.debug_protocol import (
     Reply,
     StacksReply,
 )
-from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class RankEventHandler:
         self._all = ranks.all  # read for every event
         self._label = functools.partial(line_label, context.config.log_line_prefix_template)
         self._comparison_due = 0.0
+        self._exit_waits: set[str] = set()
         self._unrecorded: list[Record] = []
         self._checks = sanity_checks.SanityChecks(len(context.state.ranks))
         self.last_activity = self._clock.now()
@@ -142,7 +144,7 @@ class RankEventHandler:
             self._publisher.line("stderr", f"⚠ {text}")
 
     def _keep_lines(self, rank: int, stream: str, text: str) -> None:
-        self._unrecorded.append(Record(rank, time.time(), LogEvent(stream, text)))
+        self._unrecorded.append(Record(rank, steady_time.now(), LogEvent(stream, text)))
 
     def record(self) -> None:
         """Append what has arrived since the last call to the journal: once for all ranks that have sent something."""
@@ -165,14 +167,28 @@ class RankEventHandler:
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_frames``."""
         supervised = self._all[rank]
-        if self.observer is not None:
+        messages = self._decode(supervised, supervised.decoder, data)
+        if self.observer is not None and not supervised.channel_error:
             supervised.process.drain(self, channel=False)  # earlier output is handled first
             self.observer.take_frames(rank, data)
-        self._handle(supervised, supervised.decoder.feed(data))
+        self._handle(supervised, messages)
 
     def take_host_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_host_frames``."""
-        self._handle(self._all[rank], Decoder().feed(data))
+        supervised = self._all[rank]
+        self._handle(supervised, self._decode(supervised, Decoder(), data))
+
+    def _decode(self, supervised: SupervisedRank, decoder: Decoder, data: bytes) -> list[Stamped]:
+        """Return the events that ``data`` completes. A channel with other data is read, so that its rank goes on."""
+        if supervised.channel_error:
+            return []
+        try:
+            return decoder.feed(data)
+        except ChannelClosedError as error:
+            supervised.channel_error = str(error)
+            lost = "its output is shown, but its metrics, prompts and result are lost"
+            self.warn([f"the channel of rank {supervised.process.rank} ended, {error}; {lost}"])
+            return []
 
     def _handle(self, supervised: SupervisedRank, messages: list[Stamped]) -> None:
         process, active, handled = supervised.process, False, []
@@ -194,13 +210,12 @@ class RankEventHandler:
 
     def _on_result(self, supervised: SupervisedRank, event: ResultEvent) -> None:
         supervised.outcome, rank = event, supervised.process.rank
-        try:
-            result = load_bytes(event.payload)
-        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
-            message = f"the return value cannot be unpickled: {type(error).__name__}: {error}"
-            self._stops.fail(RankFailure(rank, "unpicklable", time.time(), message, exception=error), supervised)
-        else:
-            self._journal.append(RankReturned(rank, result))
+        descriptors = supervised.process.take_descriptors(2) if event.sizes is not None else ()
+        result = rank_result.received(event, descriptors, rank, here=supervised.process.prompts_here)
+        supervised.outcome = ResultEvent(b"")  # the payload may be large
+        self._journal.append(RankReturned(rank, result))
+        if event.error and event.error not in self._journal.state.warnings:
+            self.warn([event.error])
 
     def _on_failure(self, supervised: SupervisedRank, event: FailureEvent) -> None:
         supervised.outcome, rank = event, supervised.process.rank
@@ -210,7 +225,7 @@ class RankEventHandler:
             if self._state_of(supervised) not in ENDED:
                 self._journal.append(RankStopped(rank))
             return
-        self._stops.fail(failures.from_event(rank, event), supervised)
+        self._stops.fail(failures.from_event(rank, event, self._context.exceptions), supervised)
 
     def _on_display(self, supervised: SupervisedRank, event: DisplayEvent) -> None:
         process = supervised.process
@@ -224,6 +239,15 @@ class RankEventHandler:
 
     def _on_dump_ready(self, supervised: SupervisedRank, event: DumpReadyEvent) -> None:
         supervised.process.open_dump(event.path)
+
+    def _on_agent_failed(self, supervised: SupervisedRank, event: AgentFailedEvent) -> None:
+        what = "ended: metrics, prompts and debugging do not work there any more" if event.ended else "goes on"
+        self.warn([f"the agent of rank {supervised.process.rank} failed ({event.error}) and {what}"])
+
+    def _on_exit_wait(self, supervised: SupervisedRank, event: ExitWaitEvent) -> None:
+        if event.text not in self._exit_waits:  # all ranks usually wait for the same
+            self._exit_waits.add(event.text)
+            self.warn([f"rank {supervised.process.rank} does not end: {tracebacks.name_cells(event.text)}"])
 
     # ---- signs of progress, or of none
 
@@ -282,6 +306,7 @@ class RankEventHandler:
         supervised = self._all[rank]
         end = None if supervised.ended else supervised.process.poll()
         if end is None:
+            self._ranks.poll_if_needed(supervised)
             return
         supervised.process.drain(self, channel=True)
         self._forget(supervised)
@@ -315,8 +340,10 @@ _HANDLERS: dict[type[Event], Callable[[RankEventHandler, SupervisedRank, Any], N
     ResultEvent: RankEventHandler._on_result,
     FailureEvent: RankEventHandler._on_failure,
     DisplayEvent: RankEventHandler._on_display,
+    ExitWaitEvent: RankEventHandler._on_exit_wait,
     InputRequest: RankEventHandler._on_input,
     AnsweredEvent: RankEventHandler._on_answered,
+    AgentFailedEvent: RankEventHandler._on_agent_failed,
     HeartbeatEvent: RankEventHandler._on_heartbeat,
     DumpReadyEvent: RankEventHandler._on_dump_ready,
     GroupTimeoutEvent: RankEventHandler._on_group_timeout,

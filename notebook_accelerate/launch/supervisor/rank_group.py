@@ -17,7 +17,9 @@ from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.hardware.detection import in_kernel
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, rank_environment
+from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, call_ready, dispatch
+from notebook_accelerate.launch.processes.zygote import guards_orphans
 from notebook_accelerate.launch.state import failure_causes, failures
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import RankExited
@@ -28,7 +30,7 @@ from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, Stop
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
 from notebook_accelerate.launch.supervisor.time_limits import TimeLimits
 from notebook_accelerate.telemetry import RankFailure, ResultEvent
-from notebook_accelerate.telemetry.worker_order import WorkerOrder
+from notebook_accelerate.telemetry.worker_order import CHANNEL_BYTES, WorkerOrder
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
@@ -41,6 +43,8 @@ LONGEST_WAIT = 1.0
 """Maximum seconds that the event loop sleeps, so that it soon detects that it did not run."""
 GAP_SECONDS = 1.0
 """If the loop wakes up later than this, it did not run: the machine slept, or the kernel was stopped."""
+MIRRORED_BYTES = 8 << 20
+"""Largest return value that the first of several notebooks receives from the ranks of the others."""
 MANY_RANKS, SECONDS_PER_RANK = 32, 40e-6
 """From this many ranks on, the loop pauses after each turn, 20 ms for 512 ranks: a wake-up for every event costs more
 than its handling."""
@@ -65,6 +69,7 @@ class RankGroup:
         self._selector.register(context.commands.wake, selectors.EVENT_READ, self._carry_out)
         self._ranks = SupervisedRanks()
         self.on_step: Callable[[], None] | None = None
+        self._guard_due = 0.0
         self.stops = StopSequence(context.journal, context.commands.prompts, hold=context.config.debug)
         self.events = RankEventHandler(context, self._selector, self._ranks, self.stops)
         self._limits = TimeLimits(context, self.events, self.stops)
@@ -99,7 +104,14 @@ class RankGroup:
             accelerator=config.accelerator,
             as_accelerate=config.as_accelerate or accelerate_alias.is_installed(),
             report_from=config.report_from,
+            result_bytes=self._result_bytes(),
         )
+
+    def _result_bytes(self) -> int | None:
+        if self._plan.where:  # elsewhere: files of one machine cannot be opened on another
+            return None
+        # The first of several notebooks receives a copy of what travels in the channel.
+        return MIRRORED_BYTES if self._context.config.num_nodes > 1 else CHANNEL_BYTES
 
     # ---- commands
 
@@ -170,6 +182,9 @@ class RankGroup:
         self.stops.hold_when_due()
         if (due := self.stops.next_due()) is not None and due <= time.monotonic():
             dispatch(self._selector, 0)  # before ranks are stopped: on a busy machine many events may be pending
+        if time.monotonic() >= self._guard_due:
+            self._guard_due = time.monotonic() + LONGEST_WAIT
+            orphan_guard.ensure(needed=not guards_orphans())
         for rank in list(self._ranks.polled):
             self.events.take_end(rank)
         self.stops.signal_when_due(rank.process for rank in self._ranks.living.values())
@@ -224,7 +239,6 @@ class RankGroup:
     def _kill(self, rank: SupervisedRank) -> None:
         process = rank.process
         process.send_signal(signal.SIGKILL, group=True)
-        process.send_signal(signal.SIGKILL)
         process.await_end(ABANDON_SECONDS)
         process.close()
         self._ranks.remove(rank)

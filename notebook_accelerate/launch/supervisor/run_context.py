@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.state.failures import ExceptionLoader
 from notebook_accelerate.launch.state.run_events import NoteAdded
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class RunContext:
         journal: Events of the run are appended here.
         commands: The user's commands, the prompts, and the requests to ranks.
         publisher: Shows output in the notebook.
+        exceptions: Unpickles the exceptions of the ranks.
     """
 
     id: int
@@ -35,6 +37,7 @@ class RunContext:
     journal: Journal
     commands: CommandQueue
     publisher: Publisher
+    exceptions: ExceptionLoader = field(default_factory=ExceptionLoader)
 
     @property
     def clock(self) -> PausableClock:

@@ -191,7 +191,7 @@ class StopSequence:
         number = rank.process.rank
         if rank.outcome is None and self._died_by_itself(end):
             kills = failures.oom_kill_count() - self._oom_kills
-            self.fail(failures.from_exit(number, end, oom_kills=kills), rank)
+            self.fail(failures.from_exit(number, end, oom_kills=kills, channel_error=rank.channel_error), rank)
         state = self._state_of(rank)
         if state not in ENDED:
             state = "succeeded" if isinstance(rank.outcome, ResultEvent) else "stopped"

@@ -22,6 +22,7 @@ class SupervisedRank:
     Attributes:
         decoder: Decodes what arrives on its channel.
         outcome: The result or failure that it reported; None until it reports one.
+        channel_error: Why nothing that arrives on its channel is read any more; "" while it is.
         ended: Whether its process has been reaped.
     """
 
@@ -29,6 +30,7 @@ class SupervisedRank:
         self.process, self.outputs = process, outputs
         self.decoder = Decoder()
         self.outcome: Event | None = None
+        self.channel_error = ""
         self.ended = False
 
 
@@ -53,8 +55,12 @@ class SupervisedRanks:
         """Add a rank that has started."""
         number = rank.process.rank
         self.all[number] = self.living[number] = rank
-        if rank.process.needs_polling:
-            self.polled[number] = rank
+        self.poll_if_needed(rank)
+
+    def poll_if_needed(self, rank: SupervisedRank) -> None:
+        """Poll a living rank from now on if its end is not reported."""
+        if rank.process.needs_polling and not rank.ended:
+            self.polled[rank.process.rank] = rank
 
     def remove(self, rank: SupervisedRank) -> None:
         """Remove a reaped rank from the living ones."""

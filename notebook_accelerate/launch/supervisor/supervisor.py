@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +18,7 @@ from notebook_accelerate.launch.state.run_events import (
 )
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class Supervisor:
         notebooks: Callable[[LaunchPlan], Notebooks] | None,
         release: Callable[[], None],
     ) -> None:
-        self._context, self._function, self._arguments = context, function, arguments
+        self._context = context
+        self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = (function, arguments)
         self._inherited, self._prepare, self._make_notebooks, self._release = inherited, prepare, notebooks, release
         self._journal = context.journal
         self._notebooks: Notebooks | None = None
@@ -116,6 +117,7 @@ class Supervisor:
         try:
             ended = self._run()
         finally:
+            self._call = None
             self._end(ended)
         if self._backend is not None:
             self._backend.prepare_next()
@@ -136,7 +138,7 @@ class Supervisor:
         self, problem: BaseException, status: str, error: str, text: str, cause: BaseException | None = None
     ) -> RunEnded:
         if not self.started.is_set():
-            self.problem = problem
+            self.problem = error_messages.system_error(problem) if isinstance(problem, OSError) else problem
         return RunEnded(status, error, text, cause)
 
     def _end(self, ended: RunEnded) -> None:
@@ -204,6 +206,7 @@ class Supervisor:
     def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:
         """Start the ranks of an attempt and supervise them until they have ended."""
         self._journal.append(AttemptStarted(number))
+        self._journal.free_old_results()
         group = self._start_group(plan, number)
         sampler = Sampler(group.pids(), self._notebooks.store_samples if self._notebooks else self._journal.add)
         sampler.start()
@@ -212,16 +215,21 @@ class Supervisor:
         finally:
             group.abandon()
             sampler.stop()
+            group.stops.on_hold = None  # refers to the group
+            self._journal.free_old_results()
         return group
 
     def _start_group(self, plan: LaunchPlan, number: int) -> RankGroup:
-        backend = self._backend = process_backend(plan.start_method)(self._function, self._arguments)
+        assert self._call is not None, "dropped only when no attempt can follow"
+        backend = self._backend = process_backend(plan.start_method)(*self._call)
+        if self._notebooks is None and number >= self._context.config.max_restarts:
+            self._call = None  # the ranks have the arguments, which may be large
         group = RankGroup(self._context, plan)
         group.stops.on_hold = lambda: self._hold(group)
         if self._notebooks is not None:
             backend = self._notebooks.backend(backend)
             self._notebooks.follow(group)
-        backend.configure(self._context.config, self._context.note, self._context.commands.pending)
+        backend.configure(self._context.config, self._context.note, self._context.commands.stopping)
         group.start(backend, number, self._inherited)
         self.started.set()
         return group
@@ -278,7 +286,7 @@ class Supervisor:
         return error_messages.failed(self._context.id, self._context.state)
 
     def _ended_text(self) -> str:
-        return f"run {self._context.id} ended after {time.time() - self._context.state.started:.1f} s"
+        return f"run {self._context.id} ended after {steady_time.now() - self._context.state.started:.1f} s"
 
 
 __all__ = ["Notebooks", "Supervisor"]

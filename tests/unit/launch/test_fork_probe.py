@@ -159,14 +159,14 @@ def test_an_interrupt_while_the_probe_is_awaited_leaves_no_child() -> None:
     from notebook_accelerate.launch.plan import fork_probe
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     os.register_at_fork(after_in_child=lambda: time.sleep(600))
-    wait = fork_probe.select.select
+    wait = fork_probe.wait_readable
     def press():
         os.kill(os.getpid(), signal.SIGINT)
     def wait_and_press(*arguments):
         assert len(psutil.Process().children()) == 1
         threading.Thread(target=press, daemon=True).start()
         return wait(*arguments)
-    fork_probe.select.select = wait_and_press  # not sooner: the fork must have returned
+    fork_probe.wait_readable = wait_and_press  # not sooner: the fork must have returned
     try:
         fork_probe.probe(60)
     except KeyboardInterrupt:

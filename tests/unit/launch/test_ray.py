@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_launcher
+from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, make_plan
 from notebook_accelerate.launch.hosts.addresses import interface_of
@@ -20,6 +21,9 @@ from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, adapt_to_ma
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
 from notebook_accelerate.launch.hosts.ray.ray_driver import merge_devices, run_tunnel
 from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.telemetry import Channel, inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.widgets.cell_code import launch_cell
@@ -134,44 +138,115 @@ def test_actors_of_a_node_share_one_file() -> None:
         os.close(slot._payload)
 
 
-def test_a_tunnel_carries_both_ways_and_ends() -> None:
+def _tunnel() -> tuple[RankSlot, socket.socket]:
+    """Return the slot of an actor with a tunnel, and the rank's end of the tunnel."""
     slot = RankSlot()
     slot.open_tunnel()
-    assert slot._inner is not None
+    assert slot._tunnel is not None
+    return slot, socket.create_connection(slot._tunnel.address)
+
+
+def _close(slot: RankSlot, rank_end: socket.socket) -> None:
+    rank_end.close()
+    assert slot._tunnel is not None
+    assert slot._tunnel._connection is not None
+    slot._tunnel._connection.close()
+
+
+def test_a_tunnel_carries_both_ways_and_ends() -> None:
+    slot, rank_end = _tunnel()
     slot.push(b"down")
-    assert slot._inner.recv(10) == b"down"
-    slot._inner.sendall(b"up")
+    assert rank_end.recv(10) == b"down"
+    rank_end.sendall(b"up")
     assert slot.pull() == b"up"
     slot.push(b"")
-    assert slot._inner.recv(10) == b""
-    slot._inner.close()
+    assert rank_end.recv(10) == b""
+    rank_end.close()
     assert slot.pull() == b""
-    assert slot._outer is not None
-    slot._outer.close()
+    _close(slot, rank_end)
+
+
+def test_a_push_waits_for_the_connection_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
+    slot = RankSlot()
+    slot.open_tunnel()
+    assert slot._tunnel is not None
+    assert slot.pull() is None
+    pushing = threading.Thread(target=slot.push, args=(b"early",))
+    pushing.start()
+    rank_end = socket.create_connection(slot._tunnel.address)
+    assert rank_end.recv(10) == b"early"
+    pushing.join()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(slot._tunnel.address)
+    _close(slot, rank_end)
 
 
 def test_a_blocked_push_is_not_truncated_by_a_concurrent_pull(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
-    slot = RankSlot()
-    slot.open_tunnel()
-    inner, outer = slot._inner, slot._outer
-    assert inner is not None
-    assert outer is not None
+    slot, rank_end = _tunnel()
     assert slot.pull() is None
-    sent = os.urandom(4 << 20)
+    sent = os.urandom(32 << 20)  # more than the buffers of a connection on loopback take
     pushing = threading.Thread(target=slot.push, args=(sent,))
     pushing.start()
     for _ in range(5):  # while the rank reads nothing
         assert slot.pull() is None
-    received = b""
-    while len(received) < len(sent) and (part := inner.recv(1 << 20)):
+    assert pushing.is_alive()
+    received = bytearray()
+    while len(received) < len(sent) and (part := rank_end.recv(1 << 20)):
         received += part
-        if not pushing.is_alive():
-            inner.setblocking(False)  # nothing follows
     pushing.join()
     assert received == sent
-    for end in (inner, outer):
-        end.close()
+    _close(slot, rank_end)
+
+
+class _ActorOfSlot:
+    """An actor with a slot, called without Ray."""
+
+    def __init__(self, slot: RankSlot) -> None:
+        self._slot = slot
+        self.call_slot = self
+
+    def remote(self, method: str, *arguments: object) -> object:
+        return getattr(self._slot, method)(*arguments)
+
+    def get(self, result: object) -> object:
+        """Stand for ``ray.get``."""
+        return result
+
+
+def test_a_host_connects_to_the_kernel_through_a_tunnel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
+    secret, slot = new_secret(), RankSlot()
+    listener = HostListener("127.0.0.1", secret)
+    actor = _ActorOfSlot(slot)
+    monkeypatch.setitem(sys.modules, "ray", actor)  # type: ignore[arg-type]
+    slot.open_tunnel()
+    assert slot._tunnel is not None
+    tunnel = threading.Thread(target=run_tunnel, args=(actor, "127.0.0.1", listener.port))
+    tunnel.start()
+    host = connect_to_kernel(*slot._tunnel.address, secret, HelloEvent(1, "c3-n07"))
+    incoming = listener.next_host(60)
+    assert incoming is not None
+    sent = [OutputEvent(0, "stdout", os.urandom(1 << 20)) for _ in range(8)]
+    incoming.channel.send(OutputEvent(1, "stdout", b"down"))
+    assert [event for _, event in host.receive(60)] == [OutputEvent(1, "stdout", b"down")]
+    sending = threading.Thread(target=host.send, args=sent)
+    sending.start()
+    received: list[object] = []
+    while len(received) < len(sent):
+        received += [event for _, event in incoming.channel.receive(60)]
+    assert received == sent
+    sending.join()
+    host.close()
+    with pytest.raises(ChannelClosedError):
+        incoming.channel.receive(60)
+    incoming.channel.close()
+    listener.close()
+    tunnel.join(60)
+    assert not tunnel.is_alive()
+    assert slot._tunnel._connection is not None
+    slot._tunnel._connection.close()
 
 
 class _Actor:

@@ -7,11 +7,13 @@ import os
 import pickle
 import re
 import socket
+import stat
 import struct
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ import psutil
 import pytest
 
 from notebook_accelerate import LaunchConfig
+from notebook_accelerate.config import environ
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch import start
-from notebook_accelerate.launch.hosts.remote import listener, stream
+from notebook_accelerate.launch.hosts.remote import stream
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     EndedEvent,
@@ -32,13 +35,13 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     OutputEvent,
 )
 from notebook_accelerate.launch.hosts.remote.listener import (
-    MAX_HANDSHAKES,
     MAX_REPORTS,
     HostListener,
     connect_to_kernel,
 )
-from notebook_accelerate.telemetry import Channel, MetricEvent, Stamped, encode
+from notebook_accelerate.telemetry import Channel, MetricEvent
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
+from tests.support.loopback_proxy import LoopbackProxy
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,6 +55,7 @@ class _Listening:
     def __init__(self) -> None:
         self.secret = stream.new_secret()
         self.reports: list[str] = []
+        self.channels: list[Channel] = []
         self.host_listener = HostListener("127.0.0.1", self.secret, report=self.reports.append)
 
     def connect(self) -> socket.socket:
@@ -60,14 +64,20 @@ class _Listening:
     def wait_for_reports(self, count: int = 1) -> None:
         until(lambda: len(self.reports) >= count)
 
-    def connect_host(self) -> None:
-        """Connect an expected host, and check that it is accepted."""
+    def connect_host(self) -> tuple[Channel, Channel]:
+        """Connect an expected host, and check that it is accepted; return its channel and the kernel's."""
         channel = connect_to_kernel("127.0.0.1", self.host_listener.port, self.secret, HELLO)
         incoming = self.host_listener.next_host(SECONDS)
         assert incoming is not None, self.reports
         assert incoming.hello.host == "worker-1"
-        incoming.channel.close()
-        channel.close()
+        self.channels += [channel, incoming.channel]
+        return channel, incoming.channel
+
+    def answers(self) -> bool:
+        """Whether something listens at the port."""
+        with suppress(OSError), self.connect():
+            return True
+        return False
 
 
 @pytest.fixture
@@ -75,16 +85,9 @@ def step() -> Iterator[_Listening]:
     made = _Listening()
     yield made
     made.host_listener.close()
-    until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-handshake"])
-
-
-def _ended(connection: socket.socket) -> bool:
-    """Whether the other end closes without sending more."""
-    connection.settimeout(SECONDS)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionError:
-        return True
+    for channel in made.channels:
+        channel.close()
+    until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-listener"])
 
 
 # ---- A run on one machine
@@ -126,124 +129,236 @@ def test_a_run_on_one_machine_listens_on_loopback_only(method: str, monkeypatch:
     assert secret not in run.report().html + run.report().text + repr(run) + "\n".join(run.logs())
 
 
+def _inspect_store() -> dict[str, Any]:
+    """Use three groups one after the other, and look at how the ranks find each other."""
+    import torch
+    import torch.distributed as dist
+
+    from notebook_accelerate import Accelerator
+    from notebook_accelerate.state import AcceleratorState
+
+    for _ in range(3):
+        total = int(Accelerator().reduce(torch.ones(1)))
+        dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    folder = os.environ[environ.STORE]
+    with socket.socket() as client:
+        listens = client.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
+    as_another = {"user": 65534, "group": 65534, "extra_groups": []} if os.getuid() == 0 else None
+    refused = as_another and subprocess.run(["ls", folder], capture_output=True, check=False, **as_another).returncode
+    return {
+        "total": total, "folder": folder, "mode": stat.S_IMODE(Path(folder).stat().st_mode), "listens": listens,
+        "refused": refused,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
+@pytest.mark.usefixtures("zygote")
+def test_no_other_user_can_join_the_process_group(method: str) -> None:
+    run = start(LaunchConfig(num_processes=2, start_method=method, cpu=True, panel=False), _inspect_store)
+    for found in run.results:
+        assert found["total"] == 2
+        assert found["mode"] == 0o700
+        assert not found["listens"]
+        assert found["refused"] != 0
+        assert not Path(found["folder"]).exists(), "removed with the run"
+
+
 # ---- Listening for other machines
 
 
-def test_the_kernel_listens_on_one_address_until_its_hosts_have_connected() -> None:
+def test_the_kernel_listens_on_one_address_for_the_hosts_it_expects() -> None:
     one = _Listening()
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.ip for c in listening if c.laddr.port == one.host_listener.port] == ["127.0.0.1"]
-    one.connect_host()
-    port = one.host_listener.port
+    kept = one.connect_host()
     one.host_listener.close()
-    with pytest.raises(OSError, match=r"refused|Connection"):
-        socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+    with pytest.raises(AuthenticationError):
+        connect_to_kernel("127.0.0.1", one.host_listener.port, one.secret, HELLO)
+    for channel in kept:
+        channel.close()
+    until(lambda: not one.answers())
 
 
 def test_a_peer_without_the_secret_is_refused_and_reported(step: _Listening) -> None:
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(AuthenticationError, match="another secret"):
         connect_to_kernel("127.0.0.1", step.host_listener.port, stream.new_secret(), HELLO)
     step.wait_for_reports()
-    assert step.reports == ["a connection from 127.0.0.1 was refused: it does not know the run's secret"]
+    assert re.fullmatch(
+        r"a connection from (127\.0\.0\.1|an unknown address) was refused: "
+        r"it does not know the run's secret, or uses another protocol", *step.reports,
+    ), "the address is unknown where the connection has been closed before it was looked up"  # fmt: skip
     step.connect_host()
 
 
 @pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 200, b"\x00" * 200, os.urandom(4096), b"\x16\x03\x01" * 99]
+    "data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 200, b"\xff" * 200, os.urandom(4096), b"\x16\x03\x01" * 99]
 )
 def test_a_peer_of_another_protocol_is_refused(step: _Listening, data: bytes) -> None:
     with step.connect() as peer:
         peer.sendall(data)
-        step.wait_for_reports()
-    assert "it does not speak this protocol" in step.reports[0]
+        _read_to_end(peer)
+    step.wait_for_reports()
+    assert "uses another protocol" in step.reports[0]
     step.connect_host()
 
 
 def test_an_unauthenticated_peer_receives_no_data_to_test_guesses_on(step: _Listening) -> None:
-    with step.connect() as peer:
-        peer.sendall(stream._MAGIC + os.urandom(32))
-        hello = _read(peer, len(stream._MAGIC) + 32)
-        assert hello.startswith(stream._MAGIC)
-        peer.sendall(os.urandom(32))
-        assert _ended(peer), "not a byte made with the secret"
+    another = _Listening()
+    received = []
+    for listening in (step, another):
+        with listening.connect() as peer:
+            peer.sendall(GREETING)
+            greeting = b""
+            while len(greeting) < len(GREETING):
+                greeting += peer.recv(len(GREETING) - len(greeting))
+            peer.sendall(_frame(b"\x05HELLO\x01\x00" + os.urandom(192)))
+            received.append(greeting + _read_to_end(peer))
+    another.host_listener.close()
+    assert received[0] == received[1], "it is the same with every secret"
+    assert len(received[0]) == len(GREETING)
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""The first bytes of a client (ZeroMQ RFC 23)."""
+
+
+def _frame(body: bytes) -> bytes:
+    return b"\x04" + bytes([len(body)]) + body
+
+
+def _read_to_end(connection: socket.socket) -> bytes:
+    connection.settimeout(SECONDS)
     data = b""
-    while len(data) < count:
-        data += connection.recv(count - len(data))
+    with suppress(ConnectionError):
+        while part := connection.recv(1 << 16):
+            data += part
     return data
 
 
-def test_a_recorded_handshake_cannot_be_replayed(step: _Listening) -> None:
-    recorder = _Recorder(step.host_listener.port)
-    channel = connect_to_kernel("127.0.0.1", recorder.port, step.secret, HELLO)
+class _Wire(LoopbackProxy):
+    """Carries a host's connection; a test decides what becomes of the frames that the host sends after its hello.
+
+    Args:
+        port: The listener's.
+        change: Called with three frames; returns the bytes that are sent in their place.
+    """
+
+    def __init__(self, port: int, change: Callable[[list[bytes]], bytes] = b"".join) -> None:
+        super().__init__(port)
+        self.sent, self.answered = bytearray(), bytearray()
+        self.frames: list[bytes] = []
+        self._change = change
+        self._start()
+
+    def _copy_up(self, caller: socket.socket, called: socket.socket) -> None:
+        host, kernel = caller, called
+        buffer, place = bytearray(), 0
+        with suppress(OSError):
+            while data := host.recv(1 << 16):
+                self.sent += data
+                buffer += data
+                if place < len(GREETING):  # it is sent in parts
+                    greeting = bytes(buffer[place : len(GREETING)])
+                    kernel.sendall(greeting)
+                    place += len(greeting)
+                while place >= len(GREETING) and (end := _frame_end(buffer, place)) is not None:
+                    self._pass(bytes(buffer[place:end]), kernel)
+                    place = end
+            kernel.shutdown(socket.SHUT_WR)
+
+    def _pass(self, frame: bytes, kernel: socket.socket) -> None:
+        self.frames.append(frame)
+        if (own := len(self.frames) - HANDSHAKE_FRAMES) <= 0:
+            kernel.sendall(frame)
+        elif own % 3 == 0:
+            kernel.sendall(self._change(self.frames[-3:]))
+
+    def _copy_down(self, called: socket.socket, caller: socket.socket) -> None:
+        with suppress(OSError):
+            while data := called.recv(1 << 16):
+                self.answered += data
+                caller.sendall(data)
+            caller.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+HANDSHAKE_FRAMES = 3
+"""Frames of a host before the first that a test changes: HELLO, INITIATE, and the message with the `HelloEvent`."""
+
+
+def _frame_end(data: bytes | bytearray, start: int) -> int | None:
+    if len(data) < start + 2:
+        return None
+    long = data[start] & 2
+    size = int.from_bytes(data[start + 1 : start + 9], "big") if long else data[start + 1]
+    end = start + (9 if long else 2) + size
+    return end if len(data) >= end else None
+
+
+@contextmanager
+def _connected(step: _Listening, change: Callable[[list[bytes]], bytes] = b"".join) -> Iterator[tuple[Any, ...]]:
+    """Connect a host over a `_Wire`; yield the wire, and the channels of the host and of the kernel."""
+    wire = _Wire(step.host_listener.port, change)
+    host = connect_to_kernel("127.0.0.1", wire.port, step.secret, HELLO)
     incoming = step.host_listener.next_host(SECONDS)
     assert incoming is not None
-    recorder.close()
-    with step.connect() as peer:
-        peer.sendall(bytes(recorder.recorded))
-        step.wait_for_reports()
-        assert _ended_after_hello(peer)
+    try:
+        yield wire, host, incoming.channel
+    finally:
+        host.close()
+        incoming.channel.close()
+        wire.close()
+
+
+def test_the_network_cannot_read_what_is_sent(step: _Listening) -> None:
+    with _connected(step) as (wire, host, kernel):
+        for number in range(3):
+            host.send(MetricEvent({"confidential": 1.0}, number))
+            time.sleep(0.05)  # one message each
+        kernel.send(MetricEvent({"confidential": 1.0}, 0))
+        assert len(_steps(kernel, 3)) == 3
+        assert _steps(host, 1) == [0]
+        for seen in (wire.sent, wire.answered):
+            assert len(seen) > 300
+            assert b"confidential" not in seen
+            assert b"worker-1" not in seen
+
+
+def _steps(channel: Channel, count: int) -> list[int]:
+    """Return the steps of the next metrics."""
+    found: list[Any] = []
+    while len(found) < count:
+        found += [event.step for _, event in channel.receive(SECONDS)]  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_recorded_connection_cannot_be_replayed(step: _Listening) -> None:
+    with _connected(step) as (wire, _, _), step.connect() as peer:
+        peer.sendall(bytes(wire.sent))
+        _read_to_end(peer)
+    step.wait_for_reports()
     assert "does not know the run's secret" in step.reports[0]
-    for one in (channel, incoming.channel):
-        one.close()
+    assert step.host_listener.next_host(0.0) is None
 
 
 def test_messages_of_the_kernel_sent_back_do_not_authenticate(step: _Listening) -> None:
     with step.connect() as peer:
-        hello = _read(peer, len(stream._MAGIC) + 32)
-        peer.sendall(hello)  # the same nonce, and whatever it would send next
+        peer.settimeout(SECONDS)
+        peer.sendall(peer.recv(64))  # its own greeting
         peer.shutdown(socket.SHUT_WR)
-        step.wait_for_reports()
+        _read_to_end(peer)
+    assert step.host_listener.next_host(0.2) is None
     step.connect_host()
 
 
-def _ended_after_hello(connection: socket.socket) -> bool:
-    _read(connection, len(stream._MAGIC) + 32)
-    return _ended(connection)
-
-
-class _Recorder:
-    """Forwards one connection, and records what the caller sends."""
-
-    def __init__(self, port: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self.recorded = bytearray()
-        self._to = port
-        self._threads = [threading.Thread(target=self._forward)]
-        self._threads[0].start()
-
-    def _forward(self) -> None:
-        caller, _ = self._listener.accept()
-        called = socket.create_connection(("127.0.0.1", self._to))
-        self._ends = (caller, called)
-        back = threading.Thread(target=self._copy, args=(called, caller, bytearray()))
-        self._threads.append(back)
-        back.start()
-        self._copy(caller, called, self.recorded)
-
-    def _copy(self, source: socket.socket, target: socket.socket, kept: bytearray) -> None:
-        try:
-            while data := source.recv(4096):
-                kept += data
-                target.sendall(data)
-        except OSError:
-            pass
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(SECONDS)
-        for end in (*self._ends, self._listener):
-            end.close()
-
-
-def test_silent_connections_do_not_delay_a_launch(step: _Listening, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 600.0)
-    peers = [step.connect() for _ in range(2 * MAX_HANDSHAKES)]
+def test_silent_connections_do_not_delay_a_launch(step: _Listening) -> None:
+    peers = [step.connect() for _ in range(200)]
     began = time.monotonic()
     step.connect_host()
     step.host_listener.close()
@@ -257,90 +372,61 @@ def test_many_refused_connections_do_not_fill_the_notebook() -> None:
     for _ in range(MAX_REPORTS + 30):
         with one.connect() as peer:
             peer.sendall(b"x" * 200)
-            _ended_after_hello(peer)
+            _read_to_end(peer)
     until(lambda: one.host_listener._refused >= MAX_REPORTS + 30 and len(one.reports) >= MAX_REPORTS)
     one.host_listener.close()
     assert len(one.reports) == MAX_REPORTS + 1
     assert one.reports[-1] == "30 more connections were refused"
 
 
-# ---- Records of an authenticated stream
+# ---- Messages of an authenticated connection
 
 
-def _authenticated_pair() -> tuple[
-    stream.AuthenticatedStream, stream.AuthenticatedStream, socket.socket, socket.socket
-]:
-    """Return two authenticated ends and the wire between them, from which a test reads and to which it writes."""
-    here, wire_here = socket.socketpair()
-    there, wire_there = socket.socketpair()
-    ends: dict[bool, stream.AuthenticatedStream] = {}
-    secret = stream.new_secret()
-
-    def authenticate(end: socket.socket, *, listens: bool) -> None:
-        ends[listens] = stream.authenticate(end, secret, listens=listens, timeout=SECONDS)
-
-    roles = ((here, True), (there, False))
-    threads = [threading.Thread(target=authenticate, args=(end,), kwargs={"listens": role}) for end, role in roles]
-    for thread in threads:
-        thread.start()
-    size = len(stream._MAGIC) + 32
-    wire_here.sendall(_read(wire_there, size))
-    wire_there.sendall(_read(wire_here, size))
-    wire_here.sendall(_read(wire_there, 32))
-    wire_there.sendall(_read(wire_here, 32))
-    for thread in threads:
-        thread.join(SECONDS)
-    return ends[True], ends[False], wire_here, wire_there
+def _flip(frame: bytes, place: int) -> bytes:
+    place %= len(frame)
+    return frame[:place] + bytes([frame[place] ^ 1]) + frame[place + 1 :]
 
 
-def _records(count: int, sender: stream.AuthenticatedStream, wire: socket.socket) -> list[bytes]:
-    found = []
-    for number in range(count):
-        data = encode([Stamped(0.0, MetricEvent({"loss": 1.0}, number))])
-        sender.sendall(data)
-        found.append(_read(wire, stream._RECORD.size + len(data)))
-    return found
-
-
-def _flip(record: bytes, place: int) -> bytes:
-    return record[:place] + bytes([record[place] ^ 1]) + record[place + 1 :]
-
-
-TAMPERINGS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "changed": lambda r: [r[0], _flip(r[1], len(r[1]) - 3)],
-    "its code changed": lambda r: [r[0], _flip(r[1], 6)],
-    "repeated": lambda r: [r[0], r[0]],
-    "left out": lambda r: [r[0], r[2]],
-    "in another order": lambda r: [r[0], r[2], r[1]],
-    "made up": lambda r: [r[0], struct.pack("!I16s", 5, b"\0" * 16) + b"hello"],
-    "longer than allowed": lambda r: [r[0], struct.pack("!I16s", stream.MAX_RECORD + 1, b"\0" * 16)],
+TAMPERINGS: dict[str, Callable[[list[bytes]], bytes]] = {
+    "changed": lambda f: f[0] + _flip(f[1], -3) + f[2],
+    "its nonce changed": lambda f: f[0] + _flip(f[1], 12) + f[2],
+    "repeated": lambda f: f[0] + f[0] + f[1] + f[2],
+    "in another order": lambda f: f[0] + f[2] + f[1],
+    "dropped": lambda f: f[0] + f[2],
+    "made up": lambda f: f[0] + b"\x00" + bytes([40]) + b"\x07MESSAGE" + bytes(32),
+    "longer than allowed": lambda f: f[0] + b"\x02" + (1 << 40).to_bytes(8, "big") + bytes(100),
 }
 
 
 @pytest.mark.parametrize("tampering", TAMPERINGS)
-def test_a_tampered_record_ends_the_stream_and_is_not_read(tampering: str) -> None:
-    ours, theirs, wire_ours, wire_theirs = _authenticated_pair()
-    channel = Channel(ours)
-    given = TAMPERINGS[tampering](_records(3, theirs, wire_theirs))
-    wire_ours.sendall(given[0])
-    assert [event.step for _, event in channel.receive(SECONDS)] == [0]  # type: ignore[attr-defined]
-    wire_ours.sendall(b"".join(given[1:]))
-    with pytest.raises(ChannelClosedError, match=r"did not send|are allowed"):
-        channel.receive(SECONDS)
-    with pytest.raises(ChannelClosedError):
-        channel.receive(0.0)
-    for end in (channel, theirs, wire_ours, wire_theirs):
-        end.close()
+def test_a_tampered_message_ends_the_connection_and_is_not_read(step: _Listening, tampering: str) -> None:
+    with _connected(step, TAMPERINGS[tampering]) as (_, host, kernel):
+        for number in range(3):
+            host.send(MetricEvent({"loss": 1.0}, number))
+            time.sleep(0.05)  # one message each
+        assert _steps_until_end(kernel) == [0]
 
 
-def test_the_two_directions_have_different_keys() -> None:
-    ours, theirs, wire_ours, wire_theirs = _authenticated_pair()
-    (sent,) = _records(1, ours, wire_ours)
-    wire_ours.sendall(sent)  # back to who sent it
-    with pytest.raises(ConnectionError):
-        ours.recv(1 << 16, 0)
-    for end in (ours, theirs, wire_ours, wire_theirs):
-        end.close()
+def _steps_until_end(channel: Channel) -> list[int]:
+    found = []
+    with suppress(ChannelClosedError):
+        while True:
+            found += _steps(channel, 1)
+    return found
+
+
+def test_the_two_directions_have_different_keys(step: _Listening) -> None:
+    reflected: list[bytes] = []
+    with _connected(step, lambda _: reflected[0]) as (wire, host, kernel):
+        before = len(wire.answered)
+        kernel.send(MetricEvent({"loss": 1.0}, 0))
+        until(lambda: len(wire.answered) > before)
+        reflected.append(bytes(wire.answered[before:]))
+        for number in range(3):
+            host.send(MetricEvent({"loss": 1.0}, number))
+            time.sleep(0.05)
+        with pytest.raises(ChannelClosedError):
+            _steps(kernel, 1)
 
 
 def test_a_length_above_the_maximum_is_refused_at_once() -> None:
@@ -363,11 +449,11 @@ class _Bomb:
 def test_data_of_an_unauthenticated_peer_is_not_unpickled(step: _Listening, tmp_path: Path) -> None:
     trace = tmp_path / "unpickled"
     bomb = pickle.dumps(_Bomb(str(trace)))
-    for begin in (b"", stream._MAGIC, stream._MAGIC + os.urandom(32), stream._MAGIC + os.urandom(64)):
+    for begin in (b"", GREETING, GREETING + _frame(b"\x05HELLO\x01\x00" + os.urandom(192))):
         with step.connect() as peer:
             peer.sendall(begin + bomb * 20)
-            _ended_after_hello(peer)
-    step.wait_for_reports(4)
+            _read_to_end(peer)
+    step.wait_for_reports(2)
     assert not trace.exists()
     pickle.loads(bomb)
     assert trace.exists(), "the bomb would have worked"

@@ -15,6 +15,7 @@ from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.launch.supervisor.run_context import RunContext
 from notebook_accelerate.launch.supervisor.stall_detector import StallDetector
 from notebook_accelerate.launch.supervisor.time_limits import TimeLimits
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent
 from tests.support.runs import context_of, make_run, plan_run
 
@@ -80,6 +81,24 @@ def test_a_step_of_the_wall_clock_ends_no_run(group: RankGroup, monkeypatch: pyt
     left = limits.seconds_left()
     assert left is not None
     assert 0 < left <= 5.0
+
+
+def test_two_hours_of_sleep_end_no_run(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the limits stands while a Linux machine sleeps; the clock of the run's times does not."""
+    limits = TimeLimits(group._context, group.events, group.stops)
+    before, uptime = steady_time.now(), steady_time._uptime
+    monkeypatch.setattr(steady_time, "_uptime", lambda: uptime() + 7200.0)
+    assert limits.reached() == ""
+    assert 7200.0 <= steady_time.now() - before < 7300.0
+
+
+def test_a_step_of_the_wall_clock_moves_no_time_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = steady_time.now()
+    wall = time.time()
+    monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
+    run = make_run(1, started=before)
+    assert 0.0 <= run.elapsed < 300.0
+    assert steady_time.now() >= before
 
 
 def test_limits_are_reached_by_the_runs_clock(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.launch.processes import zygote
 from notebook_accelerate.launch.processes.openmp_spin import is_crowded
 from notebook_accelerate.launch.processes.zygote import CROWDED, HELPER, LENGTH, Zygote
@@ -113,6 +113,25 @@ def test_a_server_that_did_not_reply_in_time_gets_no_further_request(monkeypatch
         server.close()
 
 
+def print_pid(_: int) -> None:
+    """Print the process id of a process of the server."""
+    print(os.getpid(), flush=True)
+
+
+def test_a_stop_between_two_replies_does_not_lose_the_first(server: Zygote) -> None:
+    target = b"tests.unit.launch.test_zygote:print_pid"
+    with _Wires() as first, _Wires() as second, _Wires() as third:
+        for wires in (first, second):  # the second stop comes after the reply to the first request was read
+            os.kill(server.pid, signal.SIGSTOP)
+            with pytest.raises(RunStoppedError):
+                server.fork(target, wires.theirs, HELPER, lambda: True)
+            os.kill(server.pid, signal.SIGCONT)
+            assert wires.printed()
+            _wait_until_asleep(server)
+        pid = server.fork(target, third.theirs, HELPER)
+        assert third.printed() == f"{pid}\n".encode()
+
+
 def print_imported(_: int) -> None:
     """Print whether a process of the server has torch and its compiler."""
     print("torch" in sys.modules, "torch._dynamo" in sys.modules, flush=True)
@@ -140,8 +159,8 @@ def test_requests_are_served_before_the_imports_that_can_wait() -> None:
 
 def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
-    ending = zygote.ensure_zygote()
-    os.kill(ending.pid, signal.SIGSTOP)  # so that it takes its time
+    zygote.close_zygote()
+    ending = zygote.ensure_zygote()  # it imports torch, and notices only then that it is to end
     press = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     press.start()
     try:

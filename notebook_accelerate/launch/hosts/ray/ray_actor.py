@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.launch.hosts.addresses import interface_of
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel, open_channel
+from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.processes import ports
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.launch.processes.spawn import SpawnBackend
@@ -33,7 +33,7 @@ DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VI
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TUNNEL_BYTES = 1 << 20
 TUNNEL_SECONDS = 10.0
-"""Seconds that `RankSlot.pull` waits for data."""
+"""Seconds that a tunnel waits for its connection, and then for data."""
 
 
 class RankSlot:
@@ -41,8 +41,7 @@ class RankSlot:
 
     def __init__(self) -> None:
         self._payload = -1
-        self._inner: socket.socket | None = None
-        self._outer: socket.socket | None = None
+        self._tunnel: Tunnel | None = None
         self._port_held = threading.Event()
 
     # ---- before the rank starts
@@ -67,8 +66,8 @@ class RankSlot:
         return self._payload >= 0
 
     def open_tunnel(self) -> None:
-        """Send the stream to the kernel through calls of this actor instead of a connection."""
-        self._inner, self._outer = socket.socketpair()
+        """Send the stream to the kernel through calls of this actor instead of a connection of its own."""
+        self._tunnel = Tunnel()
 
     # ---- the rank
 
@@ -86,35 +85,70 @@ class RankSlot:
         completed: WorkerOrder = pickle.loads(order)
         adapt_to_machine(completed)
         hello = HelloEvent(node, host, {"rank": completed.rank})
-        if self._inner is not None:
-            channel = open_channel(self._inner, secret, hello)
-        else:
-            channel = connect_to_kernel(address, port, secret, hello)
+        if self._tunnel is not None:
+            address, port = self._tunnel.address
+        channel = connect_to_kernel(address, port, secret, hello)
         Host(channel).serve(PlacedBackend(self._payload), [completed])
 
     # ---- the tunnel
 
     def push(self, data: bytes) -> None:
+        """See `Tunnel.push`."""
+        assert self._tunnel is not None
+        self._tunnel.push(data)
+
+    def pull(self) -> bytes | None:
+        """See `Tunnel.pull`."""
+        assert self._tunnel is not None
+        return self._tunnel.pull()
+
+
+class Tunnel:
+    """A port of the loopback interface; calls of this actor carry what its one connection sends and receives.
+
+    The tunnel does not know the run's secret: the stream is authenticated and encrypted from end to end.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1)
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._connection: socket.socket | None = None
+        self._accepting = threading.Lock()
+
+    def _connected(self) -> socket.socket | None:
+        """Return the connection; None when there was none in time."""
+        with self._accepting:
+            if self._connection is None and _readable(self._listener):
+                self._connection, _ = self._listener.accept()
+                self._listener.close()
+            return self._connection
+
+    def push(self, data: bytes) -> None:
         """Accept data from the kernel; ``b""`` is the end."""
-        assert self._outer is not None
+        while (connection := self._connected()) is None:
+            pass
         with suppress(OSError):
             if data:
-                self._outer.sendall(data)
+                connection.sendall(data)
             else:
-                self._outer.shutdown(socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_WR)
 
     def pull(self) -> bytes | None:
         """Return data for the kernel: ``b""`` at the end, None when none arrived in time."""
-        assert self._outer is not None
-        # A timeout of the socket would also apply to a concurrent push, and truncate its data.
-        waiter = select.poll()
-        waiter.register(self._outer, select.POLLIN)
-        if not waiter.poll(TUNNEL_SECONDS * 1000):
+        connection = self._connected()
+        if connection is None or not _readable(connection):
             return None
         try:
-            return self._outer.recv(TUNNEL_BYTES)
+            return connection.recv(TUNNEL_BYTES)
         except OSError:
             return b""
+
+
+def _readable(waiting: socket.socket) -> bool:
+    """Wait for a socket, without a timeout of its own: that would also apply to a concurrent push, and truncate it."""
+    waiter = select.poll()
+    waiter.register(waiting, select.POLLIN)
+    return bool(waiter.poll(TUNNEL_SECONDS * 1000))
 
 
 class PlacedBackend(SpawnBackend):

@@ -21,6 +21,7 @@ from contextlib import closing, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
+from notebook_accelerate.config.hidden_values import redact
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
 from notebook_accelerate.launch.hosts.ray.ray_driver import versions
@@ -49,9 +50,11 @@ class DriverProcess:
 
     Args:
         payload: Descriptor of the file with the function and its arguments.
+        cluster: Its secrets are removed from the texts of Ray.
     """
 
-    def __init__(self, payload: int) -> None:
+    def __init__(self, payload: int, cluster: RayCluster) -> None:
+        self._cluster = cluster
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         Ends.kernel_side.add(ours.fileno())
@@ -86,13 +89,23 @@ class DriverProcess:
                 return event
             _raise_failure(event)
             waiting(event)
-        raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){log_tail(self._log)}")
+        raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return redact(log_tail(self._log), self._cluster)
 
     def _receive(self, seconds: float, what: str) -> list[Event]:
         try:
-            return [event for _, event in self.channel.receive(seconds)]
+            return [self._redacted(event) for _, event in self.channel.receive(seconds)]
         except ChannelClosedError:
-            raise LaunchError(f"{what} failed: the driver process ended{log_tail(self._log)}") from None
+            raise LaunchError(f"{what} failed: the driver process ended{self._log_tail()}") from None
+
+    def _redacted(self, event: Event) -> Event:
+        if isinstance(event, protocol.RefusedEvent | protocol.ClusterNoteEvent):
+            event.text = redact(event.text, self._cluster)
+        elif isinstance(event, protocol.ActorEndedEvent):
+            event.reason = redact(event.reason, self._cluster)
+        return event
 
     def check(self) -> None:
         """Handle the events that the driver has sent.
@@ -224,7 +237,7 @@ class RayBackend(PickledBackend):
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
-        driver = DriverProcess(self._payload)
+        driver = DriverProcess(self._payload, self._cluster)
         connections: list[RayHostConnection] = []
         try:
             address, placed = self._place(driver, len(orders))
@@ -287,7 +300,7 @@ class RayBackend(PickledBackend):
         }
         order.environment = {**carried, **slot["environment"], **order.environment, **placement}
         order = self.complete(order)
-        order.base_environment = None  # use the node's environment
+        order.base_environment = order.time_offset = None  # use the node's
         if "working_dir" in (self._cluster.runtime_env or {}):
             order.cwd = None
         return pickle.dumps(order)

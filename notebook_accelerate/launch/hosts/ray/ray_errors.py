@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from notebook_accelerate.config.hidden_values import hide_credentials
+
 
 def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
     """Return a message about nodes whose versions do not match the kernel's; "" when all match.
@@ -50,7 +52,9 @@ def unreachable(address: str, error: Exception) -> str:
     hint = "; on a machine that is not one of its nodes, pass on='ray://host:10001'"
     if address.startswith("ray://"):
         hint = ""
-    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {summary}{hint}"
+    return (
+        f"the Ray cluster at {hide_credentials(address)} could not be reached: {type(error).__name__}: {summary}{hint}"
+    )
 
 
 _ADDRESS = re.compile(r"address: ([\w.:]+)")

@@ -138,7 +138,6 @@ class Host(Relay):
     def _kill(self) -> None:
         for process in self._ranks.values():
             process.send_signal(signal.SIGKILL, group=True)
-            process.send_signal(signal.SIGKILL)
             process.await_end(5.0)
             process.disconnect(self._selector)
             process.close()

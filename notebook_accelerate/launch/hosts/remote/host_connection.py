@@ -28,7 +28,7 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
 )
 from notebook_accelerate.launch.processes.rank_process import RankListener, RankProcess
 from notebook_accelerate.launch.state.rank_exit import Exit
-from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
+from notebook_accelerate.telemetry import Channel, Event, Stamped, encode, steady_time
 
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0
@@ -67,11 +67,11 @@ class HostConnection:
         """
         best = (CLOCK_SECONDS, 0.0)
         for number in range(CLOCK_ROUNDS):
-            sent = time.time()
+            sent = steady_time.now()
             self.channel.send(ClockEvent(number))
             answer = self._await(partial(_is_reply, number), CLOCK_SECONDS)
             if answer is not None:
-                took = time.time() - sent
+                took = steady_time.now() - sent
                 best = min(best, (took, sent + took / 2 - answer.time))
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
@@ -215,7 +215,7 @@ class _RankChannel:
         self._connection, self._rank = connection, rank
 
     def send(self, *events: Event) -> None:
-        now = time.time()
+        now = steady_time.now()
         self._connection.channel.send(FramesEvent(self._rank, encode([Stamped(now, event) for event in events])))
 
 

@@ -1,32 +1,42 @@
-"""An authenticated stream between two ends that share a secret.
+"""An encrypted stream between two ends that share a secret: CurveZMQ (ZeroMQ RFC 26), behind local sockets.
 
-Each end proves that it knows the secret before anything else is read. Every later record carries a message
-authentication code over its content and its position, which detects records that were injected, changed, repeated or
-dropped. Nothing is encrypted: anyone who can read the network can read the run, as with the process group's traffic.
-
-The handshake is HMAC challenge and response in both directions (RFC 2104, as in multiprocessing.connection); the
-codes are keyed BLAKE2b (RFC 7693).
+The keys of both ends are derived from the secret, and no key is ever sent: an end without the secret can neither
+connect nor be connected to. libzmq authenticates both ends, encrypts with keys that are new for each connection, and
+ends a connection whose peer does not answer. On top of its messages, a `Link` carries the bytes of a local socket, with
+a bound on what is under way, so that the rest of this package reads and writes an ordinary stream.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import hmac
 import secrets
+import select
+import selectors
 import socket
 import struct
-import time
-from contextlib import suppress
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from notebook_accelerate.errors import AuthenticationError
+import zmq
+from zmq.utils import z85
 
-_MAGIC = b"notebook_accelerate/1\n"
-_NONCE = 32
-_CODE = 16
-_RECORD = struct.Struct("!I16s")
-MAX_RECORD = 1 << 20
-"""Maximum size of a record in bytes; a longer one was not sent by the other end."""
 SECRET_BYTES = 32
+CHUNK = 1 << 18
+WINDOW = 1 << 22
+"""Bytes that one end sends before the other has written the first of them to its local socket."""
+DATA, ACKNOWLEDGE, END, PING = b"D", b"A", b"E", b"P"
+"""The first byte of a message; all but pings have a count of bytes next.
+
+Of data, those that were sent before: CurveZMQ rejects messages that are repeated or out of order, but does not notice
+missing ones. Of an acknowledgement, those that were written so far; of an end, all that were sent.
+"""
+_COUNT = struct.Struct("!Q")
+_PREFIX = 1 + _COUNT.size
+NOTHING_SENT = END + _COUNT.pack(0)
+"""The end of a stream on which nothing was sent."""
+HEARTBEAT_SECONDS, SILENT_SECONDS = 5, 20
+"""libzmq asks a silent peer so often, and ends the connection of one that does not answer for so long."""
 
 
 def new_secret() -> bytes:
@@ -34,158 +44,173 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-class AuthenticatedStream:
-    """A connected stream whose records are authenticated; has the socket methods that a channel uses.
+class Keys(NamedTuple):
+    """The keys of both ends, in Z85 (ZeroMQ RFC 32)."""
+
+    kernel_public: bytes
+    kernel_secret: bytes
+    host_public: bytes
+    host_secret: bytes
+
+
+@functools.lru_cache(maxsize=16)
+def derive_keys(secret: bytes) -> Keys:
+    """Derive both ends' keys from the secret, with scrypt (RFC 7914): guesses at a short secret are expensive."""
+    data = hashlib.scrypt(secret, salt=b"notebook_accelerate/2", n=1 << 14, r=8, p=1, dklen=64)
+    kernel, host = z85.encode(data[:32]), z85.encode(data[32:])
+    return Keys(zmq.curve_public(kernel), kernel, zmq.curve_public(host), host)
+
+
+def configure(zmq_socket: Any) -> None:
+    """Set what the sockets of both ends have in common."""
+    zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # links bound what is under way
+    zmq_socket.maxmsgsize = CHUNK + 64
+    zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 * HEARTBEAT_SECONDS)
+    zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * SILENT_SECONDS)
+
+
+class ProtocolError(Exception):
+    """A message is not of this protocol."""
+
+
+class Link:
+    """Carries the bytes of a local socket over the messages of one peer; used on one thread.
 
     Args:
-        connection: A connected stream socket, owned by this object.
-        ours: Key of the records that this end sends.
-        theirs: Key of the records that it receives.
+        inner: The local socket; owned by the link.
+        send: Sends a message to the peer.
+
+    Attributes:
+        descriptor: The local socket's.
+        closed: Whether the link has ended: one end has closed, and all that the other can receive was passed on. The
+            local socket stays open until `release`.
+        peer_ended: Whether the peer has sent its end, which it also does to confirm this one's. The connection must
+            last until then: with its socket, libzmq may drop messages that it has encoded, whatever the linger time is.
     """
 
-    def __init__(self, connection: socket.socket, ours: bytes, theirs: bytes) -> None:
-        self._socket = connection
-        self._ours, self._theirs = ours, theirs
-        self._sent = self._received = 0
-        self._buffer = bytearray()
-        self._broken = ""
+    def __init__(self, inner: socket.socket, send: Callable[[bytes], None]) -> None:
+        self._inner, self._send = inner, send
+        self.descriptor = inner.fileno()
+        inner.setblocking(False)
+        self._pending = bytearray()
+        self._sent = self._acknowledged = 0
+        self._received = self._written = self._reported = 0
+        self.peer_ended = self._end_sent = self._unread = self.closed = False
+        self._abandoned_since: float | None = None
 
-    def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-        return self._socket.fileno()
+    def interest(self) -> int:
+        """Return what to wait for on the local socket: `selectors.EVENT_READ`, `EVENT_WRITE`, both or 0."""
+        if self.closed:
+            return 0
+        reads = self.peer_ended or self._sent - self._acknowledged < WINDOW
+        return (selectors.EVENT_READ if reads else 0) | (selectors.EVENT_WRITE if self._pending else 0)
 
-    def sendall(self, data: bytes, /) -> None:
-        """Send ``data`` as records; callers must not send from two threads at once."""
-        for start in range(0, len(data), MAX_RECORD):
-            part = data[start : start + MAX_RECORD]
-            self._socket.sendall(_RECORD.pack(len(part), _code(self._ours, self._sent, part)) + part)
-            self._sent += 1
+    def on_ready(self, events: int) -> int:
+        """Handle what the local socket is ready for; return the number of bytes that were sent to the peer."""
+        before = self._sent
+        if self._pending and events & selectors.EVENT_WRITE:
+            self._write()
+        if self.interest() & events & selectors.EVENT_READ:
+            self._read()
+        return self._sent - before
 
-    def recv(self, size: int, flags: int, /) -> bytes:
-        """Return the content of the complete records received, ``b""`` at the end of the stream.
+    def on_message(self, message: bytes) -> None:
+        """Handle a message of the peer.
 
         Raises:
-            BlockingIOError: No complete record has arrived.
-            ConnectionError: A record was not sent by the other end.
+            ProtocolError: The message is not of this protocol.
         """
-        if self._broken:
-            raise ConnectionError(self._broken)
-        data = self._socket.recv(size, flags)
-        if not data:
-            return b""
-        self._buffer += data
+        kind = message[:1]
+        if self.closed:
+            self.peer_ended = self.peer_ended or kind == END
+            return
+        if kind == PING:
+            return
+        if len(message) < _PREFIX or kind not in (DATA, ACKNOWLEDGE, END):
+            raise ProtocolError(f"a message of {len(message)} bytes arrived that is not of this protocol")
+        count = _COUNT.unpack_from(message, 1)[0]
+        if kind == ACKNOWLEDGE:
+            self._acknowledged = min(max(self._acknowledged, count), self._sent)
+        elif count != self._received or self.peer_ended:
+            raise ProtocolError(f"data from byte {count} on arrived after byte {self._received}")
+        elif kind == END:
+            self.end()
+        else:
+            self._accept(message)
+
+    def _accept(self, message: bytes) -> None:
+        self._received += len(message) - _PREFIX
+        self._pending += message[_PREFIX:]
+        if len(self._pending) > WINDOW + CHUNK:
+            raise ProtocolError(f"more than {WINDOW} bytes arrived that were not acknowledged")
+        self._write()
+
+    def end(self) -> None:
+        """Send nothing more to the peer, which has ended; the link closes once all it sent was written."""
+        self.peer_ended = True
+        self._send_end()
+        self._close_when_written()
+
+    def is_abandoned(self, now: float, seconds: float) -> bool:
+        """Whether the local end has closed, and the peer has acknowledged nothing of what is left for ``seconds``."""
+        if self.closed or self.interest() & selectors.EVENT_READ or not _hung_up(self.descriptor):
+            self._abandoned_since = None
+            return False
+        self._abandoned_since = self._abandoned_since or now
+        return now - self._abandoned_since >= seconds
+
+    def _read(self) -> None:
         try:
-            found = self._records()
-        except ConnectionError as error:  # nothing received from here on is trusted
-            self._broken = str(error)
-            self._buffer.clear()
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            raise
-        if not found:
-            raise BlockingIOError
-        return found
+            data = self._inner.recv(CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+        elif not self.peer_ended:
+            self._send(DATA + _COUNT.pack(self._sent) + data)
+            self._sent += len(data)
 
-    def _records(self) -> bytes:
-        """Return the content of the complete records in the buffer, and remove them."""
-        found = bytearray()
-        start = 0
-        while (end := self._record_end(start)) is not None:
-            found += self._verified(start, end)
-            start = end
-        del self._buffer[:start]
-        return bytes(found)
+    def _write(self) -> None:
+        try:
+            while self._pending and not self._unread:
+                with memoryview(self._pending) as view:
+                    count = self._inner.send(view[:CHUNK])
+                del self._pending[:count]
+                self._written += count
+        except BlockingIOError:
+            pass
+        except OSError:  # the local end reads nothing more; what it has sent can still be read
+            self._unread = True
+        if self._unread:
+            self._pending.clear()
+        if self._written - self._reported >= WINDOW // 4:
+            self._send(ACKNOWLEDGE + _COUNT.pack(self._written))
+            self._reported = self._written
+        self._close_when_written()
 
-    def _record_end(self, start: int) -> int | None:
-        if len(self._buffer) - start < _RECORD.size:
-            return None
-        length, _ = _RECORD.unpack_from(self._buffer, start)
-        if length > MAX_RECORD:
-            raise ConnectionError(f"a record of {length} bytes arrived; at most {MAX_RECORD} are allowed")
-        end = start + _RECORD.size + int(length)
-        return end if len(self._buffer) >= end else None
-
-    def _verified(self, start: int, end: int) -> bytes:
-        _, code = _RECORD.unpack_from(self._buffer, start)
-        part = bytes(self._buffer[start + _RECORD.size : end])
-        if not hmac.compare_digest(code, _code(self._theirs, self._received, part)):
-            raise ConnectionError("a record arrived that the other end did not send")
-        self._received += 1
-        return part
-
-    def shutdown(self, how: int, /) -> None:
-        """End the stream in one direction or both."""
-        self._socket.shutdown(how)
+    def _close_when_written(self) -> None:
+        if self.peer_ended and not self._pending:
+            self.close()
 
     def close(self) -> None:
-        """Close the stream."""
-        self._socket.close()
+        """End the link, and let the peer know."""
+        self.closed = True
+        self._send_end()
+
+    def _send_end(self) -> None:
+        if not self._end_sent:
+            self._end_sent = True
+            self._send(END + _COUNT.pack(self._sent))
+
+    def release(self) -> None:
+        """Close the local socket, whose other end then reads the end of the stream."""
+        self.closed = True
+        self._inner.close()
 
 
-def _code(key: bytes, number: int, part: bytes) -> bytes:
-    return hashlib.blake2b(number.to_bytes(8, "big") + part, key=key, digest_size=_CODE).digest()
-
-
-def authenticate(
-    connection: socket.socket, secret: bytes, *, listens: bool, timeout: float = 10.0
-) -> AuthenticatedStream:
-    """Authenticate both ends with the secret, and return the authenticated stream.
-
-    Args:
-        connection: A connected stream socket; closed on failure.
-        secret: Known to the two ends only.
-        listens: Whether this is the end that listened; the other end must pass the opposite.
-        timeout: Seconds for the complete handshake.
-
-    Raises:
-        AuthenticationError: The other end does not know the secret, does not speak this protocol, or takes too long.
-    """
-    deadline = time.monotonic() + timeout
-    try:
-        nonce = secrets.token_bytes(_NONCE)
-        connection.settimeout(timeout)
-        connection.sendall(_MAGIC + nonce)
-        hello = _read_exactly(connection, len(_MAGIC) + _NONCE, deadline)
-        if not hello.startswith(_MAGIC):
-            raise AuthenticationError("it does not speak this protocol")
-        theirs = hello[len(_MAGIC) :]
-        # The roles and both nonces are part of every proof: a proof cannot be reflected or replayed.
-        both = nonce + theirs if listens else theirs + nonce
-        # The caller proves itself first: an unauthenticated peer receives nothing to test guesses of the secret on.
-        if not listens:
-            connection.sendall(_proof(secret, _role(listens), both))
-        proof = _read_exactly(connection, 32, deadline)
-        if not hmac.compare_digest(proof, _proof(secret, _role(not listens), both)):
-            raise AuthenticationError("it does not know the run's secret")
-        if listens:
-            connection.sendall(_proof(secret, _role(listens), both))
-        connection.settimeout(None)
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, OSError):
-            raise AuthenticationError(f"the handshake failed: {error or type(error).__name__}") from None
-        raise
-    keys = [_proof(secret, b"key of " + _role(role), both) for role in (listens, not listens)]
-    return AuthenticatedStream(connection, *keys)
-
-
-def _role(listens: bool) -> bytes:
-    return b"listener" if listens else b"caller"
-
-
-def _proof(secret: bytes, what: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, what + b"\0" + nonces, "sha256")
-
-
-def _read_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("it took too long")
-        connection.settimeout(left)
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("it closed the connection")
-        data += part
-    return data
+def _hung_up(descriptor: int) -> bool:
+    waiter = select.poll()
+    waiter.register(descriptor, 0)
+    return bool(waiter.poll(0))

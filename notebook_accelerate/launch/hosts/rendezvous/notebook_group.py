@@ -32,7 +32,7 @@ from notebook_accelerate.launch.processes.selecting import DispatchSelector, dis
 from notebook_accelerate.launch.state import error_messages, failures
 from notebook_accelerate.launch.state.run_events import FailuresRecorded, NoteAdded, RunEnded, RunPlanned, StopAdvanced
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
-from notebook_accelerate.telemetry import Event, RankFailure
+from notebook_accelerate.telemetry import Event, RankFailure, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
@@ -259,7 +259,8 @@ class NotebookGroup:
         hold = news.kind == "failed" and self._context.config.debug
         if hold and not self.failures_elsewhere:
             rank = membership.ranks_of(self.nodes, news.node).start
-            found = peer_failures.from_json(news.failures) or [RankFailure(rank, "exception", time.time(), news.text)]
+            own = RankFailure(rank, "exception", steady_time.now(), news.text)
+            found = peer_failures.from_json(news.failures) or [own]
             self.failures_elsewhere = tuple(failures.ordered(found))
         if group.stops.follow(StopReason(error, news.text), hold=hold):
             self._context.show(news.text, "stdout" if news.kind == "stopped" else "stderr")
@@ -316,7 +317,7 @@ class NotebookGroup:
         run_id, state = self._context.id, self._context.state
         if self._own_stop is not None or self.stopped:
             why = self._own_stop or StopReason(RunStoppedError, self.stopped)
-            text = f"run {run_id} ended after {time.time() - state.started:.1f} s: {why.text}"
+            text = f"run {run_id} ended after {steady_time.now() - state.started:.1f} s: {why.text}"
             return RunEnded("stopped", why.error.__name__, text)
         if state.failures:
             return error_messages.failed(run_id, state)

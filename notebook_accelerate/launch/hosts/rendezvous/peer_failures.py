@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 from notebook_accelerate.launch.hosts.rendezvous import membership
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.state import failures
-from notebook_accelerate.telemetry import RankFailure, tracebacks
+from notebook_accelerate.telemetry import RankFailure, steady_time, tracebacks
 from notebook_accelerate.telemetry.failure import to_chain
 
 
@@ -50,7 +49,7 @@ def lost_failures(nodes: Sequence[Node], lost: Mapping[str, str]) -> tuple[RankF
     found = []
     for index, why in sorted((int(index), why) for index, why in lost.items()):
         text = membership.lost_text(index, nodes[index].host, why)
-        found += [RankFailure(rank, "lost", time.time(), text) for rank in membership.ranks_of(nodes, index)]
+        found += [RankFailure(rank, "lost", steady_time.now(), text) for rank in membership.ranks_of(nodes, index)]
     return tuple(found)
 
 

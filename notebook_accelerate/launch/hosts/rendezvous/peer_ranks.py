@@ -123,6 +123,7 @@ class GroupBackend(ProcessBackend):
 
     def close(self) -> None:
         """See ``ProcessBackend.close``."""
+        super().close()
         self._own.close()
 
 

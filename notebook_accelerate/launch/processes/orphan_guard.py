@@ -1,0 +1,114 @@
+"""Ends what ranks have started when their kernel dies: Linux ends the ranks themselves, but not their children.
+
+The server process of the zygote does so where it runs. Elsewhere a shell waits for the kernel's end while ranks live.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+from notebook_accelerate.launch.processes.rank_process import Ends
+from notebook_accelerate.worker.process_marks import mark_of, set_mark
+
+_SCRIPT = """
+read -r end  # of the file: the kernel has ended
+for turn in 1 2 3 4 5 6 7 8 9 10; do
+    for file in $(grep -l "^Max file locks  *$1 " /proc/[0-9]*/limits 2>/dev/null); do
+        pid=${file#/proc/}
+        kill -9 "${pid%/limits}" 2>/dev/null
+    done
+    sleep 0.2 || sleep 1
+done
+"""
+
+
+def own_mark() -> int:
+    """Return the mark of the ranks of this process."""
+    return _mark_of(os.getpid())
+
+
+@functools.cache
+def _mark_of(pid: int) -> int:
+    return mark_of(pid)
+
+
+class OrphanGuard:
+    """The shell, which runs while anything uses it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def acquire(self, *, needed: bool) -> None:
+        """Start the shell if it is ``needed``, and does not run."""
+        with self._lock:
+            self._users += 1
+        self.ensure(needed=needed)
+
+    def ensure(self, *, needed: bool) -> None:
+        """Start the shell if it is ``needed`` for living ranks: the server process or the shell may have ended."""
+        if not needed or sys.platform != "linux":
+            return
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()
+            if self._users > 0 and self._process is None:
+                with suppress(OSError):  # no shell: the ranks themselves still end with the kernel
+                    self._process = self._start()
+
+    def release(self) -> None:
+        """End the shell with its last user."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._process is not None:
+                self._end()
+
+    def forget_parents_shell(self) -> None:
+        """Leave the shell to the parent, in a process forked from it while any thread may have held the lock."""
+        self._lock, self._users = threading.Lock(), 0
+        if self._process is not None:
+            self._process.returncode = 0  # it is no child of this process
+            self._close_input()
+
+    def _end(self) -> None:
+        assert self._process is not None
+        self._process.kill()  # before its input ends, which would have it kill the ranks; works while it is stopped
+        self._process.wait()
+        self._close_input()
+
+    def _close_input(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            Ends.kernel_side.discard(self._process.stdin.fileno())
+        self._process.stdin.close()
+        self._process = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", _SCRIPT, "sh", str(own_mark())],
+            bufsize=0,  # a buffer has a lock, which another thread may hold during a fork
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        Ends.kernel_side.add(process.stdin.fileno())
+        set_mark(0, process.pid)  # a rank that launches ranks is marked itself: its guard has to outlive it
+        return process
+
+
+orphan_guard = OrphanGuard()
+"""The guard of this process."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=orphan_guard.forget_parents_shell)
+
+
+__all__ = ["orphan_guard", "own_mark"]

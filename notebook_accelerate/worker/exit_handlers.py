@@ -1,0 +1,173 @@
+"""Runs at a rank's end what an interpreter runs at its exit: a rank ends by ``os._exit``, which runs nothing.
+
+A forked rank also inherits what the kernel has registered for its own exit, which must not run in a rank. Everything
+that was registered before the rank began is left out.
+"""
+
+from __future__ import annotations
+
+import _io  # io's own classes are abstract: to check an object against them may run code of the object's class
+import atexit
+import ctypes
+import gc
+import logging
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from typing import Any
+
+_PROCESS_PACKAGES = ("multiprocessing", "multiprocess")
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+_FLUSH = (_LIBC.fflush, ctypes.c_void_p.in_dll(_LIBC, "stdout")) if _LIBC is not None else None
+_RESET_BY_IMPORTS = ("multiprocessing.resource_sharer", "torch.multiprocessing.reductions")
+"""Modules whose objects, one each, replace a lock after a fork that nothing has held."""
+
+_inherited_handlers: list[Any] = []
+"""References to the kernel's logging handlers; filled in the kernel, where to read them copies no memory."""
+_inherited_finalizers: list[Any] = []
+"""Kept, so that the rank deletes none of them."""
+_inherited_resets: list[Any] = []
+"""Functions that reset the kernel's objects of multiprocessing in a new process, such as queues."""
+
+
+def note_inherited() -> None:
+    """List what ranks inherit; call in a process that forks ranks, before the forks."""
+    _inherited_handlers[:] = logging._handlerList  # type: ignore[attr-defined]
+    _inherited_resets[:] = [
+        util._run_after_forkers
+        for package in _PROCESS_PACKAGES
+        if (util := _module(f"{package}.util")) is not None
+        and any(type(each).__module__ not in _RESET_BY_IMPORTS for each in util._afterfork_registry.values())
+    ]
+    _flush_native()  # or each rank would write it too
+
+
+def forget_inherited() -> None:
+    """Let nothing run in this rank that was registered before it was forked; call first in a new rank.
+
+    What the standard library registers once in a process is registered again.
+    """
+    atexit._clear()
+    atexit.register(_shut_logging)
+    for package in _PROCESS_PACKAGES:
+        util = _module(f"{package}.util")
+        if util is not None:  # as in a process that multiprocessing itself has forked
+            for inherited in (util._finalizer_registry, _module(f"{package}.process")._children):
+                if inherited:
+                    inherited.clear()
+            atexit.register(_end_children, package)
+    for reset in _inherited_resets:
+        reset()
+    finalize: Any = weakref.finalize
+    _inherited_finalizers.append(finalize._registry)
+    finalize._registry, finalize._registered_with_atexit = {}, False
+
+
+def _module(name: str) -> Any:
+    return sys.modules.get(name)
+
+
+def run(*, wait: bool) -> None:
+    """Run the callbacks of this rank's exit, and write what its files buffer.
+
+    Args:
+        wait: Whether to wait for processes of multiprocessing that are not daemons.
+    """
+    if not wait:
+        _forget_children()
+    with suppress(Exception, KeyboardInterrupt):
+        atexit._run_exitfuncs()
+    _close_files()
+    _flush_native()
+
+
+def join_threads() -> None:
+    """Join the non-daemon threads of the function, and those that they start, as the interpreter does.
+
+    An interrupt, which stops the run, ends the wait: the callbacks of the exit still run.
+    """
+    with suppress(KeyboardInterrupt):
+        _join_threads()
+
+
+def _join_threads() -> None:
+    for call in reversed(getattr(threading, "_threading_atexits", ())):  # these end the idle threads of executors
+        with suppress(Exception):
+            call()
+    while threads := unfinished_threads():
+        for thread in threads:
+            thread.join()
+
+
+def unfinished_threads() -> list[threading.Thread]:
+    """Return the threads that an interpreter waits for at its exit."""
+    return [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+
+
+def unfinished_children() -> list[Any]:
+    """Return the processes of multiprocessing that an interpreter waits for at its exit."""
+    children = [child for package in _PROCESS_PACKAGES for child in _children(package)]
+    return [child for child in children if not child.daemon and child._popen.returncode is None]
+
+
+def _children(package: str) -> list[Any]:
+    module = _module(f"{package}.process")
+    return [] if module is None else list(module._children)
+
+
+def _forget_children() -> None:
+    """Wait for no process: they end with the rank's process group."""
+    for package in _PROCESS_PACKAGES:
+        module = _module(f"{package}.process")
+        if module is not None:
+            module._children.clear()
+
+
+def _end_children(package: str) -> None:
+    """End the daemon processes of multiprocessing, wait for the others, and run its finalizers."""
+    util = _module(f"{package}.util")
+    if util is not None and (util._finalizer_registry or _children(package)):
+        util._exit_function()
+
+
+def _shut_logging() -> None:
+    """Flush and close the handlers that the rank has created."""
+    handlers = logging._handlerList  # type: ignore[attr-defined]
+    if len(handlers) == len(_inherited_handlers) and handlers[-1:] == _inherited_handlers[-1:]:
+        return  # to read the inherited ones would copy memory
+    inherited = {id(reference) for reference in _inherited_handlers}
+    logging.shutdown([each for each in handlers if id(each) not in inherited])
+
+
+def _close_files() -> None:
+    """Write the buffers of the rank's open files, which an interpreter closes when it deletes its modules.
+
+    The inner files of a file come after it: texts, then what compresses or uploads, then buffers of descriptors.
+    """
+    objects = gc.get_objects()  # the rank's own: the others are frozen
+    kinds = {kind for kind in set(map(type, objects)) if _is_file(kind)}
+    files = [each for each in objects if type(each) in kinds]
+    _call([each for each in files if type(each) is _io.TextIOWrapper], "flush")
+    _call([each for each in files if type(each).__module__ not in ("_io", "tempfile")], "close")
+    _call([each for each in files if type(each) in (_io.BufferedWriter, _io.BufferedRandom)], "flush")
+    _call([each for each in files if type(each).__module__ == "tempfile"], "close")
+
+
+def _is_file(kind: type) -> bool:
+    """Whether objects of a class buffer what is written to them, or delete a file when they are closed."""
+    return issubclass(kind, _io._IOBase) or kind.__name__ in ("ZipFile", "_TemporaryFileCloser")
+
+
+def _call(objects: list[Any], method: str) -> None:
+    for each in objects:
+        with suppress(Exception):  # closed, or an object that was never complete
+            getattr(each, method)()
+
+
+def _flush_native() -> None:
+    """Write what native code has printed: C's library has buffers of its own."""
+    if _FLUSH is not None:
+        function, stream = _FLUSH
+        function(stream)

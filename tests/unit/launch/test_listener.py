@@ -1,0 +1,635 @@
+"""The listener of a run and its hosts' connections, where peers, the network or this process misbehave."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from notebook_accelerate import LaunchConfig
+from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
+from notebook_accelerate.launch import start
+from notebook_accelerate.launch.hosts.remote import exchange, listener, stream
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+from notebook_accelerate.launch.processes.rank_process import Ends
+from notebook_accelerate.telemetry import Channel
+from tests.support.loopback_proxy import LoopbackProxy
+from tests.support.waiting import until
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 120.0
+SECRET = stream.new_secret()
+THREADS = ("notebook-accelerate-listener", "notebook-accelerate-connection")
+
+
+class _Kernel:
+    """A listener and the hosts that are connected to it."""
+
+    def __init__(self) -> None:
+        self.reports: list[str] = []
+        self.listener = HostListener("127.0.0.1", SECRET, report=self.reports.append)
+        self.port = self.listener.port
+        self.channels: list[Channel] = []
+
+    def connect_host(self, node: int = 1) -> tuple[Channel, Channel]:
+        """Connect a host; return its channel and the kernel's."""
+        host = connect_to_kernel("127.0.0.1", self.port, SECRET, HelloEvent(node, f"machine-{node}"))
+        self.channels.append(host)
+        return host, self.next_channel(node)
+
+    def next_channel(self, node: int = 1) -> Channel:
+        incoming = self.listener.next_host(SECONDS)
+        assert incoming is not None, self.reports
+        assert incoming.hello.node == node
+        self.channels.append(incoming.channel)
+        return incoming.channel
+
+    def close(self) -> None:
+        self.listener.close()
+        for channel in self.channels:
+            channel.close()
+        until(lambda: not _threads())
+
+
+def _count(kind: str) -> int:
+    """Return how many open files ("fd") or threads ("task") this process has."""
+    return len(list(Path("/proc/self", kind).iterdir()))
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name in THREADS]
+
+
+@pytest.fixture
+def kernel() -> Iterator[_Kernel]:
+    made = _Kernel()
+    yield made
+    made.close()
+
+
+def _output(text: bytes = b"x") -> OutputEvent:
+    return OutputEvent(0, "stdout", text)
+
+
+def _exchange(host: Channel, kernel: Channel) -> None:
+    """Check that a connection carries both ways."""
+    for sender, receiver in ((host, kernel), (kernel, host)):
+        sender.send(_output(b"are you there"))
+        assert [event for _, event in receiver.receive(SECONDS)] == [_output(b"are you there")]
+
+
+def _until_end(channel: Channel) -> list[Any]:
+    found: list[Any] = []
+    with suppress(ChannelClosedError):
+        while True:
+            found += [event for _, event in channel.receive(SECONDS)]
+    return found
+
+
+# ---- Hosts that join
+
+
+def test_a_selector_waits_for_hosts_that_join_while_others_are_connected(kernel: _Kernel) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(kernel.listener, selectors.EVENT_READ)
+        for node in (1, 2, 3):
+            assert not selector.select(0)
+            assert kernel.listener.next_host(0) is None
+            host = connect_to_kernel("127.0.0.1", kernel.port, SECRET, HelloEvent(node, "late"))
+            kernel.channels.append(host)
+            assert selector.select(SECONDS)
+            incoming = kernel.listener.next_host(0)
+            assert incoming is not None
+            kernel.channels.append(incoming.channel)
+            assert incoming.hello.node == node
+            for earlier in range(0, len(kernel.channels), 2):
+                _exchange(*kernel.channels[earlier : earlier + 2])
+
+
+def test_hosts_that_joined_together_are_announced_until_all_were_returned(kernel: _Kernel) -> None:
+    for node in range(5):
+        kernel.channels.append(connect_to_kernel("127.0.0.1", kernel.port, SECRET, HelloEvent(node, "together")))
+    until(lambda: kernel.listener._incoming.qsize() == 5)
+    with selectors.DefaultSelector() as selector:
+        selector.register(kernel.listener, selectors.EVENT_READ)
+        for _ in range(5):
+            assert selector.select(SECONDS)
+            incoming = kernel.listener.next_host(0)
+            assert incoming is not None
+            kernel.channels.append(incoming.channel)
+        assert kernel.listener.next_host(0) is None
+        assert not selector.select(0)
+
+
+def test_a_name_with_several_addresses_is_tried_until_one_accepts(
+    kernel: _Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(name: str, port: int, **options: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (ip, port)) for ip in ("127.0.0.9", "127.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    host = connect_to_kernel("head", kernel.port, SECRET, HelloEvent(1, "machine-1"))
+    kernel.channels.append(host)
+    _exchange(host, kernel.next_channel())
+
+
+def test_a_port_at_which_nothing_listens_is_no_authentication_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError, match=f"nothing listens at 127.0.0.1:{port}"):
+        connect_to_kernel("127.0.0.1", port, SECRET, HelloEvent(1, "x"))
+    assert not _threads()
+
+
+def test_a_port_that_is_taken_is_reported_and_leaves_nothing_open(kernel: _Kernel) -> None:
+    before = _count("fd")
+    with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):
+        HostListener("127.0.0.1", SECRET, kernel.port)
+    assert _count("fd") == before
+    with pytest.raises(OSError, match=r"cannot listen on nowhere\.invalid"):
+        HostListener("nowhere.invalid", SECRET)
+    assert _count("fd") == before
+
+
+def test_a_peer_that_accepts_and_sends_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(AuthenticationError, match=r"within 0\.5 s"):
+        connect_to_kernel("127.0.0.1", silent.getsockname()[1], SECRET, HelloEvent(1, "x"))
+
+
+# ---- Peers that misbehave
+
+
+def test_silent_connections_end_after_the_time_for_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
+    kernel = _Kernel()
+    with socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) as peer:
+        while peer.recv(64):
+            pass
+    until(lambda: kernel.reports)
+    kernel.close()
+
+
+def test_the_number_of_connections_in_their_handshake_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_WAITING", 20)
+    kernel = _Kernel()
+    host, ours = kernel.connect_host()
+    peers = [socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) for _ in range(100)]
+    until(lambda: kernel.listener._refused >= 80)
+    assert len(_accepted(kernel.port)) <= 21
+    assert "too many connections were waiting" in kernel.reports[0]
+    _exchange(host, ours)
+    kernel.connect_host(2)
+    for peer in peers:
+        peer.close()
+    kernel.close()
+
+
+def _accepted(port: int) -> list[Any]:
+    import psutil
+
+    return [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.status == "ESTABLISHED"]
+
+
+def test_thousands_of_connections_leave_the_hosts_connected(kernel: _Kernel) -> None:
+    host, ours = kernel.connect_host()
+    for number in range(2000):
+        with socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) as peer:
+            peer.send(os.urandom(number % 200))
+            if number % 3:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset
+    _exchange(host, ours)
+    kernel.connect_host(2)
+    until(lambda: not kernel.listener._waiting)
+
+
+def _dealer(kernel: _Kernel) -> tuple[Any, Any]:
+    """Return a context and a socket of a host that knows the secret, and follows no other rule."""
+    keys = stream.derive_keys(SECRET)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.curve_serverkey = keys.kernel_public
+    dealer.curve_publickey, dealer.curve_secretkey = keys.host_public, keys.host_secret
+    dealer.connect(f"tcp://127.0.0.1:{kernel.port}")
+    return context, dealer
+
+
+COUNT = struct.Struct("!Q").pack
+STRANGE: dict[str, list[bytes]] = {
+    "an empty message": [b""],
+    "an unknown kind": [b"?"],
+    "a short message": [b"D123"],
+    "data from the middle": [b"D" + COUNT(5) + b"hello"],
+    "bytes that are no frames": [b"D" + COUNT(0) + b"\xff" * 100],
+    "another event than a hello": [],
+    "several parts": [b"?", b"D"],
+    "a message above the maximum": [b"D" + COUNT(0) + bytes(1 << 20)],
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_host_that_sends_something_else_is_refused_and_others_are_served(kernel: _Kernel, name: str) -> None:
+    host, ours = kernel.connect_host()
+    context, dealer = _dealer(kernel)
+    parts = STRANGE[name]
+    if not parts:
+        from notebook_accelerate.telemetry import Stamped, encode
+
+        parts = [b"D" + COUNT(0) + encode([Stamped(0.0, _output())])]
+    for _ in range(3):
+        dealer.send_multipart(parts)
+    if name != "a message above the maximum":  # libzmq ends that connection
+        dealer.rcvtimeo = int(1000 * SECONDS)
+        while not dealer.recv().startswith(b"E"):  # the kernel ends the stream; pings may come first
+            pass
+    _exchange(host, ours)
+    assert kernel.listener.next_host(0) is None
+    context.destroy(linger=0)
+    kernel.connect_host(2)
+
+
+def test_a_host_that_exceeds_the_window_is_ended(kernel: _Kernel) -> None:
+    context, dealer = _dealer(kernel)
+    sent = 0
+    hello = _frames(HelloEvent(7, "greedy"))
+    for data in (hello, *[bytes(1 << 18)] * 40):
+        dealer.send(b"D" + COUNT(sent) + data)
+        sent += len(data)
+    ours = kernel.next_channel(7)
+    until(lambda: not kernel.listener._hosts)
+    with suppress(ChannelClosedError):
+        while True:
+            ours.receive_bytes()
+    context.destroy(linger=0)
+
+
+def _frames(*events: Any) -> bytes:
+    from notebook_accelerate.telemetry import Stamped, encode
+
+    return encode([Stamped(0.0, event) for event in events])
+
+
+@pytest.mark.parametrize("reader", ["kernel", "host"])
+def test_an_end_that_reads_nothing_bounds_the_memory_and_delays_no_other(kernel: _Kernel, reader: str) -> None:
+    ends = kernel.connect_host()
+    writer, silent = ends if reader == "kernel" else ends[::-1]
+    sent: list[int] = []
+
+    def send() -> None:
+        with suppress(ChannelClosedError):
+            while True:
+                writer.send(_output(bytes(1 << 20)))
+                sent.append(1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    until(lambda: _is_stalled(sent))
+    assert len(sent) < 3 * stream.WINDOW >> 20
+    _exchange(*kernel.connect_host(2))
+    received, wanted = 0, len(sent) + 20
+    while received < wanted:  # it reads again: everything arrives, and more
+        received += sum(len(event.payload) >> 20 for _, event in silent.receive(SECONDS))  # type: ignore[attr-defined]
+    silent.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    until(lambda: len(kernel.listener._hosts) == 1)
+
+
+def _is_stalled(sent: list[int]) -> bool:
+    before = len(sent)
+    time.sleep(0.5)
+    return bool(sent) and len(sent) == before
+
+
+@pytest.mark.parametrize("closes", ["kernel", "host"])
+def test_an_end_that_closes_while_the_other_reads_nothing_ends(
+    kernel: _Kernel, closes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "FLUSH_SECONDS", 0.5)
+    monkeypatch.setattr(exchange, "TICK_SECONDS", 0.1)
+    ends = kernel.connect_host()
+    writer = ends[0] if closes == "host" else ends[1]
+    thread = threading.Thread(target=lambda: _send_until_closed(writer))
+    thread.start()
+    link = next(iter(kernel.listener._hosts.values()))
+    until(lambda: link._sent - link._acknowledged >= stream.WINDOW or link._pending)
+    writer.shut()
+    thread.join(SECONDS)
+    writer.close()
+    if closes == "kernel":
+        until(lambda: not kernel.listener._hosts)
+    else:
+        until(lambda: THREADS[1] not in _threads())
+
+
+def _send_until_closed(channel: Channel) -> None:
+    with suppress(ChannelClosedError):
+        while True:
+            channel.send(_output(bytes(1 << 20)))
+
+
+def test_what_was_sent_before_an_end_closed_arrives(kernel: _Kernel) -> None:
+    for count in (1, 3, 20):
+        host, ours = kernel.connect_host()
+        ours.send(*[_output(bytes(1000))] * 50)  # not read by the host: its socket then closes with unread data
+        host.send(*[_output(bytes(1 << 17))] * count)
+        host.close()
+        assert len(_until_end(ours)) == count
+
+
+# ---- Hosts that are lost
+
+
+def _host_process(kernel: _Kernel, then: str) -> subprocess.Popen[bytes]:
+    code = f"""
+import sys, threading, time
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
+from notebook_accelerate.launch.hosts.remote import stream
+from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
+channel = connect_to_kernel("127.0.0.1", {kernel.port}, bytes.fromhex("{SECRET.hex()}"), HelloEvent(1, "machine-1"))
+{then}
+"""
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+SEND_FOR_EVER = 'while True: channel.send(OutputEvent(0, "stdout", bytes(1 << 16)))'
+
+
+@pytest.mark.parametrize("then", ["time.sleep(600)", SEND_FOR_EVER])
+def test_a_killed_host_is_noticed(kernel: _Kernel, then: str) -> None:
+    process = _host_process(kernel, then)
+    ours = kernel.next_channel()
+    process.kill()
+    process.wait()
+    _until_end(ours)
+    until(lambda: not kernel.listener._hosts)
+    until(lambda: not kernel.listener._ended)
+
+
+def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 1)
+    monkeypatch.setattr(stream, "SILENT_SECONDS", 2)
+    kernel = _Kernel()
+    process = _host_process(kernel, "time.sleep(600)")
+    ours = kernel.next_channel()
+    process.send_signal(signal.SIGSTOP)
+    assert _until_end(ours) == []
+    process.kill()
+    process.wait()
+    kernel.close()
+
+
+def test_a_host_whose_python_code_hangs_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 1)
+    monkeypatch.setattr(stream, "SILENT_SECONDS", 1)
+    kernel = _Kernel()
+    hold_the_gil = "import ctypes; ctypes.PyDLL(None).sleep(5)"
+    process = _host_process(kernel, f"{hold_the_gil}; channel.send(OutputEvent(0, 'stdout', b'back')); time.sleep(600)")
+    ours = kernel.next_channel()
+    assert [event for _, event in ours.receive(SECONDS)] == [_output(b"back")]
+    process.kill()
+    process.wait()
+    kernel.close()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_host_notices_that_its_kernel_was_killed(sends: bool) -> None:
+    code = f"""
+import time
+from notebook_accelerate.launch.hosts.remote.listener import HostListener
+listener = HostListener("127.0.0.1", bytes.fromhex("{SECRET.hex()}"))
+print(listener.port, flush=True)
+incoming = listener.next_host(600)
+while {sends}: incoming.channel.receive()
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, env=_environment())
+    assert process.stdout is not None
+    with process.stdout:
+        port = int(process.stdout.readline())
+    host = connect_to_kernel("127.0.0.1", port, SECRET, HelloEvent(1, "machine-1"))
+    if sends:
+        threading.Timer(0.5, process.kill).start()
+        _send_until_closed(host)
+    else:
+        process.kill()
+        _until_end(host)
+    process.wait()
+    host.close()
+    until(lambda: not _threads())
+
+
+def _run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=_environment(), timeout=SECONDS, capture_output=True, text=True, check=False
+    )
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+# ---- The kernel's process
+
+
+def test_connections_leave_no_descriptor_and_no_thread() -> None:
+    def once() -> None:
+        kernel = _Kernel()
+        for node in range(1, 11):
+            kernel.connect_host(node)
+        with pytest.raises(AuthenticationError):
+            connect_to_kernel("127.0.0.1", kernel.port, stream.new_secret(), HelloEvent(1, "x"))
+        kernel.close()
+
+    once()
+    gc.collect()
+    before, threads = _count("fd"), _count("task")
+    known = set(Ends.kernel_side)
+    for _ in range(5):
+        once()
+    until(lambda: _count("task") == threads)
+    assert _count("fd") == before
+    assert Ends.kernel_side == known, "or forked ranks would lose files that have these numbers now"
+
+
+def test_without_free_descriptors_a_host_is_refused_and_others_are_served(kernel: _Kernel) -> None:
+    host, ours = kernel.connect_host()
+    context, dealer = _dealer(kernel)
+    until(lambda: kernel.listener._waiting)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        dealer.send(b"D" + COUNT(0) + _frames(HelloEvent(2, "machine-2")))
+        dealer.rcvtimeo = int(1000 * SECONDS)
+        while not dealer.recv().startswith(b"E"):
+            pass
+        _exchange(host, ours)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "Too many open files" in kernel.reports[0]
+    context.destroy(linger=0)
+    kernel.connect_host(2)
+
+
+def test_a_report_that_fails_does_not_end_the_listener() -> None:
+    kernel = _Kernel()
+
+    def fail(text: str) -> None:
+        kernel.reports.append(text)
+        raise RuntimeError("the notebook's front end is gone")
+
+    kernel.listener._report = fail
+    with socket.create_connection(("127.0.0.1", kernel.port)) as peer:
+        peer.sendall(b"x" * 100)
+    until(lambda: kernel.reports)
+    kernel.connect_host()
+    kernel.close()
+
+
+def _touch_zmq() -> tuple[list[str], int, int]:
+    """In a forked rank: collect the inherited objects, and use ZeroMQ."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gc.unfreeze()
+        inherited = [each for each in gc.get_objects() if isinstance(each, zmq.Context)]
+        for each in inherited:
+            each.destroy(linger=0)
+        count = len(inherited)
+        del inherited
+        gc.collect()
+    files = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    own = HostListener("127.0.0.1", SECRET)
+    host = connect_to_kernel("127.0.0.1", own.port, SECRET, HelloEvent(3, "nested"))
+    incoming = own.next_host(SECONDS)
+    assert incoming is not None
+    _exchange(host, incoming.channel)
+    host.close()
+    incoming.channel.close()
+    own.close()
+    return [str(each.message) for each in caught], count, sum(name.startswith("socket:") for name in files)
+
+
+def test_forked_ranks_never_touch_the_kernels_context(kernel: _Kernel) -> None:
+    ends = kernel.connect_host()
+    run = start(
+        LaunchConfig(num_processes=2, start_method="fork", use_port=0, cpu=True, panel=False), _touch_zmq
+    )  # fmt: skip
+    assert run.plan.start_method == "fork"
+    for _, contexts, sockets in run.results:
+        assert contexts >= 2, "the listener's and the host's"
+        assert sockets == 1, "the rank's own channel"
+    _exchange(*ends)
+    kernel.connect_host(2)
+
+
+def test_a_process_exits_with_open_connections() -> None:
+    code = f"""
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+secret = bytes.fromhex("{SECRET.hex()}")
+listener = HostListener("127.0.0.1", secret)
+host = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(1, "machine-1"))
+incoming = listener.next_host(60)
+print("done")
+"""
+    done = _run_python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_a_launch_on_one_machine_does_not_import_zeromq() -> None:
+    code = """
+import sys
+from notebook_accelerate import notebook_launcher
+def train():
+    import sys
+    return "zmq" in sys.modules
+if __name__ == "__main__":
+    run = notebook_launcher(train, num_processes=2)
+    print("zmq" in sys.modules, *run.results)
+"""
+    done = _run_python(code)
+    assert done.stdout.splitlines()[-1] == "False False False", done.stdout + done.stderr
+
+
+# ---- The network
+
+
+class _Network(LoopbackProxy):
+    """Carries a connection on loopback; the host's bytes can be changed, and the connection reset."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self.change: Callable[[bytes], bytes] = bytes
+        self.flows = threading.Event()
+        self.flows.set()
+        self._start()
+
+    def _copy_up(self, caller: socket.socket, called: socket.socket) -> None:
+        self._copy(caller, called, lambda data: self.change(data))  # noqa: PLW0108 - a test sets it later
+
+    def _copy_down(self, called: socket.socket, caller: socket.socket) -> None:
+        self._copy(called, caller, bytes)
+
+    def _copy(self, source: socket.socket, to: socket.socket, change: Callable[[bytes], bytes]) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.flows.wait()
+                to.sendall(change(data))
+            to.shutdown(socket.SHUT_WR)
+
+    def reset(self) -> None:
+        for each in self._open:
+            with suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.shutdown(socket.SHUT_RDWR if each is self._listener else socket.SHUT_RD)
+            each.close()
+
+
+def test_what_was_sent_before_an_end_closed_arrives_over_a_network_that_stalls(kernel: _Kernel) -> None:
+    network = _Network(kernel.port)
+    for _ in range(3):
+        host = connect_to_kernel("127.0.0.1", network.port, SECRET, HelloEvent(1, "machine-1"))
+        ours = kernel.next_channel()
+        network.flows.clear()
+        host.send(*[_output(bytes(1 << 17))] * 28)
+        closing = threading.Thread(target=host.close)
+        closing.start()
+        time.sleep(1.0)  # the buffers of the connection are full
+        network.flows.set()
+        assert len(_until_end(ours)) == 28
+        closing.join()
+    network.reset()
+
+
+def test_a_forged_message_and_a_reset_do_not_abort_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 1)
+    kernel = _Kernel()
+    network = _Network(kernel.port)
+    host = connect_to_kernel("127.0.0.1", network.port, SECRET, HelloEvent(1, "machine-1"))
+    ours = kernel.next_channel()
+    network.change = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+    host.send(_output())
+    time.sleep(0.3)
+    network.reset()
+    assert _until_end(ours) == []
+    time.sleep(2.5)  # libzmq 4.3.5 would fail an assertion with the next heartbeat
+    host.close()
+    kernel.connect_host(2)
+    kernel.close()

@@ -1,0 +1,57 @@
+"""The shell that ends what ranks have started, when the shell itself is stopped or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accelerate.launch.processes.orphan_guard import OrphanGuard, own_mark
+from notebook_accelerate.worker.process_marks import set_mark
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shell runs on Linux only")
+SOON = 60.0
+
+
+@pytest.fixture
+def shell() -> Iterator[subprocess.Popen[bytes]]:
+    """Return the shell of ``GUARD``, which is in use."""
+    GUARD.acquire(needed=True)
+    process = GUARD._process
+    assert process is not None
+    yield process
+    process.kill()
+
+
+GUARD = OrphanGuard()
+
+
+def test_a_shell_that_is_stopped_ends_with_its_last_user_and_kills_nothing(shell: subprocess.Popen[bytes]) -> None:
+    with subprocess.Popen(["sleep", "600"]) as marked:
+        set_mark(own_mark(), marked.pid)
+        os.kill(shell.pid, signal.SIGSTOP)
+        release = threading.Thread(target=GUARD.release, daemon=True)
+        release.start()
+        release.join(SOON)
+        try:
+            assert not release.is_alive()
+            assert shell.returncode == -signal.SIGKILL
+            assert marked.poll() is None
+        finally:
+            marked.kill()
+
+
+def test_a_shell_that_died_is_replaced(shell: subprocess.Popen[bytes]) -> None:
+    os.kill(shell.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, shell.pid, os.WEXITED | os.WNOWAIT)
+    GUARD.ensure(needed=True)
+    replacement = GUARD._process
+    assert replacement is not None
+    assert replacement.pid != shell.pid
+    GUARD.release()
+    assert replacement.returncode == -signal.SIGKILL
