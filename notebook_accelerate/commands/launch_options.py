@@ -196,10 +196,12 @@ OTHER = (
     *(
         Option(name, supported=False)
         for name in (
-            "tee", "log_dir", "role", "tpu_use_sudo", "vm", "env", "aws_access_key_id", "aws_secret_access_key",
-            "mpirun_hostfile",
+            "log_dir", "vm", "env", "aws_access_key_id", "aws_secret_access_key", "mpirun_hostfile",
         )
     ),
+    Option("tee", default="0", short="-t", supported=False),
+    Option("role", default="default", supported=False),
+    Option("tpu_use_sudo", type=None, supported=False),
     Option("tpu_cluster", type=None, supported=False),
     Option("no_tpu_cluster", "One machine with a TPU, as is usual.", None),
 )  # fmt: skip

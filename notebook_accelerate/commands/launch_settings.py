@@ -131,8 +131,8 @@ def _as_accelerate(args: argparse.Namespace) -> bool:
 
 
 def _check_supported(args: argparse.Namespace) -> None:
-    refused = [each.name for group in GROUPS.values() for each in group if not each.supported]
-    if given := [name for name in refused if option(args, name)]:
+    refused = [each for group in GROUPS.values() for each in group if not each.supported]
+    if given := [each.name for each in refused if option(args, each.name) not in (None, each.default)]:
         raise ValueError(f"--{given[0]} is not supported; leave it out, or use Accelerate's own launcher")
     launcher = option(args, "deepspeed_multinode_launcher", "standard")
     if launcher != "standard":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from notebook_accelerate.config.field_checks import check_one_of, is_number
+from notebook_accelerate.config.hidden_values import hide_credentials, names_only, shown_repr, shown_value
 
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """Ray's placement strategies: few nodes or many nodes; preferred, or required (STRICT)."""
@@ -15,7 +16,7 @@ WHEN_FULL = ("wait", "refuse")
 RAY_CLIENT = "ray://"
 
 
-@dataclass(kw_only=True, frozen=True)
+@dataclass(kw_only=True, frozen=True, repr=False)
 class RayCluster:
     """A Ray cluster, and the resources that each rank uses.
 
@@ -45,7 +46,8 @@ class RayCluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address or self.address == RAY_CLIENT:
-            raise ValueError(f"address={self.address!r} is not allowed; pass 'host:port', 'ray://host:port' or 'auto'")
+            shown = shown_value("address", self.address)
+            raise ValueError(f"address={shown!r} is not allowed; pass 'host:port', 'ray://host:port' or 'auto'")
         check_one_of("strategy", self.strategy, PLACEMENT_STRATEGIES)
         check_one_of("when_full", self.when_full, WHEN_FULL)
         for name in ("cpus", "wait", "start_timeout"):
@@ -58,7 +60,10 @@ class RayCluster:
     @property
     def description(self) -> str:
         """The cluster, as a part of a message."""
-        return "a Ray cluster" if self.address == "auto" else f"the Ray cluster at {self.address}"
+        return "a Ray cluster" if self.address == "auto" else f"the Ray cluster at {hide_credentials(self.address)}"
+
+    def __repr__(self) -> str:
+        return shown_repr(self)
 
 
 def resolve_cluster(on: object) -> RayCluster | None:
@@ -73,9 +78,10 @@ def resolve_cluster(on: object) -> RayCluster | None:
         return RayCluster()
     if isinstance(on, str) and on.startswith(RAY_CLIENT) and on != RAY_CLIENT:
         return RayCluster(address=on)
+    shown = shown_value("on", on)
     raise ValueError(
-        f"on={on!r} is not allowed; pass 'ray', 'ray://host:port', RayCluster(address='host:port', ...), or None for "
-        "this machine"
+        f"on={shown!r} is not allowed; pass 'ray', 'ray://host:port', RayCluster(address='host:port', ...), or None "
+        "for this machine"
     )
 
 
@@ -104,6 +110,6 @@ def _check_runtime_env(runtime_env: object) -> None:
         json.dumps(dict(runtime_env))
     except TypeError as error:
         raise ValueError(
-            f"runtime_env={runtime_env!r} is not allowed ({error}); pass a dict of plain values, as "
+            f"runtime_env={names_only(runtime_env)!r} is not allowed ({error}); pass a dict of plain values, as "
             "runtime_env={'env_vars': {'NAME': 'value'}}"
         ) from None

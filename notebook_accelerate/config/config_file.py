@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import yaml
 
 from notebook_accelerate.config import constants, environ
+from notebook_accelerate.config.deepspeed_config import check_launched_fields
 from notebook_accelerate.config.enums import (
     ComputeEnvironment,
     DistributedType,
@@ -189,6 +190,8 @@ class ClusterConfig(BaseConfig):
         for name in _SECTIONS:
             if getattr(self, name) is None:
                 setattr(self, name, {})
+        if (self.deepspeed_config or {}).get("deepspeed_config_file") not in {None, "none"}:
+            check_launched_fields(self.deepspeed_config or {})
         # YAML reads a bare `no` as False here too.
         self.downcast_bf16 = self.downcast_bf16 not in {False, None, "no", "false"}
 

@@ -7,11 +7,25 @@ import binascii
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.config import environ
+
 AUTO = "auto"
+_PREFIX = "ACCELERATE_DEEPSPEED_"
+FIELD_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""The dotted key of each of the plugin's fields in a DeepSpeed configuration."""
 
 
 class HfDeepSpeedConfig:
@@ -159,3 +173,45 @@ def _parsed(text: str, source: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{source} contains a {type(found).__name__}; a DeepSpeed configuration is a JSON object")
     return found
+
+
+def check_launched_fields(names: Iterable[str]) -> None:
+    """Check that a launch's configuration file has no fields beside ``deepspeed_config_file``.
+
+    Args:
+        names: The keys of its section ``deepspeed_config``.
+
+    Raises:
+        ValueError: There are some; the file of DeepSpeed has values for them.
+    """
+    if fields := sorted(FIELD_KEYS.keys() & set(names)):
+        raise ValueError(
+            f"deepspeed_config has deepspeed_config_file, and {', '.join(fields)}, which would be ignored; write them "
+            "in DeepSpeed's file only"
+        )
+
+
+def launched_fields() -> dict[str, Any]:
+    """Return the fields that variables define, or their defaults."""
+    fields: dict[str, Any] = {
+        "gradient_accumulation_steps": _number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int),
+        "gradient_clipping": _number("ACCELERATE_GRADIENT_CLIPPING", float),
+        "zero_stage": environ.integer(f"{_PREFIX}ZERO_STAGE", 2),
+        "zero3_save_16bit_model": environ.flag(f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL", default=True),
+    }
+    for part in ("optimizer", "param"):
+        prefix = f"{_PREFIX}OFFLOAD_{part.upper()}_"
+        fields[f"offload_{part}_device"] = environ.text(f"{prefix}DEVICE", "none")
+        fields[f"offload_{part}_nvme_path"] = environ.text(f"{prefix}NVME_PATH")
+    return fields
+
+
+def _number(variable: str, kind: Callable[[str], Any]) -> Any:
+    """Read a variable that holds a number, or "auto"."""
+    text = environ.text(variable, AUTO)
+    if text == AUTO:
+        return None
+    try:
+        return kind(str(text))
+    except ValueError:
+        raise ValueError(f"environment variable {variable}={text!r} is neither a number nor auto") from None

@@ -13,26 +13,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.deepspeed_config import AUTO, DerivedConfig, HfDeepSpeedConfig
+from notebook_accelerate.config.deepspeed_config import (
+    AUTO,
+    FIELD_KEYS,
+    DerivedConfig,
+    HfDeepSpeedConfig,
+    check_launched_fields,
+    launched_fields,
+)
 from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
 
 if TYPE_CHECKING:
     import torch
 
-_PREFIX = "ACCELERATE_DEEPSPEED_"
 _ZERO = "zero_optimization"
-_KEYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": f"{_ZERO}.stage",
-    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
-    "offload_param_device": f"{_ZERO}.offload_param.device",
-    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
-    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-}
-"""The dotted key of each of the plugin's fields in a DeepSpeed configuration."""
 _DEVICES = ("none", "cpu", "nvme")
 _HALVES = {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": True}}
 
@@ -92,7 +87,7 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         self.dschf: Any = None
-        given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in FIELD_KEYS if getattr(self, name) is not None}
         self._read_environment()
         if self.hf_ds_config is None:
             self._check_fields()
@@ -111,15 +106,10 @@ class DeepSpeedPlugin:
             path = environ.text("ACCELERATE_DEEPSPEED_CONFIG_FILE")
             self.hf_ds_config = None if path == "none" else path
         if self.hf_ds_config is None:  # a configuration has values for these
-            if self.gradient_accumulation_steps is None:
-                self.gradient_accumulation_steps = _number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int)
-            if self.gradient_clipping is None:
-                self.gradient_clipping = _number("ACCELERATE_GRADIENT_CLIPPING", float)
-            environ.fill_unset(self, _PREFIX, environ.integer, zero_stage=2)
-            environ.fill_unset(self, _PREFIX, environ.flag, zero3_save_16bit_model=True)
-            for part in ("optimizer", "param"):
-                offloading = {f"offload_{part}_device": "none", f"offload_{part}_nvme_path": None}
-                environ.fill_unset(self, _PREFIX, environ.text, **offloading)
+            for name, value in launched_fields().items():
+                setattr(self, name, value if getattr(self, name) is None else getattr(self, name))
+        else:
+            check_launched_fields(environ.text("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))  # type: ignore[union-attr]
         if self.enable_msamp is None:
             self.enable_msamp = environ.text("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP"  # type: ignore[union-attr]
         if self.msamp_opt_level is None:
@@ -165,15 +155,18 @@ class DeepSpeedPlugin:
             )
         self.deepspeed_config = self.hf_ds_config.config
         mismatches: list[str] = []
-        for name, value in given.items():
-            node, key = self.hf_ds_config.find_config_node(_KEYS[name])
+        launched = {name: value for name, value in launched_fields().items() if self.is_auto(FIELD_KEYS[name])}
+        for name, value in {**launched, **given}.items():
+            if value is None:
+                continue
+            node, key = self.hf_ds_config.find_config_node(FIELD_KEYS[name])
             if node is None or key not in node:
-                self._set_value(_KEYS[name], value)
+                self._set_value(FIELD_KEYS[name], value)
             else:
-                self.fill_match(_KEYS[name], mismatches, True, **{_KEYS[name]: value})
+                self.fill_match(FIELD_KEYS[name], mismatches, True, **{FIELD_KEYS[name]: value})
         if mismatches:
             raise ValueError(_mismatch_text(mismatches, "fields of the DeepSpeedPlugin"))
-        for name, key in _KEYS.items():
+        for name, key in FIELD_KEYS.items():
             value = self.get_value(key)
             if value is not None and value != AUTO:
                 setattr(self, name, value)
@@ -414,17 +407,6 @@ class DeepSpeedPlugin:
     def _unselect(self) -> None:
         self._selected = False
         self.dschf = None
-
-
-def _number(variable: str, kind: Callable[[str], Any]) -> Any:
-    """Read a variable that holds a number, or "auto"."""
-    text = environ.text(variable, AUTO)
-    if text == AUTO:
-        return None
-    try:
-        return kind(str(text))
-    except ValueError:
-        raise ValueError(f"environment variable {variable}={text!r} is neither a number nor auto") from None
 
 
 def _mismatch_text(mismatches: list[str], other: str) -> str:

@@ -19,6 +19,9 @@ _FORBIDDEN = frozenset(";\n<> ")
 KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET", "JPY_PARENT_PID", "JPY_SESSION_NAME")
 """Variables of the kernel alone: the processes that it starts do not have them, nor do their children."""
 
+STORE = "NOTEBOOK_ACCELERATE_STORE"
+"""Variable of ranks that one launch started on one machine: the private folder of their process groups' stores."""
+
 _T = TypeVar("_T", bound=Callable[..., Any])
 _ignored: ContextVar[bool] = ContextVar("ignored", default=False)
 

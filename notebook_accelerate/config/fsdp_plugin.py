@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
         ShardingStrategy,
         StateDictType,
     )
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -114,12 +117,15 @@ class FullyShardedDataParallelPlugin:
         self.state_dict_type = _choice("state_dict_type", self.state_dict_type, allowed, default)
 
     def _check_version_2(self) -> None:
-        for name in ("sharding_strategy", "backward_prefetch"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} belongs to FSDP 1; with fsdp_version=2 leave it out "
-                    "(reshard_after_forward=True shards like FULL_SHARD, False like SHARD_GRAD_OP)"
-                )
+        sharding = " (reshard_after_forward=True shards like FULL_SHARD, False like SHARD_GRAD_OP)"
+        for name, instead in (("sharding_strategy", sharding), ("forward_prefetch", "")):
+            if value := getattr(self, name):
+                raise ValueError(f"{name}={value!r} belongs to FSDP 1; with fsdp_version=2 leave it out{instead}")
+        if self.backward_prefetch is not None:
+            _logger.warning("backward_prefetch has no effect: FSDP 2 always gathers units before they are needed")
+            self.backward_prefetch = None
+        if self.sync_module_states:
+            self.sync_module_states = None  # FSDP 2 starts with rank 0's weights unless it is False
         if self.reshard_after_forward is None:
             self.reshard_after_forward = environ.flag("FSDP_RESHARD_AFTER_FORWARD", default=True)
         if isinstance(self.reshard_after_forward, str):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster, resolve_cluster
 from notebook_accelerate.config.field_checks import check_one_of, check_whole_number, is_number
+from notebook_accelerate.config.hidden_values import names_only, shown_repr, shown_value
 from notebook_accelerate.config.launch_arguments import check_accelerator_arguments
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ REPORT_SOURCES = (
 )  # fmt: skip
 
 
-@dataclass(kw_only=True, frozen=True)
+@dataclass(kw_only=True, frozen=True, repr=False)
 class LaunchConfig:
     """The settings of ``notebook_launcher``, besides the function and its arguments.
 
@@ -47,7 +48,7 @@ class LaunchConfig:
     """How several notebooks find each other: static (each has its node_rank) or c10d (in the order they join)."""
     rdzv_endpoint: str = ""
     """host:port of the rendezvous; empty means master_addr:use_port."""
-    rdzv_conf: Mapping[str, Any] | None = field(default=None, repr=False)
+    rdzv_conf: Mapping[str, Any] | None = None
     """Settings of the rendezvous: join_timeout, last_call_timeout, keep_alive_interval (seconds), ..., and secret."""
     rdzv_id: str = "none"
     """Name of the run in the rendezvous."""
@@ -142,6 +143,9 @@ class LaunchConfig:
             values["env"] = {**found.get("env", {}), **(values.get("env") or {})}
         return cls(**{**found, **values})
 
+    def __repr__(self) -> str:
+        return shown_repr(self)
+
     def changed(self, **values: Any) -> Self:
         """Return a copy with other ``values``, which are checked too."""
         return replace(self, **values)
@@ -183,7 +187,9 @@ RDZV_SETTINGS = (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attem
 def _check_rendezvous(config: LaunchConfig) -> None:
     conf = config.rdzv_conf
     if conf is not None and not isinstance(conf, Mapping):
-        raise ValueError(f"rdzv_conf={conf!r} is not allowed; pass a dict, as rdzv_conf={{'join_timeout': 600}}")
+        raise ValueError(
+            f"rdzv_conf={names_only(conf)!r} is not allowed; pass a dict, as rdzv_conf={{'join_timeout': 600}}"
+        )
     for name, value in (conf or {}).items():
         if name not in RDZV_SETTINGS:
             raise ValueError(f"rdzv_conf={{{name!r}: ...}} is not known; known: {', '.join(RDZV_SETTINGS)}")
@@ -212,15 +218,14 @@ def _check_rendezvous(config: LaunchConfig) -> None:
 def _check_cluster(config: LaunchConfig) -> None:
     if config.cluster is None:
         return
+    on = shown_value("on", config.on)
     if config.num_nodes > 1:
         raise ValueError(
-            f"num_nodes={config.num_nodes} is for several notebooks; with on={config.on!r} the cluster has the nodes: "
+            f"num_nodes={config.num_nodes} is for several notebooks; with on={on!r} the cluster has the nodes: "
             "pass num_processes, the total number of ranks"
         )
     if config.start_method != "auto":
-        raise ValueError(
-            f"start_method={config.start_method!r} is for this machine; with on={config.on!r} leave it 'auto'"
-        )
+        raise ValueError(f"start_method={config.start_method!r} is for this machine; with on={on!r} leave it 'auto'")
 
 
 def _check_above_zero(name: str, value: Any) -> None:
@@ -243,8 +248,13 @@ def _check_sources(sources: object) -> None:
 def _check_environment(env: object) -> None:
     if env is None:
         return
-    if not isinstance(env, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in env.items()):
-        raise ValueError(f"env={env!r} is not allowed; pass a dict of strings, as env={{'NAME': 'value'}}")
-    for name, value in env.items():
-        if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"env={{{name!r}: {value!r}}} is not allowed; no environment variable can have it")
+    wrong = type(env).__name__ if not isinstance(env, Mapping) else ""
+    for name, value in env.items() if isinstance(env, Mapping) else ():
+        if not isinstance(name, str) or not isinstance(value, str):
+            wrong = f"{{{name!r}: ...}} with a value of type {type(value).__name__}"
+        elif not name or "=" in name or "\0" in name + value:
+            raise ValueError(
+                f"env={{{name!r}: ...}} is not allowed; no environment variable can have this name or value"
+            )
+    if wrong:
+        raise ValueError(f"env={wrong} is not allowed; pass a dict of strings, as env={{'NAME': 'value'}}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.field_checks import check_whole_number
+from notebook_accelerate.config.field_checks import check_one_of, check_whole_number
 
 
 @dataclass
@@ -83,6 +83,8 @@ class MegatronLMPlugin:
         self._micro_batches_given = self.num_micro_batches is not None or bool(
             environ.text(f"{_PREFIX}NUM_MICRO_BATCHES")
         )
+        if self.other_megatron_args is not None:
+            self.other_megatron_args = _named_as_in_core(self.other_megatron_args)
         self.scheduled = False  # whether the learning rate follows a schedule
         self._read_environ()
         self._check()
@@ -223,6 +225,7 @@ class MegatronLMPlugin:
 
 
 _PREFIX = "MEGATRON_LM_"
+_POSITIONS = {"absolute": "learned_absolute", "rotary": "rope"}
 _DEGREES = ("tp_degree", "pp_degree", "expert_model_parallel_size", "context_parallel_size", "num_micro_batches")
 _SCHEDULE = (
     *("train_iters", "train_samples", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
@@ -251,6 +254,18 @@ _ARGUMENTS = {
 
 # Functions that translate a model's configuration to Megatron's arguments, by model type.
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Callable[..., Any]] = {}
+
+
+def _named_as_in_core(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of Megatron-LM, of which megatron-core ignores earlier names and values, with its own ones."""
+    found = dict(arguments)
+    if "position_embedding_type" in found:
+        kind = _POSITIONS.get(found["position_embedding_type"], found["position_embedding_type"])
+        check_one_of("position_embedding_type", kind, ("learned_absolute", "rope", "mrope", "yarn", "none"))
+        found["position_embedding_type"] = kind
+    heads = found.pop("attention_head_type", "multihead")
+    check_one_of("attention_head_type", heads, ("multihead", "multiquery"))
+    return {"num_query_groups": 1, **found} if heads == "multiquery" else found
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

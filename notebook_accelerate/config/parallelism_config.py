@@ -72,7 +72,10 @@ class ParallelismConfig:
             setattr(self, name, chosen)
         self._check_combination()
         for name, kind in _HANDLERS.items():
-            if self._degree(name) > 1 and getattr(self, f"{name}_handler") is None:
+            given = getattr(self, f"{name}_handler")
+            if self._degree(name) > 1 and not isinstance(given, kind):
+                if given is not None:
+                    raise ValueError(f"{name}_handler is a {type(given).__name__}; pass a {kind.__name__}")
                 setattr(self, f"{name}_handler", kind())
 
     def _check_combination(self) -> None:

@@ -8,6 +8,8 @@ from enum import Enum
 from functools import reduce
 from typing import Any
 
+from notebook_accelerate.config.hidden_values import hide_credentials, shown_value
+
 
 def convert_bytes(size: float) -> str:
     """Return a size in a readable unit.
@@ -78,7 +80,9 @@ def format_setting(value: Any) -> str:
         value: A plain value, a dataclass, or a dict of them by name.
     """
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={format_setting(entry)}" for name, entry in value.items())
+        return ", ".join(f"{name}={format_setting(shown_value(str(name), entry))}" for name, entry in value.items())
+    if isinstance(value, str):
+        return repr(hide_credentials(value))
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(format_setting, value))}]"
     if isinstance(value, Enum) or not is_dataclass(value) or isinstance(value, type):

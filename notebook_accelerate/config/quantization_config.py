@@ -30,7 +30,7 @@ class BnbQuantizationConfig:
     bnb_4bit_compute_dtype: str = "fp16"
     """fp32, fp16 or bf16, or a torch dtype; converted to a torch dtype."""
     torch_dtype: torch.dtype | None = None
-    """Dtype of the modules that are not quantized; None: fp16, or the compute dtype with 4 bits."""
+    """Dtype of the modules that are not quantized, or its name; None: fp16, or the compute dtype with 4 bits."""
     skip_modules: list[str] | None = None
     """Modules that are not quantized."""
     keep_in_fp32_modules: list[str] | None = None
@@ -49,21 +49,21 @@ class BnbQuantizationConfig:
         if not is_number(self.llm_int8_threshold):
             raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r} must be a number")
         check_one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, _QUANT_TYPES)
-        compute: Any = _dtype(self.bnb_4bit_compute_dtype)
+        compute: Any = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         self.bnb_4bit_compute_dtype = compute
-        if self.torch_dtype is None:
-            self.torch_dtype = compute if self.load_in_4bit else torch.float16
+        default = compute if self.load_in_4bit else torch.float16
+        self.torch_dtype = default if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)
         for name in ("skip_modules", "keep_in_fp32_modules"):
             if not isinstance(getattr(self, name), (list, tuple, type(None))):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a list of module names")
         self.target_dtype: torch.dtype | CustomDtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
 
 
-def _dtype(value: Any) -> torch.dtype:
+def _dtype(name: str, value: Any) -> torch.dtype:
     import torch
 
     if isinstance(value, torch.dtype):
         return value
-    check_one_of("bnb_4bit_compute_dtype", value, _COMPUTE_DTYPES)
+    check_one_of(name, value, _COMPUTE_DTYPES)
     dtype: torch.dtype = getattr(torch, _COMPUTE_DTYPES[value])
     return dtype

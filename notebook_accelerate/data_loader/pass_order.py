@@ -18,11 +18,16 @@ class PassOrder:
     Attributes:
         rng_state: State of the random numbers before the pass drew its order; None between passes.
         resumed: That of an interrupted pass, whose order the next pass repeats; None: a new order.
+        exhausted: Whether the current pass has yielded its last batch.
+        completed_epoch: Epoch of a resumed pass that had yielded its last batch: only a copy that skips all of its
+            batches repeats it. None: there is none.
     """
 
     def __init__(self) -> None:
         self.rng_state: torch.Tensor | None = None
         self.resumed: torch.Tensor | None = None
+        self.exhausted = False
+        self.completed_epoch: int | None = None
 
 
 def draws_order(dataloader: DataLoader[Any]) -> bool:

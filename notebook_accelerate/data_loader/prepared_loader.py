@@ -151,6 +151,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     _non_blocking = False
     _order: PassOrder
     _original: PreparedDataLoader | None = None
+    _resumes = False  # whether this copy of `_original` reads the rest of a pass, rather than a pass of its own
     _workers_seeded = False
     _reads_dataset = True  # whether this rank reads the dataset itself
     _reads_one_ahead = True  # whether exactly one batch is read ahead
@@ -177,13 +178,52 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         return self._order.rng_state
 
-    def load_order_state(self, state: torch.Tensor | None) -> None:
+    @property
+    def exhausted(self) -> bool:
+        """Whether the current pass has yielded its last batch and has not ended."""
+        return self._order.exhausted
+
+    @exhausted.setter
+    def exhausted(self, value: bool) -> None:
+        self._order.exhausted = value
+
+    def load_order_state(self, state: torch.Tensor | None, exhausted: bool = False) -> None:
         """Read the next pass of this loader, or of its copy by `skip_first_batches`, in a saved order.
+
+        After the last batch of a pass there is nothing to resume: the next pass is that of the next epoch, unless a
+        copy skips all batches.
 
         Args:
             state: The result of `order_state`.
+            exhausted: Whether the saved pass had yielded its last batch.
         """
-        self._order.resumed = state
+        self._order.resumed, self._order.completed_epoch = state, None
+        if exhausted:
+            self._order.completed_epoch = self.iteration
+            self.set_epoch(self.iteration + 1)
+
+    def begin(self) -> None:
+        """See `DataLoaderStateMixin.begin`; a pass that is not a rest of the resumed one draws a new order."""
+        super().begin()
+        self.exhausted = False
+        if self._order.completed_epoch is not None and not self._resumes:
+            self._order.resumed = None
+        self._order.completed_epoch = None
+
+    def resume_pass_of(self, original: PreparedDataLoader, skipped: int) -> None:
+        """Make this copy read the rest of the pass that the original was in, if there is one.
+
+        Args:
+            original: The loader that this is a copy of.
+            skipped: Number of batches that the copy skips.
+        """
+        self._original = original
+        completed = self._order.completed_epoch
+        if completed is None:
+            self._resumes = skipped > 0 or self._order.resumed is not None
+        else:  # that pass is complete: a copy that skips all of it reads nothing
+            self._resumes = skipped >= max(_length(original), 1)
+            self.iteration = completed if self._resumes else original.iteration
 
     @property
     def workers_seeded(self) -> bool:
@@ -301,7 +341,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _mark_last_batch(self) -> None:
         """Record that the next batch is the last one."""
         self.gradient_state._add_dataloader(self)
-        self.end_of_dataloader = True
+        self.end_of_dataloader = self.exhausted = True
 
     def _read_batches(self) -> Iterator[Any]:
         """Return torch's iterator.
@@ -310,7 +350,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         them, and training continues with the numbers of an uninterrupted run. The same holds for the start of workers
         whose seed was drawn before the run was interrupted.
         """
-        if self._original is not None:
+        if self._resumes:
             with torch.random.fork_rng(devices=[]):
                 return self.batches()
         with separate_worker_seed(self) if self._iterator is None and self.workers_seeded else nullcontext():
@@ -329,12 +369,20 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _finish_pass(self) -> None:
         """Move to the next epoch, together with the loader whose first batches this one skips."""
-        self._order.rng_state = None
+        self._order.rng_state, self.exhausted = None, False
         loader: PreparedDataLoader | None = self
         epoch = self.iteration + 1
         while loader is not None:
             loader.iteration = epoch
             loader = loader._original
+
+
+def _length(loader: DataLoader[Any]) -> int:
+    """Return the number of batches of a pass; 0 if it is unknown."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # of an iterable dataset, or of a sampler
+        return 0
 
 
 def _must_be_moved(device: torch.device | None) -> bool:

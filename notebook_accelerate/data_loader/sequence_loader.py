@@ -61,7 +61,7 @@ class SequenceLoader(DataLoader[Any]):
         for number, piece in enumerate(self._split(self._checked())):
             ended = ended or self.loader.end_of_dataloader
             # The pass ends with the last rank's batch; a piece does not show which of its samples are padding.
-            self.loader.end_of_dataloader = ended and number % self.ranks == self.ranks - 1
+            self.loader.end_of_dataloader = self.loader.exhausted = ended and number % self.ranks == self.ranks - 1
             self.loader.remainder = -1
             if number >= self._skipped:
                 yield send_to_device(_contiguous(piece), self.device) if self.device is not None else _contiguous(piece)

@@ -69,6 +69,13 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         raise ValueError(f"num_batches={num_batches} is not allowed; pass a whole number of at least 0")
     if isinstance(dataloader, SequenceLoader):
         return dataloader.skipping(skip_first_batches, num_batches)
+    copied = _skipping(dataloader, num_batches)
+    if isinstance(dataloader, PreparedDataLoader) and isinstance(copied, PreparedDataLoader):
+        copied.resume_pass_of(dataloader, num_batches)
+    return copied
+
+
+def _skipping(dataloader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
     rounds = 1
     if isinstance(dataloader, DataLoaderDispatcher) and not dataloader.split_batches:
         rounds = dataloader.dp_size
@@ -88,7 +95,6 @@ def _copy_loader(dataloader: DataLoader[Any]) -> Any:
     if getattr(dataloader, "next_iter_state", None) is not None:
         vars(dataloader)["next_iter_state"] = None  # else the original's next pass, the next epoch, skips them again
     if isinstance(dataloader, PreparedDataLoader):
-        vars(copied)["_original"] = dataloader
         for name in ("_read_ahead", "_state_before", "end_of_dataloader", "remainder"):  # of the pass of the original
             vars(copied).pop(name, None)
     return copied

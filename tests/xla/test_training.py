@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator
+from notebook_accelerate.collectives.communicator import COMMUNICATORS
 from notebook_accelerate.utils import set_seed
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-xla", exc_type=ImportError)
@@ -103,6 +104,16 @@ def test_checkpoints_and_saved_models(tmp_path: Path) -> None:
     assert scheduler.get_last_lr() == rate
     for name, weight in accelerator.get_state_dict(model).items():
         assert torch.equal(weight, before[name])
+
+
+def test_reductions_of_one_replica_are_its_values() -> None:
+    accelerator = Accelerator()
+    ours = COMMUNICATORS["xla"]  # a single process has no need of it
+    values = torch.tensor([3.0, -2.0], device=accelerator.device)
+    assert ours.all_reduce(values.clone(), maximum=True).tolist() == [3.0, -2.0]
+    assert ours.all_reduce(values.clone()).tolist() == [3.0, -2.0]
+    assert accelerator.reduce(values, "max").tolist() == [3.0, -2.0]
+    assert accelerator.gather(values).tolist() == [3.0, -2.0]
 
 
 def test_bf16_computes_in_bf16_and_follows_float32() -> None:

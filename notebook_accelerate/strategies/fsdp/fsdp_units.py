@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accelerate.state.warn_once import warn_once
 
 Policy = Callable[..., Any]
 
@@ -113,10 +114,7 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
         offload: Whether the inputs of units are kept in main memory.
 
     Returns:
-        The wrapped units, in the same order.
-
-    Raises:
-        ValueError: There are no units.
+        The wrapped units, in the same order. Without units there is one warning, as nothing is recomputed then.
     """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl,
@@ -125,9 +123,9 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
     )
 
     if not units:
-        raise ValueError(
-            "activation_checkpointing=True recomputes units, and this model is one unit; say which modules are "
-            "units: FullyShardedDataParallelPlugin(auto_wrap_policy='transformer_based_wrap', "
+        warn_once(
+            "activation_checkpointing=True recomputes units, and this model is one unit: nothing is recomputed; name "
+            "the classes of units: FullyShardedDataParallelPlugin(auto_wrap_policy='transformer_based_wrap', "
             'transformer_cls_names_to_wrap=["Block"], activation_checkpointing=True)'
         )
     wrappers: dict[nn.Module, nn.Module] = {}

@@ -20,9 +20,8 @@ NEEDS_OTHER_PACKAGES = {
         gather_across_data_parallel_groups
     """,
     "DeepSpeed": """
-        DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler
-        GatheredParameters HfDeepSpeedConfig compile_regions_deepspeed deepspeed_required map_pytorch_optim_to_deepspeed
-        get_active_deepspeed_plugin
+        DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper GatheredParameters HfDeepSpeedConfig
+        compile_regions_deepspeed deepspeed_required map_pytorch_optim_to_deepspeed
     """,
     "Transformer Engine": "apply_fp8_autowrap contextual_fp8_autocast convert_model",
     "a GPU": """

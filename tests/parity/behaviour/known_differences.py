@@ -74,6 +74,34 @@ _BY_REASON: dict[str, list[str]] = {
         "training: notebook_launcher(_nothing, num_processes=1)",
         "training: notebook_launcher(_nothing, (1,), num_processes=1, mixed_precision='bf16')",
     ],
+    "Accelerate runs one process where there is no GPU, whatever num_processes is": [
+        "guides.a_notebook_launches_two_processes",
+    ],
+    "Accelerate does not launch from a kernel that has an Accelerator; ranks start without its state here": [
+        "guides.a_notebook_with_an_accelerator_launches_nothing",
+    ],
+    "without num_processes a launch uses all devices here; Accelerate raises": [
+        "guides: notebook_launcher(_nothing)",
+    ],
+    "the other processes wait for ever, or lose their connection, where the first one fails in Accelerate": [
+        "guides.an_error_of_the_process_that_goes_first",
+    ],
+    "Accelerate ignores a hook that cannot wrap others": [
+        "guides, 2 ranks: _hooked('FP16', 'POWER_SGD')",
+    ],
+    "Accelerate's guide of TPUs names a member that its DistributedType has lost": [
+        "guides: utils.DistributedType.TPU",
+    ],
+    "Accelerate clips gradients of DeepSpeed at 1.0 where nothing names a norm; here clip_grad_norm_ decides": [
+        "deepspeed.clipping_that_nothing_names",
+    ],
+    "stage 3 of DeepSpeed gathers the weights that are saved, unless that is switched off": [
+        "deepspeed.an_open_file_without_fields",
+    ],
+    "DeepSpeed's engines are prepared without a loader, and several at once": [
+        "deepspeed.a_model_without_a_loader",
+        "deepspeed.two_models_at_once",
+    ],
     "Accelerate numbers new checkpoints from 0 after loading the newest, and fails when it saves": [
         "checkpoints.projects_reopened",
     ],
@@ -151,6 +179,7 @@ _BY_REASON: dict[str, list[str]] = {
         "handlers: raised(lambda: Accelerator(dataloader_config=5))",
         "training: Accelerator().prepare_scheduler(5)",
         "training: LocalSGD(Accelerator(), model(), 0)",
+        "guides: ParallelismConfig(sp_size=2, sp_handler=TorchContextParallelConfig())",
         "checkpoints: _limited(0)",
     ],
     "Accelerate sums with reduction='none'": [
@@ -189,6 +218,7 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate resumes a shuffled pass in another order: samples are read twice, others never": [
         "loaders.stateful_resuming_a_shuffled_pass",
         "features, 2 ranks: _checkpoints('4')",
+        "features, 2 ranks: _checkpoints('3')",
     ],
     "Accelerate does not notice that a pass was left early": [
         "loaders.leaving_a_pass_early",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -16,6 +18,7 @@ import yaml
 
 from notebook_accelerate import LaunchConfig
 from notebook_accelerate.commands import estimate
+from notebook_accelerate.commands.accelerate_cli import parser_for
 
 pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
 
@@ -121,6 +124,62 @@ def test_estimates_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[:3] for row in estimate.gather_data(options)] == [row[:3] for row in expected]
     for dtype in ("float32", "float16", "bfloat16"):
         assert estimate.estimate_training_usage(4000, dtype) == theirs.estimate_training_usage(4000, dtype)
+
+
+PARSERS = {
+    "launch": "launch:launch_command_parser",
+    "estimate-memory": "estimate:estimate_command_parser",
+    "merge-weights": "merge:merge_command_parser",
+    "to-fsdp2": "to_fsdp2:to_fsdp2_command_parser",
+    "test": "test:test_command_parser",
+    "env": "env:env_command_parser",
+    "config": "config:get_config_parser",
+}
+MISSPELLED = {"torhchxla_trace_once"}
+"""A back end that Accelerate's parser takes, and its configuration refuses."""
+
+
+def options(parser: argparse.ArgumentParser, command: str) -> dict[tuple[str, str], argparse.Action]:
+    """Return the options of a command and of its subcommands, by command and each of their spellings."""
+    found: dict[tuple[str, str], argparse.Action] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                found |= options(inner, f"{command} {name}")
+        else:
+            found |= {(command, spelling): action for spelling in action.option_strings or [action.dest]}
+    return found
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_option_is_taken(name: str) -> None:
+    module, _, function = PARSERS[name].partition(":")
+    theirs = getattr(importlib.import_module(f"accelerate.commands.{module}"), function)()
+    commands = parser_for([name])._actions[-1].choices
+    assert commands is not None
+    ours = options(commands[name], name)  # type: ignore[index]
+    for key, action in options(theirs, name).items():
+        if key[1] == "subcommand":
+            continue
+        assert key in ours, key
+        assert (action.nargs == 0) == (ours[key].nargs == 0), f"{key} is a switch on one side only"
+        assert set(action.choices or ()) - MISSPELLED <= set(map(str, ours[key].choices or action.choices or ())), key
+
+
+@pytest.mark.parametrize("variables", [{"HF_HOME": "a"}, {"XDG_CACHE_HOME": "b"}, {"HOME": "c"}], ids=str)
+def test_the_default_file_has_the_same_place(variables: dict[str, str], tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in {"HF_HOME", "XDG_CACHE_HOME"}}
+    places = []
+    for who, program in PROGRAMS.items():
+        folder = tmp_path / who
+        found = {name: str(folder / value) for name, value in variables.items()}
+        done = subprocess.run(
+            [sys.executable, "-m", program, "config", "default"],
+            env={**kept, **found, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        places.append(sorted(str(path.relative_to(folder)) for path in folder.rglob("*.yaml")))
+    assert places[0] == places[1] != []
 
 
 SHOW = """

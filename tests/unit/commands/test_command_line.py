@@ -302,6 +302,8 @@ def test_options_win_over_the_file(no_default_file: Path) -> None:
     ("options", "message"),
     [
         (["--vm", "a"], "--vm is not supported"),
+        (["-t", "3"], "--tee is not supported"),
+        (["--tpu_use_sudo"], "--tpu_use_sudo is not supported"),
         (["--deepspeed_multinode_launcher", "pdsh"], "start this command on each machine"),
         (["--num_processes", "3", "--num_machines", "2"], "num_processes=3 is not a multiple of num_machines=2"),
         (["--config_file", "absent.yaml"], "absent.yaml does not exist"),
@@ -310,6 +312,10 @@ def test_options_win_over_the_file(no_default_file: Path) -> None:
 def test_what_cannot_be_done_is_refused(options: list[str], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         settings(*options)
+
+
+def test_defaults_of_what_cannot_be_done_are_accepted() -> None:
+    assert settings("--tee", "0", "--role", "default", "--num_processes", "2").num_processes == 2
 
 
 def test_every_option_is_accepted_in_both_spellings() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from notebook_accelerate.config.config_file import ClusterConfig
 from notebook_accelerate.config.deepspeed_config import HfDeepSpeedConfig
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 
@@ -85,6 +86,28 @@ class TestThePlugin:
     def test_a_configuration_object_is_kept(self) -> None:
         given = HfDeepSpeedConfig(FILE)
         assert DeepSpeedPlugin(hf_ds_config=given).hf_ds_config is given
+
+    def test_variables_fill_auto_values_of_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
+        monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+        zero = {"stage": "auto", "offload_param": {"device": "auto"}, "offload_optimizer": {"device": "auto"}}
+        found = {"zero_optimization": zero, "gradient_clipping": 2.0, "gradient_accumulation_steps": "auto"}
+        plugin = DeepSpeedPlugin(hf_ds_config=found)
+        filled = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
+        assert plugin.deepspeed_config == {
+            "zero_optimization": filled, "gradient_clipping": 2.0, "gradient_accumulation_steps": "auto",
+        }  # fmt: skip
+        assert (plugin.zero_stage, plugin.gradient_clipping, plugin.offload_param_device) == (3, 2.0, "cpu")
+
+    def test_a_launch_has_no_fields_beside_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero_stage,zero3_init_flag")
+        with pytest.raises(ValueError, match="and zero_stage, which would be ignored"):
+            DeepSpeedPlugin(hf_ds_config=FILE)
+        section = {"deepspeed_config_file": "ds.json", "gradient_clipping": 1.0}
+        with pytest.raises(ValueError, match="and gradient_clipping, which would be ignored"):
+            ClusterConfig.from_dict({"distributed_type": "DEEPSPEED", "deepspeed_config": section})
+        ClusterConfig.from_dict({"deepspeed_config": {**section, "deepspeed_config_file": "none"}})
 
     def test_fields_fill_auto_values(self) -> None:
         plugin = DeepSpeedPlugin(FILE, gradient_clipping=1.0, offload_param_device="cpu", gradient_accumulation_steps=2)

@@ -82,13 +82,13 @@ class Run:
         plain = DataLoader(batch_size=SIZE, num_workers=workers, persistent_workers=persistent, **SOURCES[source]())
         self.loader = self.accelerator.prepare(plain)
 
-    def epoch(self, skipped: int = 0, save: tuple[int, str] | None = None) -> list[tuple[list[int], float]]:
+    def epoch(self, skipped: int | None = None, save: tuple[int, str] | None = None) -> list[tuple[list[int], float]]:
         """Read an epoch, or its rest; save a checkpoint after a number of batches."""
         loader = self.loader
-        if skipped and not self.stateful:
+        if skipped is not None and not self.stateful:
             loader = self.accelerator.skip_first_batches(loader, skipped)
         log = []
-        for done, batch in enumerate(loader, start=skipped + 1):
+        for done, batch in enumerate(loader, start=(skipped or 0) + 1):
             noise = float(torch.rand(1)) + random.random() + float(np.random.rand())  # noqa: NPY002 - the global one
             log.append((batch.tolist(), noise))
             if save is not None and save[0] == done:
@@ -111,16 +111,20 @@ def uninterrupted(folder: Path, *options: Any, **configuration: Any) -> Log:
 def resumed(folder: Path, when: str, *options: Any, **configuration: Any) -> Log:
     """Go on from a checkpoint in what stands for another process, and return what was still to do."""
     run = Run(2, *options, **configuration)
-    run.accelerator.load_state(str(folder / when))
+    run.accelerator.load_state(str(folder / when.partition(",")[0]))
     if when == "within":
         return [run.epoch(skipped=3), run.epoch(), run.epoch()]
     if when == "between":
         return [run.epoch(), run.epoch()]
+    if when == "last, as the start of the next":  # scripts skip `steps % len(loader)` batches, which is 0
+        return [run.epoch(skipped=0)]
+    if when == "last, nothing skipped":
+        return [run.epoch()]
     assert run.epoch(skipped=LENGTH // SIZE) == []
     return [run.epoch()]
 
 
-WHEN = ("within", "between", "last")
+WHEN = ("within", "between", "last", "last, as the start of the next", "last, nothing skipped")
 WORKERS = [(0, False), (1, False), (1, True), (2, True)]
 KINDS = [*((source, False) for source in SOURCES), ("shuffled", True), ("by epoch", True)]
 
@@ -136,9 +140,11 @@ KINDS = [*((source, False) for source in SOURCES), ("shuffled", True), ("by epoc
 def test_a_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path, source: str, seedable: bool, stateful: bool, workers: int, persistent: bool, when: str
 ) -> None:
+    if stateful and "," in when:
+        pytest.skip("a stateful loader resumes the pass itself: its rest, which is empty, is read first")
     configuration = {"use_seedable_sampler": seedable, "use_stateful_dataloader": stateful}
     log = uninterrupted(tmp_path, source, workers, persistent, **configuration)
-    expected = {"within": [log[1][3:], *log[2:]], "between": log[2:], "last": log[3:]}[when]
+    expected = {"within": [log[1][3:], *log[2:]], "between": log[2:], "last": log[3:]}[when.partition(",")[0]]
     if source == "by epoch":  # workers that persist are told the epoch
         assert [{item // 100 for batch, _ in batches for item in batch} for batches in log] == [{0}, {1}, {2}, {3}]
     elif source != "in order":

@@ -143,7 +143,7 @@ def test_every_attribute_is_kept() -> None:
     made.note = {"mine": 1}
     made.set_epoch(3)
     rest: Any = skip_first_batches(made, 2)
-    changed = {"batch_sampler", "_iterator", "_original"}
+    changed = {"batch_sampler", "_iterator", "_original", "_resumes"}
     assert type(rest) is DataLoaderShard
     assert {k: v for k, v in vars(rest).items() if k not in changed} == {
         k: v for k, v in vars(made).items() if k not in changed

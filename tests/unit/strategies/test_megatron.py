@@ -44,6 +44,17 @@ class TestPlugin:
         assert arguments["tensor_model_parallel_size"] == 2
         assert (arguments["clip_grad"], arguments["mine"]) == (0.7, 1)
 
+    def test_earlier_names_of_megatron_become_those_of_its_core(self) -> None:
+        given = {"position_embedding_type": "rotary", "attention_head_type": "multiquery"}
+        plugin = MegatronLMPlugin(other_megatron_args=given)
+        assert (
+            plugin.megatron_lm_default_args.items()
+            >= {"position_embedding_type": "rope", "num_query_groups": 1}.items()
+        )
+        assert "attention_head_type" not in plugin.megatron_lm_default_args
+        with pytest.raises(ValueError, match="position_embedding_type='alibi' is not allowed"):
+            MegatronLMPlugin(other_megatron_args={"position_embedding_type": "alibi"})
+
     def test_the_shape_of_a_gpt2_comes_from_its_configuration(self) -> None:
         plugin = MegatronLMPlugin(seq_length=8)
         config = {"n_layer": 3, "n_embd": 8, "n_head": 2, "n_positions": 32, "vocab_size": 11}

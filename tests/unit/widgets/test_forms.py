@@ -116,7 +116,7 @@ def test_values_are_shown_and_read_unchanged(name: str, raw: Any, value: Any) ->
         ("count", "", "count is required"),
         ("rate", "fast", "rate='fast' is not a number"),
         ("wait", "soon", "wait='soon' is not a number of seconds"),
-        ("env", "A", "env: 'A' is not NAME=value"),
+        ("env", "A", "env: line 1 is not NAME=value"),
     ],
 )
 def test_invalid_entries_show_an_error_until_they_are_corrected(name: str, raw: str, message: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.local_sgd import LocalSGD
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -70,6 +72,28 @@ def train(accelerator: Any, net: Any, opt: Any, batches: Any, schedule: Any = No
             opt.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def local_sgd(
+    accelerator: Any, net: Any, opt: Any, batches: Any, *, steps: int, schedule: Any = None, **settings: Any
+) -> Any:
+    """Train an epoch with LocalSGD; return the weights."""
+    with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=steps, **settings) as local:
+        for inputs, targets in batches:
+            with accelerator.accumulate(net):
+                accelerator.backward(nn.functional.mse_loss(net(inputs), targets))
+                opt.step()
+                if schedule is not None:
+                    schedule.step()
+                opt.zero_grad()
+                local.step()
+    return accelerator.get_state_dict(net)
+
+
+def with_variables(variables: dict[str, str], call: Callable[[], Any]) -> Any:
+    """Return the result of a call under these variables of the environment, which stay: each program is a process."""
+    os.environ.update(variables)
+    return call()
 
 
 def warned(call: Callable[[], Any]) -> tuple[list[str], Any]:

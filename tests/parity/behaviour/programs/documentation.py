@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState, infer_auto_device_map, utils
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-from accelerate.local_sgd import LocalSGD
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker, on_main_process
@@ -19,7 +18,17 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from tests.parity.behaviour.program_table import program
-from tests.parity.behaviour.programs._parts import Net, loader, model, optimizer, parts, raised, train, warned
+from tests.parity.behaviour.programs._parts import (
+    Net,
+    loader,
+    local_sgd,
+    model,
+    optimizer,
+    parts,
+    raised,
+    train,
+    warned,
+)
 
 INPUTS = torch.arange(6.0).view(2, 3)
 
@@ -236,15 +245,8 @@ def local_sgd_with_accumulation() -> Any:
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
     net, opt, batches, schedule = accelerator.prepare(net, opt, loader(24), schedule)
-    with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=2, enabled=True) as local:
-        for inputs, targets in batches:
-            with accelerator.accumulate(net):
-                accelerator.backward(nn.functional.mse_loss(net(inputs), targets))
-                opt.step()
-                schedule.step()
-                opt.zero_grad()
-                local.step()
-    return accelerator.get_state_dict(net), schedule.get_last_lr()
+    weights = local_sgd(accelerator, net, opt, batches, steps=2, schedule=schedule, enabled=True)
+    return weights, schedule.get_last_lr()
 
 
 # ---- Execution, inference, metrics

@@ -32,6 +32,7 @@ CALLS_ON_TWO_RANKS = [
     "_local_sgd(3, steps=2)",
     "_checkpoints('epoch')",
     "_checkpoints('4')",
+    "_checkpoints('3')",
     "_metrics()",
     "_tracked()",
     "_early_stopping()",

@@ -46,6 +46,7 @@ from torch import nn
 
 from tests.parity.behaviour.program_table import program
 from tests.parity.behaviour.programs._parts import logged, model, optimizer, parts, raised, train, warned
+from tests.parity.behaviour.programs._parts import with_variables as _with
 
 HANDLERS = (
     AutocastKwargs,
@@ -301,11 +302,6 @@ dp_replicate_size dp_shard_size tp_size cp_size sp_size dp_dim_names non_dp_dim_
 fsdp_dim_names total_size non_data_parallel_size data_parallel_size dp_replicate_enabled dp_shard_enabled tp_enabled
 cp_enabled sp_enabled active_mesh_dims sp_backend
 """
-
-
-def _with(variables: dict[str, str], call: Any) -> Any:
-    os.environ.update(variables)
-    return call()
 
 
 def _fsdp(**settings: Any) -> Any:

@@ -114,6 +114,11 @@ def fsdp2_keeps_parameters_after_the_forward() -> Any:
     return _facts(2, reshard_after_forward=False, activation_checkpointing=True)
 
 
+@program(ranks=2, tolerance=1e-5)
+def fsdp2_recomputes_nothing_without_units() -> Any:
+    return _facts(2, activation_checkpointing=True, auto_wrap_policy=None, transformer_cls_names_to_wrap=None)
+
+
 def _resumed(version: int, **settings: Any) -> Any:
     (accelerator, net, opt, batches, schedule), _ = _trained(version, **settings)
     before = accelerator.get_state_dict(net)

@@ -19,7 +19,18 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from tests.parity.behaviour.program_table import program
-from tests.parity.behaviour.programs._parts import data, loader, model, optimizer, parts, raised, train, warned
+from tests.parity.behaviour.programs._parts import (
+    data,
+    loader,
+    local_sgd,
+    model,
+    optimizer,
+    parts,
+    raised,
+    train,
+    warned,
+)
+from tests.parity.behaviour.programs._parts import with_variables as _with
 
 INPUTS = torch.arange(6.0).view(2, 3)
 
@@ -167,11 +178,6 @@ def _nothing(*args: Any) -> Any:
     return None
 
 
-def _with(variables: dict[str, str], call: Any) -> Any:
-    os.environ.update(variables)
-    return call()
-
-
 def _optimizer() -> Any:
     return Accelerator().prepare(optimizer())
 
@@ -242,14 +248,7 @@ def _once() -> Any:
 def _local(steps: int, **settings: Any) -> Any:
     accelerator = Accelerator()
     net, opt, batches = accelerator.prepare(model(), optimizer(), loader())
-    with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=steps, **settings) as local:
-        for inputs, targets in batches:
-            with accelerator.accumulate(net):
-                accelerator.backward(nn.functional.mse_loss(net(inputs), targets))
-                opt.step()
-                opt.zero_grad()
-                local.step()
-    return accelerator.get_state_dict(net)
+    return local_sgd(accelerator, net, opt, batches, steps=steps, **settings)
 
 
 def _accumulated(**settings: Any) -> Any:

@@ -19,6 +19,7 @@ from accelerate.utils import environment, imports, modeling, operations, other, 
 from torch import nn
 
 from tests.parity.behaviour.programs._parts import files, logged, model, raised, warned
+from tests.parity.behaviour.programs._parts import with_variables as _with
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - the kind that users have
 ones = torch.ones
@@ -307,11 +308,6 @@ CALLS = [
     "argparse.Namespace(x=1)",
     "accelerate.__version__.split('.')[:1] is not None",
 ]
-
-
-def _with(variables: dict[str, str], call: Any) -> Any:
-    os.environ.update(variables)
-    return call()
 
 
 def _patched() -> Any:

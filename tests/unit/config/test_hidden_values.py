@@ -1,0 +1,107 @@
+"""Values of environment variables and credentials in URLs appear in no text that this package shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import LaunchConfig, RayCluster
+from notebook_accelerate.config.hidden_values import hide_credentials, redact
+from notebook_accelerate.config.plain_values import format_setting
+from notebook_accelerate.launch.hosts.ray import ray_errors
+from notebook_accelerate.widgets.config_panel import ConfigPanel
+from notebook_accelerate.widgets.runs_table import RunsTable
+from tests.support.runs import make_run
+
+SECRET = "hunter2"
+ADDRESS = f"ray://user:{SECRET}@head.example.org:10001"
+RUNTIME = {
+    "env_vars": {"TOKEN": SECRET},
+    "pip": [f"git+https://user:{SECRET}@example.org/x.git", f"--index-url=https://example.org/?token={SECRET}"],
+    "working_dir": f"https://{SECRET}@example.org/code.zip",
+    "container": {"run_options": [f"--env=TOKEN={SECRET}"]},
+}
+CLUSTER = RayCluster(address=ADDRESS, runtime_env=RUNTIME)
+CONFIGS = {
+    "cluster": LaunchConfig(on=CLUSTER, num_processes=2),
+    "address": LaunchConfig(on=ADDRESS, num_processes=2),
+    "env": LaunchConfig(env={"TOKEN": SECRET}, num_processes=2),
+    "rendezvous": LaunchConfig(rdzv_conf={"secret": SECRET}, num_processes=2, num_nodes=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ray://user:pass@host:10001", "ray://***@host:10001"),
+        ("https://token@host/path", "https://***@host/path"),
+        ("ray://user:p@ss/word@host:1", "ray://***@host:1"),
+        ("https://host/path?a=1&access_token=abc&b=2#x", "https://host/path?a=1&access_token=***&b=2#x"),
+        ("https://host/?X-Amz-Signature=abc", "https://host/?X-Amz-Signature=***"),
+        ("ray://host:10001", "ray://host:10001"),
+        ("mail to a@b.org, see https://host/x", "mail to a@b.org, see https://host/x"),
+        ("from 'ray://u:p@h:1' and 'ray://v:q@i:2'", "from 'ray://***@h:1' and 'ray://***@i:2'"),
+    ],
+)
+def test_credentials_of_urls_are_hidden(text: str, shown: str) -> None:
+    assert hide_credentials(text) == shown
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_text_about_a_launch_shows_a_value(name: str) -> None:
+    config = CONFIGS[name]
+    run = make_run(2, **{key: value for key, value in config.non_default().items() if key != "num_processes"})
+    texts = {
+        "repr": repr(config),
+        "cluster": repr(config.cluster),
+        "setting": format_setting(config.on),
+        "report": run.report().text + run.report().html + repr(run),
+    }
+    if config.num_nodes == 1:
+        panel = ConfigPanel(config=config)
+        texts["panel"] = panel.text + panel.html + panel.sentence + str(panel._code.value)
+        texts["plan"] = repr(panel.plan) + panel.plan.sentence()
+        panel.close()
+    table = RunsTable([run, make_run(2)])
+    texts["table"] = str(table.rows)
+    table.close()
+    assert [which for which, text in texts.items() if SECRET in text] == []
+    if name in ("cluster", "env"):
+        assert "TOKEN" in texts["repr"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LaunchConfig(env=[f"TOKEN={SECRET}"]),  # type: ignore[arg-type]
+        lambda: LaunchConfig(env=f"TOKEN={SECRET}"),  # type: ignore[arg-type]
+        lambda: LaunchConfig(env={"TOKEN": SECRET, "NUMBER": 3}),  # type: ignore[dict-item]
+        lambda: LaunchConfig(env={"TOKEN": f"{SECRET}\0"}),
+        lambda: LaunchConfig(rdzv_conf=f"secret={SECRET}"),  # type: ignore[arg-type]
+        lambda: LaunchConfig(on=f"http://user:{SECRET}@host"),
+        lambda: LaunchConfig(on=CLUSTER, num_nodes=2),
+        lambda: LaunchConfig(on=ADDRESS, start_method="fork"),
+        lambda: RayCluster(runtime_env=[f"TOKEN={SECRET}"]),  # type: ignore[arg-type]
+        lambda: RayCluster(runtime_env={"env_vars": {"TOKEN": SECRET, "SET": {1}}}),
+    ],
+)
+def test_errors_show_no_value(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        make()
+    assert SECRET not in f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
+
+
+def test_errors_of_a_form_show_no_value() -> None:
+    panel = ConfigPanel(config=LaunchConfig())
+    panel.launch_form.enter("env", f"A=1\n{SECRET}")
+    assert panel.errors["env"] == "env: line 2 is not NAME=value; write one such line per entry"
+    panel.close()
+
+
+def test_texts_of_ray_are_redacted() -> None:
+    error = ConnectionError(f"no route to {ADDRESS}: TOKEN={SECRET}")
+    assert SECRET not in redact(ray_errors.unreachable(ADDRESS, error), CLUSTER)
+    assert SECRET not in redact(f"could not install with TOKEN={SECRET}", CLUSTER)
+    assert redact("nothing to hide", RayCluster()) == "nothing to hide"
