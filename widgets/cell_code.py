@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
-from notebook_accelerate.widgets.form_draft import FormDraft, code_of
+from notebook_accelerate.widgets.form_draft import FormDraft, code_of, shown_code
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -19,13 +19,14 @@ _WIDTH = 88
 ONLY_IN_CONFIG = ("cpu", "accelerator", "as_accelerate", "report_from")
 
 
-def launch_cell(function: str, arguments: str, config: LaunchConfig) -> str:
+def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: bool = False) -> str:
     """Return the code of a cell.
 
     Args:
         function: Name of the training function.
         arguments: The code of its arguments, such as ``(model, 3)``; "" for none.
         config: The launch.
+        hidden: Whether to hide secrets: values of variables, and credentials in URLs.
     """
     given = config.non_default()
     in_config = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
@@ -33,7 +34,7 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig) -> str:
     names += ["RayCluster"] if isinstance(given.get("on"), RayCluster) else []
     imports = [f"from notebook_accelerate import {', '.join([*names, 'notebook_launcher'])}", *_imports(in_config)]
     call = [function, *([arguments] if arguments and arguments != "()" else [])]
-    call += [f"{name}={code_of(value)}" for name, value in given.items()]
+    call += [f"{name}={shown_code(name, value) if hidden else code_of(value)}" for name, value in given.items()]
     if in_config:
         values = [f"{name}={_multiline(value)}" for name, value in in_config.items()]
         call.append(f"config=LaunchConfig({', '.join(values)})")

@@ -17,7 +17,7 @@ from notebook_accelerate import hardware, launch
 from notebook_accelerate.config.config_file import ClusterConfig, default_config_file
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
-from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
+from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run, run_registry
 from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
@@ -187,10 +187,13 @@ class ConfigPanel:
     @property
     def code(self) -> str:
         """The cell that does the same as the Launch button; if there are errors, a comment with them."""
+        return self._cell(hidden=False)
+
+    def _cell(self, *, hidden: bool) -> str:
         if errors := self.errors:
             return "\n".join(f"# {line}" for error in errors.values() for line in error.splitlines())
         name = self._name.value.strip() or "train"
-        return launch_cell(name, self._args.value.strip(), self.config)
+        return launch_cell(name, self._args.value.strip(), self.config, hidden=hidden)
 
     def launch(self, function: Callable[..., Any] | None = None, args: Iterable[Any] | None = None) -> Run:
         """Start the configured run.
@@ -310,9 +313,10 @@ class ConfigPanel:
         with self._lock:
             errors = self.errors
             self._plan_view.value = self._plan_html(errors)
-            code = self.code
-            self._code.value = element("pre", code, class_="na-code", tabindex=0, aria_label="The cell")
-            self._copy.text = code
+            self._code.value = element(
+                "pre", self._cell(hidden=True), class_="na-code", tabindex=0, aria_label="The cell"
+            )
+            self._copy.text = self.code
             self._go.disabled = bool(errors)
             names = tuple(training_functions(_namespace()))
             if self._name.options != names:
@@ -348,7 +352,7 @@ class ConfigPanel:
         with published_under(self._parent):
             run = launch.start(self.config.changed(block=False), function, arguments)
         self._show_run(run)
-        self._keep(run).add_done_callback(self._show_run)
+        self._keep(run).add_ending_callback(self._show_run)
 
     def _show_run(self, run: Run) -> None:
         text = f"run {run.id} {run.status}" + (f" in {run.elapsed:.1f} s" if run.ended else "")
@@ -359,6 +363,8 @@ class ConfigPanel:
 
     def _keep(self, run: Run) -> Run:
         self.runs.append(run)
+        old = self.runs[: -run_registry.KEPT_RESULTS]
+        self.runs[: len(old)] = [each if each.ended is None else each.without_results() for each in old]
         return run
 
     def _load_clicked(self) -> None:
@@ -404,7 +410,7 @@ class ConfigPanel:
         """The panel as HTML without scripts: the plan, the settings, the cell."""
         lines = [element("strong", self.sentence), self.warning, machine_summary(self.hardware)]
         forms = [Markup(form.html) for form in (self.launch_form, self.training_form)]
-        return join([*(element("p", line) for line in lines if line), *forms, element("pre", self.code)])
+        return join([*(element("p", line) for line in lines if line), *forms, element("pre", self._cell(hidden=True))])
 
     @property
     def text(self) -> str:
@@ -413,7 +419,7 @@ class ConfigPanel:
             "\n".join(filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])),
             f"Launch\n{self.launch_form.text}",
             f"Training\n{self.training_form.text}",
-            self.code,
+            self._cell(hidden=True),
         ])  # fmt: skip
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:

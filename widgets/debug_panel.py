@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets import debug_panel_html as parts
 from notebook_accelerate.widgets.debug_panel_html import MAX_HISTORY, Entry
@@ -36,7 +36,7 @@ class DebugPanel(LivePanel):
         clock: Seconds since the epoch; a fake one in tests.
     """
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         self.found: Diagnosis | None = run.diagnoses[-1] if run.diagnoses else None
         self.history: list[Entry] = []
         self._request: threading.Thread | None = None

@@ -257,10 +257,10 @@ def _assignments(value_of: Callable[[str], Any], text_of_value: Callable[[Any], 
 
     def parse(text: str, field: Field) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for line in _lines(text):
+        for number, line in enumerate(_lines(text), 1):
             name, equals, value = line.partition("=")
-            if not equals or not name.strip():
-                raise FieldError(f"{field.name}: {line!r} is not NAME=value; write one such line per entry")
+            if not equals or not name.strip():  # the line may be a part of a secret
+                raise FieldError(f"{field.name}: line {number} is not NAME=value; write one such line per entry")
             values[name.strip()] = value_of(value.strip())
         return values
 

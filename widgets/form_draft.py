@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from typing import Any
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.hidden_values import shown_value
 from notebook_accelerate.launch.report.markup import Markup, element
 from notebook_accelerate.launch.report.tables import LEFT, html_table
 from notebook_accelerate.widgets.fields import Field, FieldError, fields_of, parse, text_of
@@ -151,9 +152,10 @@ class FormDraft:
             if entry.kind == "nested" and self.entries[entry.name]:
                 found += self.nested(entry.name).rows(f"{name}.") or [(name, "defaults", entry.help)]
             elif entry.name in values:
-                found.append((name, code_of(values[entry.name]), entry.help))
+                found.append((name, shown_code(entry.name, values[entry.name]), entry.help))
             elif entry.name in errors:
-                found.append((name, f"{self.entries[entry.name]!s} (not allowed)", errors[entry.name]))
+                raw = shown_value(entry.name, self.entries[entry.name])
+                found.append((name, f"{raw!s} (not allowed)", errors[entry.name]))
         return found
 
     def text(self) -> str:
@@ -194,11 +196,21 @@ def _field_in(message: str, given: Mapping[str, Any]) -> str:
     return next(iter(given)) if len(given) == 1 else ""
 
 
-def code_of(value: Any) -> str:
-    """Return the expression of ``value``: dataclasses with the fields that were changed, enums by value."""
+def shown_code(name: str, value: object) -> str:
+    """Return the expression of a field's value without secrets, to be shown."""
+    return code_of(shown_value(name, value), field=shown_code)
+
+
+def code_of(value: object, field: Callable[[str, Any], str] = lambda _, value: code_of(value)) -> str:
+    """Return the expression of ``value``: dataclasses with the fields that were changed, enums by value.
+
+    Args:
+        value: Any value of a form.
+        field: Returns the expression of a field of a dataclass.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         draft = FormDraft(type(value), value)
-        inner = ", ".join(f"{name}={code_of(entry)}" for name, entry in draft.changed().items())
+        inner = ", ".join(f"{name}={field(name, entry)}" for name, entry in draft.changed().items())
         return f"{type(value).__name__}({inner})"
     if hasattr(value, "total_seconds"):
         return f"timedelta(seconds={value.total_seconds():g})"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, here
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.panel_elements import problem
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
@@ -31,7 +32,7 @@ class LivePanel(ABC):
         clock: Seconds since the epoch; a fake one in tests.
     """
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         self.run = run
         self._clock = clock
         self._lock = threading.RLock()
@@ -126,6 +127,10 @@ class LivePanel(ABC):
 
     # ---- the end
 
+    def _refer_to(self, run: Run) -> None:
+        """Show ``run`` from now on: the same run, without what the panel must not keep."""
+        self.run = run
+
     def _failed(self, error: Exception) -> None:
         text = f"This panel stopped updating ({type(error).__name__}: {error}). The run continues: print(run.report())"
         self._show_problem(text)
@@ -144,6 +149,8 @@ class LivePanel(ABC):
             self.closed = True
             ticker.remove(self.binding)
             self._shown.end()
+            if self.run.ended is not None and not self.run.held:
+                self._refer_to(self.run.without_results())  # the widgets are deleted later
             with _retiring:
                 _retired.append((self._shown_at + DRAWING_SECONDS, self.widget))
             close_retired()

@@ -32,13 +32,13 @@ class LogView(Feed):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self._run = run
+        self.run = run
         self._sent = 0
         self._cursors: dict[int, int] = {}
 
     def update(self, now: float) -> None:
         """Send the new lines, or the latest lines of all ranks if a view asked for them or may have missed some."""
-        total = self._run.store.log_total
+        total = self.run.store.log_total
         # The first lines are sent as everything: a view could not ask a busy kernel for the message they continue.
         first = not self.full and total > 0
         if self._full_due(now) or first:
@@ -47,23 +47,23 @@ class LogView(Feed):
             self._send_lines("delta", min(NEW_LINES, self._per_rank(ALL_NEW_LINES)))
 
     def _per_rank(self, lines: int) -> int:
-        return max(1, lines // max(1, len(self._run.ranks)))
+        return max(1, lines // max(1, len(self.run.ranks)))
 
     def _send_lines(self, kind: str, limit: int) -> None:
         lines: list[tuple[int, float, str, str]] = []
         skipped: dict[str, int] = {}
         everything = kind == "full"
-        self._sent = self._run.store.log_total
-        for info in self._run.ranks:
+        self._sent = self.run.store.log_total
+        for info in self.run.ranks:
             since = 0 if everything else self._cursors.get(info.rank, 0)
-            found, self._cursors[info.rank], left_out = self._run.store.log_tail(info.rank, since, limit)
+            found, self._cursors[info.rank], left_out = self.run.store.log_tail(info.rank, since, limit)
             lines += [(info.rank, line.time, line.stream, _cut(line)) for line in found]
             if left_out:
                 skipped[str(info.rank)] = left_out
         if not lines:
             return
         lines.sort(key=lambda line: line[1])
-        nodes: dict[str, Any] = {str(info.rank): info.node for info in self._run.ranks}
+        nodes: dict[str, Any] = {str(info.rank): info.node for info in self.run.ranks}
         if not everything or len(set(nodes.values())) < 2:
             nodes = {}
         self._send_message(kind, {"lines": lines, "skipped": skipped, "nodes": nodes})

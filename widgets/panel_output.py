@@ -8,7 +8,6 @@ is live and which is updated regularly. When the view ends, the static form repl
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.hardware.detection import host
 from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, forget, leave_at_exit
 from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.feed import RepeatTimes
 from notebook_accelerate.widgets.panel_elements import style_sheet, widget_bundle
 
@@ -39,7 +39,7 @@ class PanelOutput:
     """
 
     def __init__(
-        self, static: Callable[[], Bundle], title: Callable[[], str], clock: Callable[[], float] = time.time
+        self, static: Callable[[], Bundle], title: Callable[[], str], clock: Callable[[], float] = steady_time.now
     ) -> None:
         self._static, self._title, self._clock = static, title, clock
         self._lock = threading.RLock()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.telemetry import steady_time
+
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Store
 
@@ -40,7 +42,7 @@ class RenderSchedule:
         stores: Iterable[Store],
         render: Callable[[float], None],
         failed: Callable[[Exception], None],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time.now,
     ) -> None:
         self._render, self._failed, self._clock = render, failed, clock
         self._dirty = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.node_summary import MANY, by_node
 from notebook_accelerate.launch.report.number_format import byte_size
 from notebook_accelerate.launch.report.tables import html_table, text_table
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.grouped_ranks import has_gpu, head, node_row, usage
 from notebook_accelerate.widgets.live_panel import LivePanel
@@ -35,7 +35,7 @@ class ResourceStrip(LivePanel):
         clock: Seconds since the epoch; a fake one in tests.
     """
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         self._watcher = RunWatcher(run)
         super().__init__(run, clock)
 

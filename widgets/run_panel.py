@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from notebook_accelerate.launch.report.node_summary import MANY
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import grouped_ranks, run_panel_html
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.log_view import LogView
@@ -38,7 +38,7 @@ class RunPanel(LivePanel):
         clock: Seconds since the epoch; a fake one in tests.
     """
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         self._watcher = RunWatcher(run)
         self._sharding_page = ShardingPage(run)
         self._tab_titles: dict[int, str] = {}
@@ -69,6 +69,11 @@ class RunPanel(LivePanel):
         for index, title in enumerate(TABS):
             self._set_tab_title(index, title)
         return card(headline, self._problem, self._progress, self._strip, self._tabs)
+
+    def _refer_to(self, run: Run) -> None:
+        super()._refer_to(run)
+        for part in (self.logs, self._watcher, self._sharding_page):
+            part.run = run
 
     def _set_tab_title(self, index: int, title: str) -> None:
         if self._tab_titles.get(index) != title:

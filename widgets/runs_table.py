@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
 import ipywidgets
 
+from notebook_accelerate.config.hidden_values import hide_credentials
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import here
@@ -16,6 +16,7 @@ from notebook_accelerate.launch.report import svg_curves
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.number_format import number
 from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import run_panel_html
 from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle
 from notebook_accelerate.widgets.panel_output import PanelOutput
@@ -47,7 +48,7 @@ class RunsTable:
         ValueError: There is no run with such an id.
     """
 
-    def __init__(self, chosen: Sequence[Run | int] | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, chosen: Sequence[Run | int] | None = None, clock: Callable[[], float] = steady_time.now) -> None:
         self._clock = clock
         self.runs = _picked(chosen)
         self.plot = Plot(self._sources(), "None of these runs has logged a metric.")
@@ -86,6 +87,9 @@ class RunsTable:
         else:
             self._shown.leave()
             ticker.suspend(self.binding)
+            for index, run in enumerate(self.runs):  # in place: another thread may be adding a run
+                if run.ended is not None and not run.held:
+                    self.runs[index] = run.without_results()
             if self._shown and self._is_running():  # a run was launched meanwhile
                 ticker.add(self.binding)
 
@@ -125,7 +129,7 @@ class RunsTable:
         ranks = str(run.plan.world_size if run.plan is not None else run.config.num_processes or "")
         cells = [str(run.id), run.function_name, run.status, started, duration(run.elapsed), ranks]
         values = [getattr(run.config, name) for name in settings]
-        cells += [value if isinstance(value, str) else format_setting(value) for value in values]
+        cells += [hide_credentials(value) if isinstance(value, str) else format_setting(value) for value in values]
         return [*cells, *(_last_value(run, name) for name in metrics)]
 
     def _differences(self) -> list[str]:

@@ -177,6 +177,8 @@ QUICK = (
 )
 """The rows of `make bench-quick`: the times that users meet most, in less than five minutes."""
 
+OPTIONS = frozenset(("--but", "--quick", "--record"))
+
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the rows whose area or name the arguments name, print the table, write the file.
@@ -186,10 +188,13 @@ def main(arguments: Sequence[str]) -> int:
             writes what was measured into the committed table.
 
     Returns:
-        0; 1 if a row could not be measured, 2 if there is none of a name.
+        0; 1 if a row could not be measured, 2 if there is no row or option of a name.
     """
     options, words = {word for word in arguments if word.startswith("--")}, set(arguments)
     words = set(QUICK) if "--quick" in options else words - options
+    if unknown := options - OPTIONS:
+        print(f"there is no option {' or '.join(sorted(unknown))}; there are: {', '.join(sorted(OPTIONS))}")
+        return 2
     rows = [entry for entry in ROWS if not words or bool({entry.area, entry.name} & words) != ("--but" in options)]
     if not rows:
         known = sorted({entry.area for entry in ROWS} | {entry.name for entry in ROWS})

@@ -26,7 +26,7 @@ from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedB
 COUNTS = (1, 8, 64, 512)
 SETTLE_SECONDS, SECONDS = 5.0, 15.0
 Backend = SimulatedBackend | LinkedBackend
-LIMIT = 25.0
+LIMIT = 12.0
 """Percent of one core that 512 ranks may cost."""
 
 
