@@ -317,7 +317,7 @@ class Kernel:
             self._collect(_POLL)
             if condition():
                 return
-            if not self._alive():
+            if not self.alive():
                 self.pump(_LAST_WORDS)
                 if condition():
                     return
@@ -339,6 +339,21 @@ class Kernel:
         """SIGKILL the kernel's process alone and reap it; its children are left to themselves."""
         os.kill(self.pid, signal.SIGKILL)
         self._wait_dead(60.0)
+
+    def expect_answer(self, seconds: float = 60.0) -> None:
+        """Fail the test, and end the kernel, if it does not answer; the error shows where its threads were."""
+        try:
+            self.run("1", seconds)
+        except KernelTimeoutError as error:
+            written = len(self.log)
+            if self.alive():
+                os.kill(self.pid, signal.SIGABRT)  # ipykernel has Python's fault handler write all stacks
+                self._wait_dead(60.0)
+            raise KernelTimeoutError(f"the kernel does not answer any more:\n{self.log[written:][-8000:]}") from error
+
+    def alive(self) -> bool:
+        """Whether the kernel's process runs."""
+        return bool(self._manager.is_alive())
 
     def close(self) -> None:
         """End the kernel, kill what is left of its descendants, remove its folder."""
@@ -440,18 +455,15 @@ class Kernel:
         assert self.answer is not None
         self.client.input(self.answer(cell.prompts[-1]))
 
-    def _alive(self) -> bool:
-        return bool(self._manager.is_alive())
-
     def _wait_dead(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self._alive():
+        while self.alive():
             if time.monotonic() > deadline:
                 raise KernelTimeoutError(f"kernel {self.pid} still alive {seconds} s after SIGKILL")
             time.sleep(0.01)
 
     def _descendants(self) -> list[psutil.Process]:
-        if not self._manager.has_kernel or not self._alive():
+        if not self._manager.has_kernel or not self.alive():
             return []
         try:
             return self.process.children(recursive=True)
