@@ -13,6 +13,7 @@ from notebook_accelerate.errors import NotebookAccelerateError
 _COMMANDS = {
     "launch": "launch:launch_command_parser",
     "config": "config.config:config_command_parser",
+    "join": "join:join_command_parser",
     "env": "env:env_command_parser",
     "test": "test:test_command_parser",
     "estimate-memory": "estimate:estimate_command_parser",

@@ -22,6 +22,9 @@ KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET", "JPY_PARENT_PID", "JPY_SESSION_NAME
 STORE = "NOTEBOOK_ACCELERATE_STORE"
 """Variable of ranks that one launch started on one machine: the private folder of their process groups' stores."""
 
+SERVED_STORE = "NOTEBOOK_ACCELERATE_SERVED_STORE"
+"""Variable of rank 0 of a run on several machines: address and port at which it serves the process groups' store."""
+
 _T = TypeVar("_T", bound=Callable[..., Any])
 _ignored: ContextVar[bool] = ContextVar("ignored", default=False)
 

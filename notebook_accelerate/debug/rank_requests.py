@@ -16,10 +16,14 @@ from notebook_accelerate.telemetry.debug_protocol import Reply, Request
 
 
 class RankRequests:
-    """The open requests of a run; usable on any thread except the supervisor's, which delivers the replies."""
+    """The open requests of a run; usable on any thread except the supervisor's, which delivers the replies.
+
+    Attributes:
+        elsewhere: Why this notebook cannot send requests, as the text of an error; "" where it can.
+    """
 
     def __init__(self) -> None:
-        # Two notebooks may send requests to one rank, and each receives the replies to both.
+        self.elsewhere = ""
         self._numbers = itertools.count(secrets.randbelow(1 << 40))
         self._changed = threading.Condition()
         self._channels: dict[int, Sender] = {}
@@ -52,7 +56,12 @@ class RankRequests:
         return capture_stacks() if capture_stacks is not None else ProcessStacks()
 
     def open_ranks(self) -> list[int]:
-        """Return the ranks that accept requests, in order."""
+        """Return the ranks that accept requests, in order.
+
+        Raises:
+            ValueError: Another notebook steers the run.
+        """
+        self._check_here()
         with self._changed:
             return sorted(self._channels)
 
@@ -80,7 +89,12 @@ class RankRequests:
             return {rank: self._replies.pop((rank, number)) for rank, number in keys if (rank, number) in self._replies}
 
     def send(self, ranks: Iterable[int], make: Callable[[int], Request]) -> dict[int, int]:
-        """Send a request to each living rank and return the numbers for ``collect``, by rank."""
+        """Send a request to each living rank and return the numbers for ``collect``, by rank.
+
+        Raises:
+            ValueError: Another notebook steers the run.
+        """
+        self._check_here()
         return {rank: number for rank in ranks if (number := self._send(rank, make)) is not None}
 
     def collect(self, sent: dict[int, int], timeout: float) -> dict[int, Reply]:
@@ -96,6 +110,10 @@ class RankRequests:
         """Stop waiting for replies to the ``sent`` requests."""
         with self._changed:
             self._awaited -= set(sent.items())
+
+    def _check_here(self) -> None:
+        if self.elsewhere:
+            raise ValueError(self.elsewhere)
 
     def _send(self, rank: int, make: Callable[[int], Request]) -> int | None:
         with self._changed:

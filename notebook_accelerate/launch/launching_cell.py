@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from notebook_accelerate.errors import RunInterrupted, WorkerError
 from notebook_accelerate.launch.processes.interrupts import handle_interrupts
@@ -15,7 +16,22 @@ from notebook_accelerate.launch.state.waits import wait_for
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.launch.state.prompts import Prompt
-    from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+
+
+class Runner(Protocol):
+    """What runs a launch on a thread of its own: its supervisor, or a host of another notebook's.
+
+    Attributes:
+        thread: The thread.
+        started: Set once all ranks have started, or failed to start.
+        over: Set once the thread has finished.
+        problem: The error that prevented the start of the ranks.
+    """
+
+    thread: threading.Thread
+    started: threading.Event
+    over: threading.Event
+    problem: BaseException | None
 
 
 class LaunchingCell:
@@ -27,11 +43,11 @@ class LaunchingCell:
 
     Args:
         run: The run to wait for.
-        supervisor: The run's supervisor; its thread has not been started.
+        runner: What runs it; its thread has not been started.
     """
 
-    def __init__(self, run: Run, supervisor: Supervisor) -> None:
-        self._run, self._supervisor = run, supervisor
+    def __init__(self, run: Run, runner: Runner) -> None:
+        self._run, self._runner = run, runner
         self._interrupted = self._asking = False
 
     def launch(self) -> None:
@@ -42,30 +58,30 @@ class LaunchingCell:
             BaseException: The error that prevented the start of the ranks.
         """
         with handle_interrupts(self._on_signal):
-            self._supervisor.thread.start()
+            self._runner.thread.start()
             try:
                 self._wait_for_run()
             except BaseException:  # raised by a handler of the user, as SIGALRM's: it ends the cell and its run
                 self._run.commands.stop(DEFAULT_GRACE)
-                wait_for(self._supervisor.over)
+                wait_for(self._runner.over)
                 raise
         if self._interrupted:
             raise RunInterrupted(self._run)
-        if (problem := self._supervisor.problem) is not None:
+        if (problem := self._runner.problem) is not None:
             if isinstance(problem, WorkerError) and problem.run is None:  # stopped before the ranks had started
                 problem.run = self._run
             raise problem
 
     def _wait_for_run(self) -> None:
-        wait_for(self._supervisor.started)
-        if self._supervisor.problem is not None or self._interrupted:
-            wait_for(self._supervisor.over)
+        wait_for(self._runner.started)
+        if self._runner.problem is not None or self._interrupted:
+            wait_for(self._runner.over)
         elif not self._run.config.block:
             self._run.show_live()  # after the start of the ranks: creating widgets takes as long as starting them
         else:
             self._wait()
         if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
-            wait_for(self._supervisor.over)
+            wait_for(self._runner.over)
 
     def _wait(self) -> None:
         """Wait for the end of the run, or until its ranks are held, and show prompts and the live panel meanwhile."""
@@ -81,7 +97,7 @@ class LaunchingCell:
         if show_at is not None:
             self._run.show_live()
         if not self._run.held:
-            wait_for(self._supervisor.over)
+            wait_for(self._runner.over)
 
     def _ask(self, prompt: Prompt) -> None:
         self._asking = True
@@ -108,4 +124,4 @@ class LaunchingCell:
         self._interrupt()
 
 
-__all__ = ["LaunchingCell"]
+__all__ = ["LaunchingCell", "Runner"]

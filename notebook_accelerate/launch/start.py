@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import hardware
@@ -13,7 +15,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.errors import LaunchError, RunInterrupted
 from notebook_accelerate.hardware.ports_and_libraries import loopback_problem
 from notebook_accelerate.launch import run_registry
-from notebook_accelerate.launch.launching_cell import LaunchingCell
+from notebook_accelerate.launch.launching_cell import LaunchingCell, Runner
 from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for, running_kernel
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
@@ -24,7 +26,7 @@ from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.run_context import RunContext
-from notebook_accelerate.launch.supervisor.supervisor import Notebooks, Supervisor
+from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 from notebook_accelerate.telemetry import inherited_state, steady_time
 
 if TYPE_CHECKING:
@@ -117,34 +119,46 @@ def _supervise(
     run.reserve_output()
     context = RunContext(run.id, run.config, run.function_name, run.journal, commands, publisher_for(run.id))
 
-    def notebooks(prepared: LaunchPlan) -> Notebooks:
-        from notebook_accelerate.launch.hosts.rendezvous.notebook_group import NotebookGroup
+    inherited = inherited_state.capture()  # here, because some of it belongs to the cell's thread
+    prepare, release = partial(_prepare, run, context, plan), partial(_release, run)
+    runner: Runner
+    if run.config.num_nodes == 1:
+        here = partial(prepare, partial(_on_this_machine, context))
+        runner = Supervisor(context, function, arguments, inherited=inherited, prepare=here, release=release)
+    else:
+        from notebook_accelerate.launch.hosts.several import runner_of_several
 
-        return NotebookGroup(context, prepared)
-
-    supervisor = Supervisor(
-        context,
-        function,
-        arguments,
-        inherited=inherited_state.capture(),  # here, because some of it belongs to the cell's thread
-        prepare=lambda: _prepare(run, context, plan),
-        notebooks=notebooks if run.config.num_nodes > 1 else None,
-        release=lambda: _release(run),
-    )
-    LaunchingCell(run, supervisor).launch()
+        with ExitStack() as undo:
+            undo.callback(commands.close)
+            runner = runner_of_several(
+                context, function, arguments, inherited=inherited, prepare=prepare, release=release
+            )
+            undo.pop_all()
+    LaunchingCell(run, runner).launch()
 
 
-def _prepare(run: Run, context: RunContext, plan: LaunchPlan) -> LaunchPlan:
+def _prepare(
+    run: Run, context: RunContext, plan: LaunchPlan, complete: Callable[[LaunchPlan], LaunchPlan]
+) -> LaunchPlan:
     """Reserve the plan's resources, and append the plan to the journal; called on the run's thread."""
     run_registry.check_devices(run, plan)
-    _check_loopback(plan)
-    if plan.world_size > 1 and not plan.where:
-        store = store_folders.make(run.id) if run.config.num_nodes == 1 else ""
-        plan = replace(plan, port=_port(context, plan), store=store)
+    plan = complete(plan)
     context.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
     run_registry.add(run)
     _announce(run, context.publisher)
     return plan
+
+
+def _on_this_machine(context: RunContext, plan: LaunchPlan) -> LaunchPlan:
+    """Return a plan with a port and a private folder for the ranks of this machine, if it has several."""
+    if plan.world_size == 1 or plan.where:
+        return plan
+    _check_loopback()
+    store = store_folders.make(context.id)
+    port, note = ports.reserve(context.id, plan.port, fixed=False)
+    if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
+        context.journal.append(NoteAdded(note))
+    return replace(plan, port=port, store=store)
 
 
 def _release(run: Run) -> None:
@@ -153,28 +167,17 @@ def _release(run: Run) -> None:
     store_folders.remove(run.id)
 
 
-def _check_loopback(plan: LaunchPlan) -> None:
+def _check_loopback() -> None:
     """Check that the ranks can connect: torch would report it after minutes only.
 
     Raises:
         LaunchError: They cannot.
     """
-    local = plan.world_size > 1 and plan.nodes == 1 and not plan.where
-    if local and (problem := loopback_problem()):
+    if problem := loopback_problem():
         raise LaunchError(
             f"ranks cannot reach each other: connections to 127.0.0.1 fail ({problem}); "
             "enable the loopback interface: ip link set lo up"
         )
-
-
-def _port(context: RunContext, plan: LaunchPlan) -> int:
-    config = context.config
-    fixed = config.num_nodes > 1
-    here = config.node_rank == 0 and not (fixed and config.rdzv_backend == "c10d")  # c10d: the first notebook to arrive
-    port, note = ports.reserve(context.id, plan.port, fixed=fixed, here=here)
-    if note and (fixed or plan.port != ports.DEFAULT):  # only code that starts torch's own group uses the default
-        context.journal.append(NoteAdded(note))
-    return port
 
 
 def _announce(run: Run, publisher: Publisher) -> None:

@@ -45,7 +45,7 @@ from notebook_accelerate.telemetry.cell_sources import install_sources
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.results import advice, dump_result
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
-from notebook_accelerate.worker import console, exit_handlers, plain_process, process_marks, state_resets
+from notebook_accelerate.worker import console, exit_handlers, plain_process, process_marks, rank_store, state_resets
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.debug_agent import DebugAgent
 
@@ -283,6 +283,7 @@ def apply_order(order: WorkerOrder) -> None:
     if order.threads is not None and hasattr(torch, "set_num_threads"):
         # OMP_NUM_THREADS has no effect once torch is imported.
         torch.set_num_threads(order.threads)
+    rank_store.serve()
 
 
 def returned(value: object, in_channel: int | None) -> Outcome:

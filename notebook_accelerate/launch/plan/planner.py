@@ -51,11 +51,11 @@ class LaunchPlan:
         port: Requested port; the launch may have to use another.
         loopback: Name of the loopback network interface the ranks are pinned to; "" on several machines.
         store: Folder in which the ranks of this machine find each other; "" if they meet at `port`.
-        node: Index of this notebook among those that run the cell together.
-        nodes: Number of notebooks.
-        met: Whether all nodes have joined; until then the numbers over all notebooks are assumptions.
-        interface: Name of the network interface on which the ranks of several notebooks reach each other; "": unknown.
-        run_name: The run's name on all notebooks; "" before they have joined.
+        node: Index of this node among those that run the function together.
+        nodes: Number of nodes.
+        sizes: Number of ranks on each node, once all have joined; empty before, and for one machine.
+        interface: Name of the network interface on which the ranks of several nodes reach each other; "": unknown.
+        run_name: The run's name on all nodes; "" for one machine, and before the nodes have joined.
         where: The cluster that the ranks run on, as the header names it; "" for this machine.
         devices: Devices per process; the devices of one process share each batch.
     """
@@ -74,7 +74,7 @@ class LaunchPlan:
     store: str = ""
     node: int = 0
     nodes: int = 1
-    met: bool = False
+    sizes: tuple[int, ...] = ()
     interface: str = ""
     run_name: str = ""
     where: str = ""
@@ -184,32 +184,35 @@ def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
     )
 
 
-def joined(
-    plan: LaunchPlan, processes: Sequence[int], index: int, store: tuple[str, int], interface: str, run_name: str
-) -> LaunchPlan:
-    """Return the plan of one notebook after all notebooks of the run have joined.
+def joined(plan: LaunchPlan, sizes: Sequence[int], store: tuple[str, int], interface: str, run_name: str) -> LaunchPlan:
+    """Return the plan of the first node once all nodes of a run have joined.
 
     Args:
         plan: The plan before they joined.
-        processes: Number of ranks that each notebook starts, in order.
-        index: This notebook's index.
-        store: Address and port of the ranks' rendezvous store.
-        interface: Name of the network interface between the notebooks; "" leaves the choice to the back end.
-        run_name: The run's name on all notebooks.
+        sizes: Number of ranks on each node, in order.
+        store: Address and port at which rank 0 serves the store of the process group.
+        interface: Name of the network interface between the nodes; "" leaves the choice to the back end.
+        run_name: The run's name on all nodes.
     """
     return replace(
         plan,
-        world_size=sum(processes),
-        first_rank=sum(processes[:index]),
-        backend=_backend(plan.accelerator) if sum(processes) > 1 else "",
+        world_size=sum(sizes),
+        first_rank=0,
+        num_processes=sizes[0],
+        backend=_backend(plan.accelerator) if sum(sizes) > 1 else "",
         master_addr=store[0],
         port=store[1],
-        node=index,
-        nodes=len(processes),
-        met=True,
+        node=0,
+        nodes=len(sizes),
+        sizes=tuple(sizes),
         interface=interface,
         run_name=run_name,
     )
+
+
+def on_node(plan: LaunchPlan, node: int) -> LaunchPlan:
+    """Return the plan of another node of a run that all nodes have joined."""
+    return replace(plan, node=node, first_rank=sum(plan.sizes[:node]), num_processes=plan.sizes[node], interface="")
 
 
 def _accelerator(config: LaunchConfig, hardware: HardwareInfo) -> tuple[str, int]:
@@ -298,9 +301,11 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
     }
     if plan.threads is not None:
         env["OMP_NUM_THREADS"] = str(plan.threads)
-    if plan.met:  # as under torchrun, the agent hosts the store
+    if plan.run_name:  # as under torchrun, ranks find a store that is served already
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         env["TORCHELASTIC_RUN_ID"] = plan.run_name
+        if rank == 0:
+            env[environ.SERVED_STORE] = f"{plan.master_addr}:{plan.port}"
     if interface := plan.loopback or plan.interface:
         # gloo's default is the interface of the host name, which need not reach the other ranks or notebooks.
         env["GLOO_SOCKET_IFNAME"] = env["TP_SOCKET_IFNAME"] = interface

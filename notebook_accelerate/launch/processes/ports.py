@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -40,14 +41,14 @@ class _Held:
 
 
 _lock = threading.Lock()
-_reserved: dict[int, _Held] = {}
+_reserved: dict[Hashable, _Held] = {}
 
 
-def reserve(run_id: int, asked: int, *, fixed: bool, here: bool = True) -> tuple[int, str]:
-    """Reserve a port for a run; return it, with a note where it is not the requested one.
+def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tuple[int, str]:
+    """Reserve a port; return it, with a note where it is not the requested one.
 
     Args:
-        run_id: The run that will use it.
+        user: The run that will use it, or a part of a run.
         asked: The requested port; 0 means any.
         fixed: Whether other machines know the port, so that it cannot be replaced.
         here: Whether rank 0, which listens, is on this machine.
@@ -68,14 +69,14 @@ def reserve(run_id: int, asked: int, *, fixed: bool, here: bool = True) -> tuple
         elif held is None:
             held = _any_free()
             note = f"port {asked} is taken, using {held.port}" if asked else ""
-        _reserved[run_id] = held or _Held(port)
-        return _reserved[run_id].port, note
+        _reserved[user] = held or _Held(port)
+        return _reserved[user].port, note
 
 
-def release(run_id: int) -> None:
-    """Release a run's port."""
+def release(user: Hashable) -> None:
+    """Release the port of a run, or of its part."""
     with _lock:
-        held = _reserved.pop(run_id, None)
+        held = _reserved.pop(user, None)
     if held is not None:
         held.close()
 

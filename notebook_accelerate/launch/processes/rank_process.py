@@ -95,11 +95,9 @@ class RankProcess(ABC):
         node: Index of its machine in the run.
         host: Name of its machine; "" for this one.
         channel: Sends events to it.
-        prompts_here: Whether this notebook shows its prompts, and not another one.
     """
 
     channel: Sender
-    prompts_here: bool = True
 
     def __init__(self, rank: int, pid: int, *, local_rank: int = 0, node: int = 0, host: str = "") -> None:
         self.rank, self.pid, self.local_rank, self.node, self.host = rank, pid, local_rank, node, host

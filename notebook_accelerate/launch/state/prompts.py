@@ -23,7 +23,6 @@ class Prompt:
         request: The rank's request.
         channel: The channel to the rank.
         on_answer: Called with the rank as soon as the prompt is answered here.
-        here: Whether this notebook's user is asked; a prompt of another notebook's rank can be answered here too.
         over: Whether it has been answered.
     """
 
@@ -31,7 +30,6 @@ class Prompt:
     request: InputRequest
     channel: Sender
     on_answer: Callable[[int], None]
-    here: bool = True
     over: bool = False
 
     @property
@@ -86,7 +84,7 @@ class PromptQueue:
             self._changed.notify_all()
 
     def withdraw(self, rank: int, number: int) -> None:
-        """Remove prompt ``number`` of a rank after it was answered, here or in another notebook."""
+        """Remove prompt ``number`` of a rank after it was answered."""
         with self._changed:
             last = self._last.get(rank)
             if last is not None and last.request.number == number:
@@ -133,7 +131,7 @@ class PromptQueue:
         Args:
             timeout: Seconds; None waits until the run ends.
             rank: Take only prompts of this rank, and only while its debugger holds it.
-            among: Take only prompts of these ranks; None means those whose prompts are for this notebook's user.
+            among: Take only prompts of these ranks; None means all.
             until: Ends the wait where it returns true; called again after every change.
 
         Returns:
@@ -177,7 +175,7 @@ class PromptQueue:
     def _next(self, rank: int | None, among: Collection[int] | None) -> Prompt | None:
         if rank is not None:
             return self._open.get(rank)
-        wanted = [each for each, prompt in self._open.items() if (prompt.here if among is None else each in among)]
+        wanted = [each for each in self._open if among is None or each in among]
         return self._open[min(wanted)] if wanted else None
 
     def _let_go(self, rank: int) -> bool:

@@ -130,8 +130,8 @@ def _parts(item: object) -> Iterable[Any]:
     return vars(item).values() if hasattr(item, "__dict__") and not isinstance(item, type) else ()
 
 
-def received(event: ResultEvent, descriptors: tuple[int, ...], rank: int, *, here: bool = False) -> RankResult:
-    """Return the result that a rank, ``here`` or of another notebook, has sent with the descriptors of its files."""
+def received(event: ResultEvent, descriptors: tuple[int, ...], rank: int) -> RankResult:
+    """Return the result that a rank has sent with the descriptors of its files."""
     if event.error:
         return _unreadable(f"rank {rank}: {event.error}", rank)
     if event.sizes is None:
@@ -139,10 +139,8 @@ def received(event: ResultEvent, descriptors: tuple[int, ...], rank: int, *, her
         return RankResult(lambda: load_bytes(payload), len(payload), rank=rank, advice=event.advice)
     if not descriptors:
         size = f"{sum(event.sizes) / 1e6:.0f} MB"
-        where = (
-            "was lost: the kernel has no free file descriptors" if here else "is in the notebook that started the rank"
-        )
-        return _unreadable(f"the return value of rank {rank} ({size}) {where}", rank)
+        text = f"the return value of rank {rank} ({size}) was lost: the kernel has no free file descriptors"
+        return _unreadable(text, rank)
     files = ResultFiles(descriptors, event.sizes)
     return RankResult(files.load, files.nbytes, rank=rank, advice=event.advice)
 

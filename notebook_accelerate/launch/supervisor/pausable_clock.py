@@ -5,13 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable
-from typing import NamedTuple
-
-
-class Elsewhere(NamedTuple):
-    """A clock holder in another notebook, by the index of its node."""
-
-    node: int
 
 
 class PausableClock:
@@ -53,20 +46,10 @@ class PausableClock:
             if not self._holders:
                 self._left_out += seconds
 
-    def holders_here(self) -> list[Hashable]:
-        """Return the holders that suspend the clock, without those in other notebooks."""
-        with self._lock:
-            return [holder for holder in self._holders if not isinstance(holder, Elsewhere)]
-
-    def forget_elsewhere(self) -> None:
-        """End the suspensions by other notebooks."""
-        for holder in [holder for holder in list(self._holders) if isinstance(holder, Elsewhere)]:
-            self.resume(holder)
-
     @property
     def suspended(self) -> bool:
         """Whether the clock is suspended."""
         return bool(self._holders)
 
 
-__all__ = ["Elsewhere", "PausableClock"]
+__all__ = ["PausableClock"]

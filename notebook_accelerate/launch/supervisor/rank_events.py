@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debug import sanity_checks
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
@@ -62,30 +62,10 @@ if TYPE_CHECKING:
     import selectors
 
     from notebook_accelerate.launch.processes.rank_process import RankProcess
-    from notebook_accelerate.launch.state.rank_exit import Exit
     from notebook_accelerate.launch.supervisor.run_context import RunContext
 
 STEP_COMPARISON_SECONDS = 0.5
 """Minimum seconds between two comparisons of all ranks' steps."""
-
-
-class RankObserver(Protocol):
-    """Receives a copy of everything the ranks send, to mirror it to the first of several notebooks."""
-
-    def started(self, process: RankProcess) -> None:
-        """Record that a rank has started."""
-
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """See ``RankListener.take_output``."""
-
-    def take_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_frames``."""
-
-    def ended(self, rank: int, end: Exit) -> None:
-        """Record that a rank has ended."""
-
-    def send_cells(self) -> None:
-        """Send the cells that were run since the last call."""
 
 
 class RankEventHandler:
@@ -100,7 +80,6 @@ class RankEventHandler:
     Attributes:
         last_activity: When a rank last sent anything or moved, by the run's clock.
         stall: Detects that no rank makes progress.
-        observer: Receives a copy of everything the ranks send.
     """
 
     def __init__(
@@ -117,7 +96,6 @@ class RankEventHandler:
         self._checks = sanity_checks.SanityChecks(len(context.state.ranks))
         self.last_activity = self._clock.now()
         self.stall = StallDetector(context)
-        self.observer: RankObserver | None = None
 
     def add(self, process: RankProcess) -> None:
         """Start to listen to a rank that has started."""
@@ -129,8 +107,6 @@ class RankEventHandler:
         self._ranks.add(SupervisedRank(process, outputs))  # first: what is not known here is not reaped
         self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
         self._requests.open(process.rank, process.channel, process.capture_stacks)
-        if self.observer is not None:
-            self.observer.started(process)
         process.connect(self._selector, self)
 
     def finish(self) -> None:
@@ -156,8 +132,6 @@ class RankEventHandler:
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``RankListener.take_output``."""
         outputs = self._all[rank].outputs
-        if self.observer is not None:
-            self.observer.take_output(rank, stream, data)
         if data:
             self.last_activity = self._clock.now()
             outputs[stream].feed(data)
@@ -168,9 +142,6 @@ class RankEventHandler:
         """See ``RankListener.take_frames``."""
         supervised = self._all[rank]
         messages = self._decode(supervised, supervised.decoder, data)
-        if self.observer is not None and not supervised.channel_error:
-            supervised.process.drain(self, channel=False)  # earlier output is handled first
-            self.observer.take_frames(rank, data)
         self._handle(supervised, messages)
 
     def take_host_frames(self, rank: int, data: bytes) -> None:
@@ -211,7 +182,7 @@ class RankEventHandler:
     def _on_result(self, supervised: SupervisedRank, event: ResultEvent) -> None:
         supervised.outcome, rank = event, supervised.process.rank
         descriptors = supervised.process.take_descriptors(2) if event.sizes is not None else ()
-        result = rank_result.received(event, descriptors, rank, here=supervised.process.prompts_here)
+        result = rank_result.received(event, descriptors, rank)
         supervised.outcome = ResultEvent(b"")  # the payload may be large
         self._journal.append(RankReturned(rank, result))
         if event.error and event.error not in self._journal.state.warnings:
@@ -272,12 +243,12 @@ class RankEventHandler:
     def _on_input(self, supervised: SupervisedRank, event: InputRequest) -> None:
         event.shown = tracebacks.name_cells(event.shown)
         process = supervised.process
-        prompt = Prompt(process.rank, event, process.channel, self._clock.resume, here=process.prompts_here)
+        prompt = Prompt(process.rank, event, process.channel, self._clock.resume)
         if prompt.of_debugger and self._stops.stopping:
             prompt.answer(None)  # interrupted before it received its last answer: it asks again
             return
         known = prompt.of_debugger and prompt.rank in self._prompts.debugged()
-        if prompt.here and not (self._context.config.block or self._prompts.shown_in_cell or known):
+        if not (self._context.config.block or self._prompts.shown_in_cell or known):
             self._publisher.line("stderr", f"rank {prompt.rank} {_how_to_answer(prompt)}")
         self._publisher.flush(force=True)
         self._clock.pause(prompt.rank)
@@ -311,8 +282,6 @@ class RankEventHandler:
         supervised.process.drain(self, channel=True)
         self._forget(supervised)
         self.record()
-        if self.observer is not None:
-            self.observer.ended(rank, end)
         self._stops.rank_exited(supervised, end)
 
     def _forget(self, supervised: SupervisedRank) -> None:
@@ -359,4 +328,4 @@ def _how_to_answer(prompt: Prompt) -> str:
     return "waits for input; run.wait() asks you for it"
 
 
-__all__ = ["RankEventHandler", "RankObserver"]
+__all__ = ["RankEventHandler"]

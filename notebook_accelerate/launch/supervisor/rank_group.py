@@ -16,7 +16,7 @@ from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.hardware.detection import in_kernel
 from notebook_accelerate.integrations import accelerate_alias
-from notebook_accelerate.launch.plan.planner import LaunchPlan, rank_environment
+from notebook_accelerate.launch.plan.planner import LaunchPlan, on_node, rank_environment
 from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, call_ready, dispatch
 from notebook_accelerate.launch.processes.zygote import guards_orphans
@@ -43,8 +43,6 @@ LONGEST_WAIT = 1.0
 """Maximum seconds that the event loop sleeps, so that it soon detects that it did not run."""
 GAP_SECONDS = 1.0
 """If the loop wakes up later than this, it did not run: the machine slept, or the kernel was stopped."""
-MIRRORED_BYTES = 8 << 20
-"""Largest return value that the first of several notebooks receives from the ranks of the others."""
 MANY_RANKS, SECONDS_PER_RANK = 32, 40e-6
 """From this many ranks on, the loop pauses after each turn, 20 ms for 512 ranks: a wake-up for every event costs more
 than its handling."""
@@ -58,6 +56,7 @@ class RankGroup:
         plan: The launch plan.
 
     Attributes:
+        selector: What the event loop waits on.
         events: Handles everything the ranks send.
         stops: Decides when they are stopped, and how each rank's end is judged.
         on_step: Called after every turn of the event loop.
@@ -65,7 +64,7 @@ class RankGroup:
 
     def __init__(self, context: RunContext, plan: LaunchPlan) -> None:
         self._context, self._plan = context, plan
-        self._selector = DispatchSelector()
+        self.selector = self._selector = DispatchSelector()
         self._selector.register(context.commands.wake, selectors.EVENT_READ, self._carry_out)
         self._ranks = SupervisedRanks()
         self.on_step: Callable[[], None] | None = None
@@ -78,7 +77,9 @@ class RankGroup:
 
     def start(self, backend: ProcessBackend, attempt: int, inherited: InheritedState) -> None:
         """Start every rank; on failure, kill the ranks that had started."""
-        orders = [self._order(local_rank, attempt, inherited) for local_rank in range(self._plan.num_processes)]
+        nodes = range(len(self._plan.sizes)) if self._plan.sizes else (self._plan.node,)
+        plans = [self._plan if node == self._plan.node else on_node(self._plan, node) for node in nodes]
+        orders = [self._order(plan, at, attempt, inherited) for plan in plans for at in range(plan.num_processes)]
         try:
             backend.start_ranks(orders, self.events.add)
         except BaseException:
@@ -87,31 +88,25 @@ class RankGroup:
         finally:
             backend.close()
 
-    def _order(self, local_rank: int, attempt: int, inherited: InheritedState) -> WorkerOrder:
+    def _order(self, plan: LaunchPlan, local_rank: int, attempt: int, inherited: InheritedState) -> WorkerOrder:
         config = self._context.config
         environment = {
-            **_launch_environment(self._context, self._plan, attempt),
-            **rank_environment(self._plan, local_rank),
+            **_launch_environment(self._context, plan, attempt),
+            **rank_environment(plan, local_rank),
+            **(config.env or {}),
         }
-        environment.update(config.env or {})
-        rank = self._plan.first_rank + local_rank
+        here = plan is self._plan and not plan.where
         return WorkerOrder(
-            rank,
+            plan.first_rank + local_rank,
             environment,
-            self._plan.threads,
+            plan.threads,
             inherited,
             hold=config.debug,
             accelerator=config.accelerator,
             as_accelerate=config.as_accelerate or accelerate_alias.is_installed(),
             report_from=config.report_from,
-            result_bytes=self._result_bytes(),
+            result_bytes=CHANNEL_BYTES if here else None,  # files of one machine cannot be opened on another
         )
-
-    def _result_bytes(self) -> int | None:
-        if self._plan.where:  # elsewhere: files of one machine cannot be opened on another
-            return None
-        # The first of several notebooks receives a copy of what travels in the channel.
-        return MIRRORED_BYTES if self._context.config.num_nodes > 1 else CHANNEL_BYTES
 
     # ---- commands
 
@@ -124,8 +119,6 @@ class RankGroup:
         """See ``RunCommands.show_under``."""
         self._context.publisher.flush(force=True)
         self._context.publisher.show_under(cell)
-        if self.events.observer is not None:
-            self.events.observer.send_cells()
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``."""

@@ -1,7 +1,7 @@
 """The stop sequence: the one place that decides when the ranks of an attempt are stopped, and sends the signals.
 
 Every cause that ends an attempt is handled here: the stop button and ``run.stop()``, time limits, a rank's failure,
-another notebook of the run, the end of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn;
+the end of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn;
 `STOP_TRANSITIONS` in `launch.state.run_state` lists its phases.
 """
 
@@ -63,8 +63,6 @@ class StopSequence:
         failures: The failures, in the order in which they were reported.
         reason: Why the ranks are stopped, when no failure is the cause.
         on_hold: Called when the ranks are held for the debugger after a failure.
-        on_stopping: Called when a stop begins: with its reason, or with None when a rank has failed.
-        on_release: Called when held ranks are released because the debugger of one was quit.
     """
 
     def __init__(self, journal: Journal, prompts: PromptQueue, *, hold: bool) -> None:
@@ -78,8 +76,6 @@ class StopSequence:
         self.failures: list[RankFailure] = []
         self.reason: StopReason | None = None
         self.on_hold: Callable[[], None] | None = None
-        self.on_stopping: Callable[[StopReason | None], None] | None = None
-        self.on_release: Callable[[], None] | None = None
 
     # ---- causes of a stop
 
@@ -90,23 +86,12 @@ class StopSequence:
             return
         self._user_stopped = True
         self.reason = reason
-        if self.on_stopping is not None:
-            self.on_stopping(reason)
         self._begin(grace, reason)
 
-    def follow(self, reason: StopReason, *, hold: bool = False) -> bool:
-        """Stop because another notebook of the run does; return whether that changes the state of this one.
-
-        Args:
-            reason: Why the other notebook stops.
-            hold: Hold the ranks for the debugger instead, as the other notebook does.
-        """
-        kept = self.held or self._hold_at is not None
-        if self.stopping or (hold and kept):
+    def make_room(self, reason: StopReason) -> bool:
+        """Stop to restart with another host, for ``reason``; return whether that begins now."""
+        if self.stopping:
             return False
-        if hold:
-            self._settle_until_held()
-            return True
         self.reason = reason
         self._begin(FAILURE_GRACE, reason)
         return True
@@ -120,8 +105,6 @@ class StopSequence:
             return
         self._journal.append(RankFailed(failure))
         self.failures.append(failure)
-        if self.on_stopping is not None and len(self.failures) == 1 and not self.stopping:
-            self.on_stopping(None)
         if self.stopping:
             return
         if self._hold:
@@ -134,7 +117,7 @@ class StopSequence:
     def _only_lost_a_stopped_one(self, failure: RankFailure) -> bool:
         """Whether a rank that still runs has lost its connection to a rank that the stop has already ended."""
         if not self.stopping or self.failures or self.reason is None or self.reason.error is WorkerError:
-            return False  # after a failure, here or in another notebook, everything is reported
+            return False  # after a failure, everything is reported
         return failures.looks_like_lost_peer(failure)
 
     def _settle_until_held(self) -> None:
@@ -198,8 +181,6 @@ class StopSequence:
         self._journal.append(RankExited(number, state, failures.exit_text(end)))
         if self.held and not self.stopping:  # its debugger was quit: release the others too
             self._begin(FAILURE_GRACE)
-            if self.on_release is not None:
-                self.on_release()
 
     def _died_by_itself(self, end: Exit) -> bool:
         """Whether a rank that reported no outcome ended on its own, and not because of the stop."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.errors import RunStoppedError
@@ -27,48 +28,31 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.telemetry import RankFailure
     from notebook_accelerate.telemetry.inherited_state import InheritedState
-    from notebook_accelerate.telemetry.store import Record
 
 
-class Notebooks(Protocol):
-    """Coordinates each attempt with the other notebooks of a run.
-
-    Attributes:
-        attempt: Number of the current attempt, common to all notebooks.
-        reason: Why the last attempt ended.
-        leave_reason: Why this notebook leaves the others before the common end.
-        failures_elsewhere: Failures of another notebook that holds its ranks for the debugger.
-    """
-
-    attempt: int
-    reason: str
-    leave_reason: str
-    failures_elsewhere: tuple[RankFailure, ...]
-
-    @property
-    def why_stopped(self) -> StopReason:
-        """Why this notebook stopped waiting for the others."""
+class Hosts(Protocol):
+    """The other hosts of a run: processes on other machines that run ranks for this supervisor."""
 
     def gather(self, attempt: int) -> LaunchPlan | None:
-        """Wait for the others and return this notebook's plan; None when the run was stopped meanwhile."""
+        """Wait until the hosts of an attempt are there and return the plan; None when the run is stopped meanwhile."""
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
-        """Return the backend that starts this notebook's ranks and attaches those of the others."""
+        """Return the backend that starts the ranks here, by ``own``, and those of the hosts."""
 
     def follow(self, group: RankGroup) -> None:
-        """Exchange news with the others while ``group`` runs."""
+        """Listen to the hosts while the ranks of ``group`` run."""
 
-    def store_samples(self, records: list[Record]) -> None:
-        """Store samples of this notebook's ranks."""
+    def can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
+        """Return whether another attempt can run after one that ended with the failures ``found``.
 
-    def conclude(self, group: RankGroup, found: tuple[RankFailure, ...]) -> bool:
-        """Agree with the others on the end of the attempt; return whether all restart."""
+        That is also so where it was stopped to include a late host. Called once at the end of every attempt.
+        """
 
-    def verdict(self) -> RunEnded:
-        """Return how the run ended, the same in every notebook."""
+    def why_stopped(self) -> StopReason:
+        """Return why `gather` stopped waiting."""
 
-    def close(self) -> None:
-        """Leave the others."""
+    def close(self, ended: RunEnded) -> None:
+        """Let the hosts know how the run ended, and close the connections to them."""
 
 
 class Supervisor:
@@ -80,8 +64,8 @@ class Supervisor:
         arguments: Its arguments.
         inherited: State that ranks inherit from the launching thread.
         prepare: Makes the plan and appends it to the journal; called on the supervisor's thread.
-        notebooks: Creates the `Notebooks` if the plan is for several; None otherwise.
         release: Called once when the run is over, before that is announced: releases the run's resources.
+        hosts: Creates the `Hosts` of a run on several machines; None otherwise.
 
     Attributes:
         started: Set once all ranks have started, or failed to start.
@@ -97,14 +81,14 @@ class Supervisor:
         *,
         inherited: InheritedState,
         prepare: Callable[[], LaunchPlan],
-        notebooks: Callable[[LaunchPlan], Notebooks] | None,
         release: Callable[[], None],
+        hosts: Callable[[LaunchPlan], Hosts] | None = None,
     ) -> None:
         self._context = context
         self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = (function, arguments)
-        self._inherited, self._prepare, self._make_notebooks, self._release = inherited, prepare, notebooks, release
+        self._inherited, self._prepare, self._make_hosts, self._release = inherited, prepare, hosts, release
         self._journal = context.journal
-        self._notebooks: Notebooks | None = None
+        self._hosts: Hosts | None = None
         self._backend: ProcessBackend | None = None
         self.started, self.over = threading.Event(), threading.Event()
         self.problem: BaseException | None = None
@@ -130,8 +114,6 @@ class Supervisor:
             return self._broken(problem, "stopped", "RunStoppedError", str(problem))
         except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
             text = f"the launch failed: {type(problem).__name__}: {problem}"
-            if self._notebooks is not None:
-                self._notebooks.leave_reason = text
             return self._broken(problem, "failed", "WorkerError", text, cause=problem)
 
     def _broken(
@@ -144,7 +126,7 @@ class Supervisor:
     def _end(self, ended: RunEnded) -> None:
         """Release the run's resources and end it, even if showing or closing fails: other threads wait for the end."""
         try:
-            self._leave()
+            self._leave(ended)
         finally:
             try:
                 self._record_end(ended)
@@ -161,10 +143,10 @@ class Supervisor:
         if self._context.state.held:
             self._journal.append(RanksReleased())
 
-    def _leave(self) -> None:
+    def _leave(self, ended: RunEnded) -> None:
         try:
-            if self._notebooks is not None:
-                self._notebooks.close()
+            if self._hosts is not None:
+                self._hosts.close(ended)
             self._context.commands.close()
             self._release()
         finally:
@@ -173,33 +155,29 @@ class Supervisor:
     # ---- attempts
 
     def _attempts(self, plan: LaunchPlan) -> RunEnded:
-        number = 0
-        while True:
+        for number in itertools.count():
             gathered = self._gathered(plan, number)
             if gathered is None:
                 return self._stopped_while_gathering()
-            if self._notebooks is not None:
-                number = self._notebooks.attempt  # a late notebook joins the others in one of their later attempts
             group = self._supervised(gathered, number)
             if self._context.state.ended is not None:  # its ranks were held after a failure, and are released now
-                self._conclude_held(group)
-                return RunEnded(self._context.state.status)
+                return RunEnded(self._context.state.status, self._context.state.error, self._context.state.message)
             if not self._restarts(group, number):
                 return self._verdict(group)
-            number += 1
+        raise AssertionError("every run has a last attempt")
 
     def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | None:
-        """Return the plan once the other notebooks of the run have arrived; None when it was stopped before."""
-        if self._make_notebooks is None:
+        """Return the plan once the hosts of the run have joined; None when it was stopped before."""
+        if self._make_hosts is None:
             return plan
-        if self._notebooks is None:
-            self._notebooks = self._make_notebooks(plan)
+        if self._hosts is None:
+            self._hosts = self._make_hosts(plan)
         if not self._context.config.block:
-            self.started.set()  # the others may take minutes; the run can be stopped meanwhile
-        return self._notebooks.gather(number)
+            self.started.set()  # the hosts may take minutes; the run can be stopped meanwhile
+        return self._hosts.gather(number)
 
     def _stopped_while_gathering(self) -> RunEnded:
-        why = self._notebooks.why_stopped if self._notebooks else USER_STOP
+        why = self._hosts.why_stopped() if self._hosts else USER_STOP
         text = f"{self._ended_text()}, before all nodes had joined: {why.text}"
         return RunEnded("stopped", why.error.__name__, text)
 
@@ -208,7 +186,7 @@ class Supervisor:
         self._journal.append(AttemptStarted(number))
         self._journal.free_old_results()
         group = self._start_group(plan, number)
-        sampler = Sampler(group.pids(), self._notebooks.store_samples if self._notebooks else self._journal.add)
+        sampler = Sampler(group.pids(), self._journal.add)
         sampler.start()
         try:
             group.supervise()
@@ -222,13 +200,13 @@ class Supervisor:
     def _start_group(self, plan: LaunchPlan, number: int) -> RankGroup:
         assert self._call is not None, "dropped only when no attempt can follow"
         backend = self._backend = process_backend(plan.start_method)(*self._call)
-        if self._notebooks is None and number >= self._context.config.max_restarts:
+        if number >= self._context.config.max_restarts:
             self._call = None  # the ranks have the arguments, which may be large
         group = RankGroup(self._context, plan)
         group.stops.on_hold = lambda: self._hold(group)
-        if self._notebooks is not None:
-            backend = self._notebooks.backend(backend)
-            self._notebooks.follow(group)
+        if self._hosts is not None:
+            backend = self._hosts.backend(backend)
+            self._hosts.follow(group)
         backend.configure(self._context.config, self._context.note, self._context.commands.stopping)
         group.start(backend, number, self._inherited)
         self.started.set()
@@ -237,38 +215,34 @@ class Supervisor:
     # ---- the end of an attempt
 
     def _restarts(self, group: RankGroup, number: int) -> bool:
-        """Record the end of an attempt; return whether another follows. Several notebooks decide that together."""
-        found = group.verdicts()
-        self._journal.append(FailuresRecorded(found))
-        if self._notebooks is not None:
-            again = self._notebooks.conclude(group, found)
-            headline = self._notebooks.reason
-        else:
-            again = bool(found) and group.stops.reason is None and number < self._context.config.max_restarts
-            headline = error_messages.headline(found) if again else ""
+        """Record the end of an attempt; return whether another follows."""
+        found, reason = group.verdicts(), group.stops.reason
+        again = bool(found) and reason is None
+        if self._hosts is not None:
+            again = self._hosts.can_restart(group, found)
+        again = again and number < self._context.config.max_restarts
+        makes_room = again and reason is not None
+        self._journal.append(FailuresRecorded(() if makes_room else found))
         if again:
-            how = "failed" if self._context.state.failures else "ended"
+            headline = reason.text if makes_room and reason is not None else error_messages.headline(found)
+            how = "ended" if makes_room else "failed"
             self._journal.append(AttemptEnded(headline, restarts=True))
             self._context.show(f"attempt {number + 1} {how} ({headline}); starting again", "stderr")
         return again
 
     def _hold(self, group: RankGroup) -> None:
         """End the run with its failure while its ranks are held for the debugger."""
-        found = group.verdicts() or (self._notebooks.failures_elsewhere if self._notebooks else ())
+        found = group.verdicts()
         self._context.publisher.flush(force=True)
         self._journal.append(FailuresRecorded(found))
         self._journal.append(AttemptEnded(error_messages.headline(found)))
         self._journal.append(self._failed())
         self._context.commands.prompts.reopen()
 
-    def _conclude_held(self, group: RankGroup) -> None:
-        if self._notebooks is not None:
-            self._notebooks.conclude(group, self._context.state.failures)
-
     def _verdict(self, group: RankGroup) -> RunEnded:
         """Record how the last attempt ended and return how that ends the run."""
         found, reason = self._context.state.failures, group.stops.reason
-        ended = self._notebooks.verdict() if self._notebooks else self._own_verdict(found, reason)
+        ended = self._own_verdict(found, reason)
         outcome = error_messages.headline(found) if ended.status == "failed" and found else ended.status
         if ended.status == "failed" and not found:
             outcome = ended.message
@@ -289,4 +263,4 @@ class Supervisor:
         return f"run {self._context.id} ended after {steady_time.now() - self._context.state.started:.1f} s"
 
 
-__all__ = ["Notebooks", "Supervisor"]
+__all__ = ["Hosts", "Supervisor"]

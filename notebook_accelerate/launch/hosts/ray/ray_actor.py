@@ -10,19 +10,16 @@ import os
 import pickle
 import select
 import socket
-import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.hosts.addresses import interface_of
+from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.processes import ports
-from notebook_accelerate.launch.processes.rank_process import ProcessBackend
-from notebook_accelerate.launch.processes.spawn import SpawnBackend
+from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
 from notebook_accelerate.telemetry.pickling import anonymous_file
 
 if TYPE_CHECKING:
@@ -149,43 +146,6 @@ def _readable(waiting: socket.socket) -> bool:
     waiter = select.poll()
     waiter.register(waiting, select.POLLIN)
     return bool(waiter.poll(TUNNEL_SECONDS * 1000))
-
-
-class PlacedBackend(SpawnBackend):
-    """Starts a rank from a payload that the kernel pickled.
-
-    Args:
-        payload: Descriptor of the payload's file; closed with this object.
-    """
-
-    def __init__(self, payload: int) -> None:
-        ProcessBackend.__init__(self, _elsewhere, ())
-        self._payload, self._sources = payload, {}
-
-    def complete(self, order: WorkerOrder) -> WorkerOrder:
-        """Return the order unchanged: the kernel has completed it."""
-        return order
-
-
-def _elsewhere() -> None:
-    """Placeholder for the function, which this process never loads."""
-
-
-def adapt_to_machine(order: WorkerOrder) -> None:
-    """Adapt an order to this machine.
-
-    The working directory is the kernel's if it exists here, unless a runtime environment provides one; the import path
-    is this machine's, followed by the kernel's folders that exist here.
-    """
-    environment = {name: value for name, value in os.environ.items() if not value.startswith("ray.util.")}
-    environment.pop("RAY_LD_PRELOAD_ON_WORKERS", None)
-    order.base_environment = environment
-    own = [entry for entry in sys.path if not entry.endswith("thirdparty_files")]
-    known = {os.path.realpath(entry) for entry in own}
-    theirs = [entry for entry in order.sys_path or () if os.path.realpath(entry) not in known]
-    order.sys_path = own + [entry for entry in theirs if Path(entry).exists()]
-    if order.cwd is not None and not Path(order.cwd).is_dir():
-        order.cwd = None
 
 
 def machine_facts(address: str) -> dict[str, Any]:

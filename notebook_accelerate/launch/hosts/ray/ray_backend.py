@@ -23,12 +23,13 @@ from typing import IO, TYPE_CHECKING, Any
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.hidden_values import redact
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
+from notebook_accelerate.launch.hosts.host_facts import own_versions
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
-from notebook_accelerate.launch.hosts.ray.ray_driver import versions
-from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
+from notebook_accelerate.launch.hosts.remote.host_connection import RemoteRank, TransientConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend, log_tail, start_interpreter
+from notebook_accelerate.launch.processes.placed import completed_for_another_machine
 from notebook_accelerate.launch.processes.rank_process import Ends, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -40,9 +41,6 @@ POLL_SECONDS = 0.2
 REASON_SECONDS = 45.0
 """Seconds that a broken connection waits for Ray's reason: longer than the driver's own limit."""
 LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
-CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
-"""Prefixes of the kernel's environment variables that remote ranks receive too."""
-NOT_CARRIED = ("NOTEBOOK_ACCELERATE_SECRET", "NOTEBOOK_ACCELERATE_ON")
 
 
 class DriverProcess:
@@ -166,7 +164,7 @@ def _raise_failure(event: Event) -> None:
         raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
 
 
-class RayHostConnection(HostConnection):
+class RayHostConnection(TransientConnection):
     """The connection to one actor; when it breaks, Ray reports the reason.
 
     Args:
@@ -194,10 +192,10 @@ class RayHostConnection(HostConnection):
             reason = self._driver.end_reason(self._rank) or error
             raise LaunchError(f"{self.name} was lost before its rank started: {reason}") from None
 
-    def await_started(self, timeout: float) -> RemoteRank:
+    def await_started(self, timeout: float, stopping: Callable[[], bool] = lambda: False) -> RemoteRank:
         """See ``HostConnection.await_started``."""
         try:
-            return super().await_started(timeout)
+            return super().await_started(timeout, stopping)
         except LaunchError as error:
             end_reason = self._driver.end_reason(self._rank)
             raise LaunchError(f"{error}; {end_reason}" if end_reason else str(error)) from None
@@ -251,7 +249,7 @@ class RayBackend(PickledBackend):
                 started(connection.await_started(self._cluster.start_timeout))
         except BaseException:
             for connection in connections:
-                connection.channel.close()
+                connection.close()
             driver.end(GIVE_UP_SECONDS)
             raise
 
@@ -269,7 +267,7 @@ class RayBackend(PickledBackend):
                 cluster.strategy,
                 dict(cluster.runtime_env or {}),
                 wait,
-                versions(),
+                own_versions(),
             )
         )
         limit = cluster.start_timeout
@@ -287,9 +285,6 @@ class RayBackend(PickledBackend):
     def _complete_order(self, order: WorkerOrder, placed: protocol.PlacedEvent) -> bytes:
         """Return a rank's order, completed for its placement and pickled."""
         slot = placed.slots[order.rank]
-        carried = {
-            name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in NOT_CARRIED
-        }
         placement = {
             "LOCAL_RANK": str(slot["local_rank"]),
             "LOCAL_WORLD_SIZE": str(slot["local_size"]),
@@ -298,9 +293,8 @@ class RayBackend(PickledBackend):
             "MASTER_ADDR": placed.slots[0]["address"],
             "MASTER_PORT": str(placed.port),
         }
-        order.environment = {**carried, **slot["environment"], **order.environment, **placement}
-        order = self.complete(order)
-        order.base_environment = order.time_offset = None  # use the node's
+        order.environment = {**slot["environment"], **order.environment, **placement}
+        order = completed_for_another_machine(self.complete(order))
         if "working_dir" in (self._cluster.runtime_env or {}):
             order.cwd = None
         return pickle.dumps(order)

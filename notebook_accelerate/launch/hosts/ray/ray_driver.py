@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import platform
 import socket
 import sys
 import threading
@@ -397,17 +396,6 @@ def _actor_class() -> type[Any]:
             return getattr(self._slot, method)(*arguments)
 
     return Rank
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that must match between the kernel and the nodes."""
-    import importlib.metadata
-
-    found = {"python": platform.python_version()}
-    for name, package in (("torch", "torch"), ("notebook_accelerate", "notebook-accelerate")):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(package)
-    return found
 
 
 def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:

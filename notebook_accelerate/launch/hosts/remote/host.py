@@ -1,4 +1,4 @@
-"""A host: runs ranks on its machine for a kernel on another machine, and relays between them."""
+"""A host: runs ranks on its machine for a kernel elsewhere, and relays between the ranks and that kernel."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ import selectors
 import signal
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.hosts.remote.host_protocol import DumpOrder, LeaveEvent
-from notebook_accelerate.launch.hosts.remote.relay import Relay
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
-from notebook_accelerate.telemetry import Channel, Event
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    CapturedStacksEvent,
+    CaptureStacksOrder,
+    ClockEvent,
+    DumpOrder,
+    EndedEvent,
+    FramesEvent,
+    HostFramesEvent,
+    LeaveEvent,
+    OutputEvent,
+    SignalOrder,
+    StartedEvent,
+)
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, dispatch
+from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
+    from notebook_accelerate.launch.state.rank_exit import Exit
+    from notebook_accelerate.telemetry.store import Record
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 POLL_SECONDS = 0.1
@@ -26,24 +40,43 @@ LEAVE_SECONDS = 10.0
 """Seconds that the kernel has to receive the exit of the last rank, before the host leaves without its reply."""
 
 
-class Host(Relay):
-    """Serves one kernel; a thread receives its orders from construction on.
+class Host:
+    """Serves one kernel; a thread receives the kernel's messages from construction on.
 
     Args:
         channel: The stream to the kernel; `close` closes it.
+
+    Attributes:
+        lost: Why the stream has ended without the kernel's leave; "" while it has not.
     """
 
     def __init__(self, channel: Channel) -> None:
-        super().__init__(channel)
+        self._channel = channel
+        self._ranks: dict[int, RankProcess] = {}
+        self._left = threading.Event()
+        self.lost = ""
+        self._messages: deque[Event] = deque()
         self._wake, self._waker = socket.socketpair()
         self._selector = DispatchSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ, lambda: self._wake.recv(4096))
+        self.watch(self._wake, lambda: self._wake.recv(4096))
         # A separate thread receives orders: the main thread may be blocked until the kernel reads what it sends.
         self._listener = threading.Thread(target=self._listen, name="notebook-accelerate-host", daemon=True)
         self._listener.start()
 
-    def serve(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
-        """Start the ranks and relay until all have ended; kill them when the kernel leaves or is lost.
+    def watch(self, source: HasFileno, call: Callable[[], object]) -> None:
+        """Call ``call`` on the thread that uses the host whenever ``source`` is readable."""
+        self._selector.register(source, selectors.EVENT_READ, call)
+
+    def next_message(self) -> Event | None:
+        """Wait for the kernel's next message that is not for a rank; None when the kernel has left or is lost."""
+        while not self._messages:
+            if self._left.is_set():
+                return self._messages.popleft() if self._messages else None
+            dispatch(self._selector, None)
+        return self._messages.popleft()
+
+    def run_ranks(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
+        """Start ranks and relay until all have ended; kill them when the kernel leaves or is lost.
 
         Args:
             backend: Starts the ranks.
@@ -52,18 +85,31 @@ class Host(Relay):
         Raises:
             LaunchError: A rank could not be started; the error has been sent to the kernel.
         """
+        self._start(backend, orders)
+        sampler = Sampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)
+        sampler.start()
         try:
-            self._start(backend, orders)
-            sampler = Sampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)
-            sampler.start()
-            try:
-                self._relay()
-            finally:
-                self._kill()
-                sampler.stop()
+            self._relay()
+        finally:
+            self._kill()
+            sampler.stop()
+
+    def serve(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
+        """Run ranks for a kernel that has no more orders, and close the stream.
+
+        Raises:
+            LaunchError: See `run_ranks`.
+        """
+        try:
+            self.run_ranks(backend, orders)
             self._left.wait(LEAVE_SECONDS)
         finally:
             self.close()
+
+    def leave(self, reason: str = "") -> None:
+        """Let the kernel know why this host leaves; safe from any thread. The ranks are killed."""
+        self.send(LeaveEvent(reason))
+        self._leave()
 
     def close(self) -> None:
         """Stop serving, and close the stream to the kernel."""
@@ -77,32 +123,61 @@ class Host(Relay):
 
     def _start(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
         try:
-            backend.start_ranks(orders, self._begin)
+            backend.start_ranks(orders, self.started)
         except BaseException as error:
-            self._send(LeaveEvent(f"{type(error).__name__}: {error}"))
+            self.send(LeaveEvent(f"{type(error).__name__}: {error}"))
             self._kill()
             raise
         finally:
             backend.close()
 
-    def _begin(self, process: RankProcess) -> None:
-        self.started(process)
-        process.connect(self._selector, self)
-
     def _relay(self) -> None:
         while self._ranks and not self._left.is_set():
             polled = [rank for rank, process in self._ranks.items() if process.needs_polling]
-            dispatch(self._selector, POLL_SECONDS if polled else None)
+            waits = [POLL_SECONDS] if polled else []
+            if (due := self.seconds_until_due()) is not None:
+                waits.append(due)
+            dispatch(self._selector, min(waits, default=None))
             for rank in polled:
                 self.take_end(rank)
+            self.take_step()
+
+    def seconds_until_due(self) -> float | None:
+        """Return the seconds until `take_step` must be called; None: when something arrives."""
+        return None
+
+    def take_step(self) -> None:
+        """Do what cannot wait for the end of the ranks; called repeatedly while they run."""
+
+    def _kill(self) -> None:
+        for process in self._ranks.values():
+            process.send_signal(signal.SIGKILL, group=True)
+            process.await_end(5.0)
+            process.disconnect(self._selector)
+            process.close()
+        self._ranks.clear()
 
     # ---- from the ranks: RankListener
+
+    def started(self, process: RankProcess) -> None:
+        """Report that a rank has started, and listen to it."""
+        self._ranks[process.rank] = process
+        self.send(StartedEvent(process.rank, process.pid, process.local_rank))
+        process.connect(self._selector, self)
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        """See ``RankListener.take_output``."""
+        self.send(OutputEvent(rank, stream, data))
 
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_frames``; output that the rank wrote before the frames is sent first."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
-        super().take_frames(rank, data)
+        self.send(FramesEvent(rank, data))
+
+    def take_host_frames(self, rank: int, data: bytes) -> None:
+        """See ``RankListener.take_host_frames``."""
+        self.send(HostFramesEvent(rank, data))
 
     def take_end(self, rank: int) -> None:
         """See ``RankListener.take_end``."""
@@ -115,7 +190,18 @@ class Host(Relay):
         process.close()
         self.ended(rank, end)
 
-    def _send(self, event: Event) -> None:
+    def ended(self, rank: int, end: Exit) -> None:
+        """Report that a rank has ended."""
+        self._ranks.pop(rank, None)
+        self.send(EndedEvent(rank, end.code, end.signal, end.max_rss))
+
+    def sampled(self, records: list[Record]) -> None:
+        """Send samples of the ranks' resource use."""
+        for record in records:
+            self.take_host_frames(record.rank, encode([Stamped(record.time, record.event)]))
+
+    def send(self, event: Event) -> None:
+        """Send an event to the kernel; a lost kernel is no error. Safe from any thread."""
         try:
             self._channel.send(event)
         except ChannelClosedError:
@@ -123,22 +209,60 @@ class Host(Relay):
 
     # ---- from the kernel
 
+    def _listen(self) -> None:
+        try:
+            while not self._left.is_set():
+                for _, event in self._channel.receive():
+                    self._handle(event)
+        except ChannelClosedError as error:
+            if not self._left.is_set():
+                self.lost = str(error)
+            self._leave()
+
     def _leave(self) -> None:
-        super()._leave()
-        self._waker.send(b"!")
+        """Record that the kernel has left or is lost."""
+        self._left.set()
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        try:
+            self._waker.send(b"!", socket.MSG_DONTWAIT)
+        except OSError:  # it wakes up already, or is closed
+            return
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, LeaveEvent):
+            self._leave()
+        elif isinstance(event, ClockEvent):
+            self.send(event)
+        elif (order := self._orders.get(type(event))) is None:
+            self._messages.append(event)
+            self._wake_up()
+        elif (process := self._ranks.get(event.rank)) is not None:  # type: ignore[attr-defined]
+            order(self, process, event)
+
+    def _on_signal(self, process: RankProcess, event: SignalOrder) -> None:
+        process.send_signal(event.number, group=event.group)
+
+    def _on_frames(self, process: RankProcess, event: FramesEvent) -> None:
+        process.send_frames(event.payload)
 
     def _on_dump(self, process: RankProcess, event: DumpOrder) -> None:
         process.open_dump(event.path)
 
+    def _on_capture_stacks(self, process: RankProcess, event: CaptureStacksOrder) -> None:
+        def capture_stacks() -> None:
+            stacks = process.capture_stacks()
+            self.send(CapturedStacksEvent(event.number, stacks.dump, list(stacks.native)))
+
+        threading.Thread(target=capture_stacks, name="notebook-accelerate-stacks", daemon=True).start()
+
     _orders: ClassVar[Mapping[type[Event], Callable[[Any, RankProcess, Any], None]]] = {
-        **Relay._orders,
+        SignalOrder: _on_signal,
+        FramesEvent: _on_frames,
         DumpOrder: _on_dump,
+        CaptureStacksOrder: _on_capture_stacks,
     }
 
-    def _kill(self) -> None:
-        for process in self._ranks.values():
-            process.send_signal(signal.SIGKILL, group=True)
-            process.await_end(5.0)
-            process.disconnect(self._selector)
-            process.close()
-        self._ranks.clear()
+
+__all__ = ["Host"]

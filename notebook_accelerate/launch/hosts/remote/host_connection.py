@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 
 from notebook_accelerate.debug.native_stacks import SECONDS as NATIVE_SECONDS
 from notebook_accelerate.debug.process_inspection import DUMP_SECONDS, ProcessStacks
-from notebook_accelerate.errors import ChannelClosedError, LaunchError
+from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
+from notebook_accelerate.launch.hosts.host_cells import ForeignCells
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     CapturedStacksEvent,
     CaptureStacksOrder,
+    CellsEvent,
     ClockEvent,
     DumpOrder,
     EndedEvent,
@@ -32,6 +35,42 @@ from notebook_accelerate.telemetry import Channel, Event, Stamped, encode, stead
 
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0
+CLOSE_SECONDS = 5.0
+"""Seconds that the last messages to a host have to leave."""
+SLICE_SECONDS = 0.2
+"""Seconds between two looks whether the run is to be stopped."""
+
+
+class Outbox:
+    """Sends to one host on a thread: a host that reads nothing holds up nobody else.
+
+    Args:
+        channel: The stream to the host.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send_queued, name="notebook-accelerate-outbox", daemon=True)
+        self._thread.start()
+
+    def send(self, *events: Event) -> None:
+        """Send events; a lost host is noticed when its stream is read. Safe from any thread."""
+        now = steady_time.now()
+        self._queue.put(encode([Stamped(now, event) for event in events]))
+
+    def close(self) -> None:
+        """Wait until everything was sent, or can no longer be, and end the thread."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._channel.shut()
+            self._thread.join()
+
+    def _send_queued(self) -> None:
+        while (data := self._queue.get()) is not None:
+            with suppress(ChannelClosedError):
+                self._channel.send_bytes(data)
 
 
 class HostConnection:
@@ -41,14 +80,24 @@ class HostConnection:
         channel: The stream to the host.
         node: Index of its machine in the run.
         host: Name of its machine.
+
+    Attributes:
+        clock_offset: Seconds to add to the host's time to get this machine's; 0 where the difference is within the
+            delay.
+        lost: Why the host takes part no more; "" while it does.
+        ranks: Its ranks that have not been closed.
+        cells: The cells of the host's notebook; None where it has none.
+        on_message: Called with the host's messages about the whole run, on the thread of the selector.
     """
 
     def __init__(self, channel: Channel, node: int, host: str) -> None:
         self.channel, self.node, self.host = channel, node, host
         self.clock_offset = 0.0
-        """Seconds to add to the host's time to get this machine's; 0 where the difference is within the delay."""
         self.lost = ""
         self.ranks: dict[int, RemoteRank] = {}
+        self.cells: ForeignCells | None = None
+        self.on_message: Callable[[Event], None] = lambda _: None
+        self._outbox = Outbox(channel)
         self._captured: dict[int, CapturedStacksEvent] = {}
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
@@ -58,7 +107,7 @@ class HostConnection:
     @property
     def name(self) -> str:
         """Name of the machine in messages."""
-        return f"node {self.node} ({self.host})"
+        return node_name(self.node, self.host)
 
     def measure_clock(self) -> None:
         """Request the host's time and store the difference.
@@ -68,21 +117,22 @@ class HostConnection:
         best = (CLOCK_SECONDS, 0.0)
         for number in range(CLOCK_ROUNDS):
             sent = steady_time.now()
-            self.channel.send(ClockEvent(number))
+            self.send(ClockEvent(number))
             answer = self._await(partial(_is_reply, number), CLOCK_SECONDS)
             if answer is not None:
                 took = steady_time.now() - sent
                 best = min(best, (took, sent + took / 2 - answer.time))
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
-    def await_started(self, timeout: float) -> RemoteRank:
+    def await_started(self, timeout: float, stopping: Callable[[], bool] = lambda: False) -> RemoteRank:
         """Wait until the host has started its next rank, and return that rank.
 
         Raises:
             LaunchError: The host reports a failure, is lost, or sends nothing for ``timeout`` seconds.
+            RunStoppedError: The run is ``stopping``.
         """
         try:
-            found = self._await(lambda event: isinstance(event, (StartedEvent, LeaveEvent)), timeout)
+            found = self._await(lambda event: isinstance(event, (StartedEvent, LeaveEvent)), timeout, stopping)
         except ChannelClosedError as error:
             raise LaunchError(f"{self.name} was lost while its ranks started: {error}") from None
         if found is None:
@@ -90,13 +140,11 @@ class HostConnection:
         if isinstance(found.event, LeaveEvent):
             raise LaunchError(f"{self.name} could not start its ranks: {found.event.reason or 'it has left'}")
         assert isinstance(found.event, StartedEvent)
-        return self.new_rank(found.event)
+        return RemoteRank(self, found.event.rank, found.event.pid, found.event.local_rank)
 
-    def new_rank(self, event: StartedEvent) -> RemoteRank:
-        """Return the rank that ``event`` reports as started."""
-        return RemoteRank(self, event.rank, event.pid, event.local_rank)
-
-    def _await(self, wanted: Callable[[Event], bool], timeout: float) -> Stamped | None:
+    def _await(
+        self, wanted: Callable[[Event], bool], timeout: float, stopping: Callable[[], bool] = lambda: False
+    ) -> Stamped | None:
         """Return the next event that is ``wanted``, None when none arrives in time; other events are kept for later."""
         deadline = time.monotonic() + timeout
         while True:
@@ -106,16 +154,17 @@ class HostConnection:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            self._early += self.channel.receive(left)
+            if stopping():
+                raise RunStoppedError("the run was stopped while its ranks were started")
+            self._early += self.channel.receive(min(left, SLICE_SECONDS))
 
-    def send(self, event: Event) -> None:
-        """Send an event to the host; a lost host is noticed when its stream is read."""
-        with suppress(ChannelClosedError):
-            self.channel.send(event)
+    def send(self, *events: Event) -> None:
+        """Send events to the host; a lost host is noticed when its stream is read. Safe from any thread."""
+        self._outbox.send(*events)
 
     # ---- on the thread of the selector
 
-    def connect(self, selector: selectors.BaseSelector, listener: RankListener, rank: int) -> None:
+    def connect(self, selector: selectors.BaseSelector, listener: RankListener, rank: int = -1) -> None:
         """Register the stream, once for all its ranks, and pass on the events of ``rank`` that have arrived already."""
         if self._selector is None:
             self._selector = selector
@@ -145,13 +194,25 @@ class HostConnection:
             with self._changed:
                 self._captured[event.number] = event
                 self._changed.notify_all()
-        elif isinstance(event, OutputEvent) and event.rank in self.ranks:
+        elif isinstance(event, CellsEvent):
+            if self.cells is not None:
+                self.cells.add(event.cells)
+        elif isinstance(event, (OutputEvent, FramesEvent, HostFramesEvent, EndedEvent)):
+            if event.rank in self.ranks:
+                self._handle_rank(event, listener)
+        else:
+            self.on_message(event)
+
+    def _handle_rank(
+        self, event: OutputEvent | FramesEvent | HostFramesEvent | EndedEvent, listener: RankListener
+    ) -> None:
+        if isinstance(event, OutputEvent):
             listener.take_output(event.rank, event.stream, event.payload)
-        elif isinstance(event, FramesEvent) and event.rank in self.ranks:
+        elif isinstance(event, FramesEvent):
             listener.take_frames(event.rank, event.payload)
-        elif isinstance(event, HostFramesEvent) and event.rank in self.ranks:
+        elif isinstance(event, HostFramesEvent):
             listener.take_host_frames(event.rank, event.payload)
-        elif isinstance(event, EndedEvent) and event.rank in self.ranks:
+        else:
             self.ranks[event.rank].ended = Exit(event.code, event.signal, event.max_rss)
             listener.take_end(event.rank)
 
@@ -179,16 +240,17 @@ class HostConnection:
             pass
 
     def remove(self, rank: int) -> None:
-        """Remove a rank; the connection closes with the last one."""
+        """Forget a rank that has ended."""
         self.ranks.pop(rank, None)
-        if not self.ranks:
-            self.close()
 
-    def close(self) -> None:
-        """Close the connection; the host then kills the ranks it still runs."""
-        self.send(LeaveEvent())
+    def close(self, *last: Event) -> None:
+        """Send the ``last`` events and close the connection; the host then kills the ranks it still runs."""
+        self.send(*last, LeaveEvent())
         self.disconnect()
+        self._outbox.close()
         self.channel.close()
+        if self.cells is not None:
+            self.cells.clear()
 
     # ---- any thread
 
@@ -201,7 +263,25 @@ class HostConnection:
             while number not in self._captured and not self.lost and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             answer = self._captured.pop(number, None)
-        return ProcessStacks(answer.dump, tuple(answer.native)) if answer is not None else ProcessStacks()
+        if answer is None:
+            return ProcessStacks()
+        dump = answer.dump if self.cells is None else self.cells.in_text(answer.dump)
+        return ProcessStacks(dump, tuple(answer.native))
+
+
+class TransientConnection(HostConnection):
+    """A connection for one attempt: it closes with the last of its ranks."""
+
+    def remove(self, rank: int) -> None:
+        """See ``HostConnection.remove``."""
+        super().remove(rank)
+        if not self.ranks:
+            self.close()
+
+
+def node_name(node: int, host: str) -> str:
+    """Return the name of a node in messages."""
+    return f"node {node} ({host})" if host else f"node {node}"
 
 
 def _is_reply(number: int, event: Event) -> bool:
@@ -215,8 +295,10 @@ class _RankChannel:
         self._connection, self._rank = connection, rank
 
     def send(self, *events: Event) -> None:
+        if self._connection.lost:
+            raise ChannelClosedError(self._connection.lost)
         now = steady_time.now()
-        self._connection.channel.send(FramesEvent(self._rank, encode([Stamped(now, event) for event in events])))
+        self._connection.send(FramesEvent(self._rank, encode([Stamped(now, event) for event in events])))
 
 
 class RemoteRank(RankProcess):
@@ -252,11 +334,13 @@ class RemoteRank(RankProcess):
         """Do nothing: output and frames arrive in order on the same stream."""
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Do nothing: all ranks of the host share the connection, and it closes with the last one."""
+        """Do nothing: all ranks of the host share the connection."""
 
     def in_local_time(self, messages: list[Stamped]) -> list[Stamped]:
-        """See ``RankProcess.in_local_time``."""
-        offset = self._connection.clock_offset
+        """See ``RankProcess.in_local_time``; cells of the host's notebook are named as in this one."""
+        offset, cells = self._connection.clock_offset, self._connection.cells
+        if cells is not None:
+            messages = [Stamped(stamp, cells.with_named_cells(event)) for stamp, event in messages]
         if not offset:
             return messages
         for _, event in messages:

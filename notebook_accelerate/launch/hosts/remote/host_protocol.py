@@ -13,10 +13,10 @@ from notebook_accelerate.telemetry import Event
 
 @dataclass(slots=True)
 class HelloEvent(Event):
-    """The first message of a host, and the kernel's reply to it.
+    """The first message of a host.
 
     Attributes:
-        node: Index of the host's machine in the run.
+        node: Index of the host's machine in the run; -1 if the kernel is to choose it.
         host: Name of that machine.
         facts: Properties of that machine for the kernel: versions, devices.
     """
@@ -24,6 +24,84 @@ class HelloEvent(Event):
     node: int
     host: str
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WaitingEvent(Event):
+    """A line for the user of a host that has joined: who has arrived, and who is missing."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class HostRefusedEvent(Event):
+    """The host cannot take part, with the reason; the kernel then closes the stream."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class HostPlanEvent(Event):
+    """All hosts of an attempt have joined.
+
+    Attributes:
+        text: Who they are, for the user.
+        first: Name of the first notebook's machine.
+        payload: The host's ``LaunchPlan``, pickled.
+    """
+
+    text: str
+    first: str
+    payload: bytes
+
+
+@dataclass(slots=True)
+class FunctionEvent(Event):
+    """A part of the launched function and its arguments, pickled, for a host without a notebook."""
+
+    payload: bytes
+
+
+@dataclass(slots=True)
+class StartOrder(Event):
+    """Start the ranks of an attempt; the payload is the list of their orders, pickled."""
+
+    payload: bytes
+
+
+@dataclass(slots=True)
+class JournalEvent(Event):
+    """Records of the run's journal for another notebook, pickled; without results and exception objects."""
+
+    payload: bytes
+
+
+@dataclass(slots=True)
+class StopRequest(Event):
+    """The user of the host stops the run, whose ranks have ``grace`` seconds to end."""
+
+    grace: float
+
+
+@dataclass(slots=True)
+class CellsEvent(Event):
+    """Cells that a host's notebook has run: by file name, the cell's name in that notebook and its source."""
+
+    cells: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RunOverEvent(Event):
+    """The run is over: ``status``, the error's class and its text, as in the journal's ``RunEnded``.
+
+    Attributes:
+        held: Whether its ranks are held for inspection; the same message without it follows when they are released.
+    """
+
+    status: str
+    error: str = ""
+    message: str = ""
+    held: bool = False
 
 
 @dataclass(slots=True)

@@ -28,11 +28,21 @@ from notebook_accelerate.launch.hosts.remote.exchange import (
     read_event,
 )
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.stream import END, NOTHING_SENT, PING, Link, configure, derive_keys
+from notebook_accelerate.launch.hosts.remote.stream import (
+    END,
+    KEEP_ALIVE,
+    NOTHING_SENT,
+    PING,
+    Link,
+    configure,
+    derive_keys,
+)
 from notebook_accelerate.telemetry import Channel
 
 HANDSHAKE_SECONDS = 30.0
 """Seconds for the handshake of a connection; libzmq then closes it."""
+LOOK_SECONDS = 0.2
+"""Seconds between two looks whether a connection is still wanted."""
 MAX_WAITING = 1024
 """Connections in their handshake at a time; one more ends the oldest. Less where the limit of open files is low."""
 MAX_REPORTS = 20
@@ -60,6 +70,7 @@ class HostListener(Exchange):
         secret: The secret that a host must know.
         port: The port; 0 means any free one.
         report: Called with a line about each refused connection, on the thread of the listener.
+        keep_alive: Seconds between two keep-alives, and those without one after which a host is lost.
 
     Raises:
         OSError: The address or the port is not available.
@@ -68,7 +79,13 @@ class HostListener(Exchange):
     pause_seconds, burst = 0.01, 1000  # the clocks of 64 hosts are measured with 640 messages
 
     def __init__(
-        self, address: str, secret: bytes, port: int = 0, *, report: Callable[[str], None] = lambda _: None
+        self,
+        address: str,
+        secret: bytes,
+        port: int = 0,
+        *,
+        report: Callable[[str], None] = lambda _: None,
+        keep_alive: tuple[float, float] = KEEP_ALIVE,
     ) -> None:
         super().__init__("notebook-accelerate-listener")
         self._report = report
@@ -87,7 +104,7 @@ class HostListener(Exchange):
         self._allowed = derive_keys(secret).host_public
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
-        self._open_router(secret)
+        self._open_router(secret, keep_alive)
         self._monitor = monitor(self._router)
         self.address, self.port = address, self._bind(address, port)
         self._handle(self._zap, self._authorize)
@@ -95,10 +112,10 @@ class HostListener(Exchange):
         self._handle(self._router, self._route)
         self._thread.start()
 
-    def _open_router(self, secret: bytes) -> None:
+    def _open_router(self, secret: bytes, keep_alive: tuple[float, float]) -> None:
         keys = derive_keys(secret)
         self._router = router = self._context.socket(zmq.ROUTER)
-        configure(router)
+        configure(router, keep_alive)
         router.router_mandatory = True
         router.curve_server = True
         router.curve_secretkey, router.curve_publickey = keys.kernel_secret, keys.kernel_public
@@ -326,17 +343,27 @@ class KernelConnection(Exchange):
         address: Where the kernel listens.
         port: The listener's port.
         secret: The run's secret.
+        keep_alive: Seconds between two keep-alives, and those without one after which the kernel is lost.
+        stopping: Returns whether to give up.
 
     Raises:
         AuthenticationError: The listener has another secret, or is none.
-        OSError: Nothing listens there.
+        OSError: Nothing listens there, or ``stopping``.
     """
 
     pause_seconds, burst = 0.02, 50
 
-    def __init__(self, address: str, port: int, secret: bytes) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        secret: bytes,
+        keep_alive: tuple[float, float] = KEEP_ALIVE,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
         super().__init__("notebook-accelerate-connection")
+        self._keep_alive, self._stopping = keep_alive, stopping
         self._keys = derive_keys(secret)
         self._lost = False
         self._deadline = 0.0
@@ -368,7 +395,7 @@ class KernelConnection(Exchange):
 
     def _open_dealer(self) -> None:
         self._dealer = dealer = self._context.socket(zmq.DEALER)
-        configure(dealer)
+        configure(dealer, self._keep_alive)
         dealer.curve_serverkey = self._keys.kernel_public
         dealer.curve_publickey, dealer.curve_secretkey = self._keys.host_public, self._keys.host_secret
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -378,7 +405,11 @@ class KernelConnection(Exchange):
     def _await_handshake(self, where: str) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         connected = False
-        while (left := deadline - time.monotonic()) > 0 and self._monitor.poll(1000 * left):
+        while (left := deadline - time.monotonic()) > 0:
+            if self._stopping():
+                raise InterruptedError("the connection is not wanted any more")
+            if not self._monitor.poll(1000 * min(left, LOOK_SECONDS)):
+                continue
             kind, _ = read_event(self._monitor)
             connected = connected or kind == zmq.EVENT_CONNECTED
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -457,13 +488,28 @@ class KernelConnection(Exchange):
         self._thread.join(2 * FLUSH_SECONDS)
 
 
-def connect_to_kernel(address: str, port: int, secret: bytes, hello: HelloEvent) -> Channel:
+def connect_to_kernel(
+    address: str,
+    port: int,
+    secret: bytes,
+    hello: HelloEvent,
+    keep_alive: tuple[float, float] = KEEP_ALIVE,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Channel:
     """Connect to a kernel's listener, send ``hello``, and return the channel to the kernel.
+
+    Args:
+        address: See `KernelConnection`, as for the others.
+        port: See there.
+        secret: See there.
+        hello: The host's first message.
+        keep_alive: See there.
+        stopping: See there.
 
     Raises:
         AuthenticationError: The listener has another secret, or is none.
         OSError: The connection failed.
     """
-    channel = Channel(KernelConnection(address, port, secret))
+    channel = Channel(KernelConnection(address, port, secret, keep_alive, stopping))
     channel.send(hello)
     return channel

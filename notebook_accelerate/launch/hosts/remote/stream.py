@@ -35,8 +35,9 @@ _COUNT = struct.Struct("!Q")
 _PREFIX = 1 + _COUNT.size
 NOTHING_SENT = END + _COUNT.pack(0)
 """The end of a stream on which nothing was sent."""
-HEARTBEAT_SECONDS, SILENT_SECONDS = 5, 20
-"""libzmq asks a silent peer so often, and ends the connection of one that does not answer for so long."""
+KEEP_ALIVE = (5.0, 15.0)
+"""libzmq asks a silent peer every so many seconds, and ends the connection of one that does not answer for so long:
+torch's defaults for ``keep_alive_interval``, and for that times ``keep_alive_max_attempt``."""
 
 
 def new_secret() -> bytes:
@@ -61,12 +62,13 @@ def derive_keys(secret: bytes) -> Keys:
     return Keys(zmq.curve_public(kernel), kernel, zmq.curve_public(host), host)
 
 
-def configure(zmq_socket: Any) -> None:
+def configure(zmq_socket: Any, keep_alive: tuple[float, float] = KEEP_ALIVE) -> None:
     """Set what the sockets of both ends have in common."""
     zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # links bound what is under way
     zmq_socket.maxmsgsize = CHUNK + 64
-    zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 * HEARTBEAT_SECONDS)
-    zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * SILENT_SECONDS)
+    interval, silent = (max(1, int(1000 * seconds)) for seconds in keep_alive)
+    zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
+    zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent)
 
 
 class ProtocolError(Exception):

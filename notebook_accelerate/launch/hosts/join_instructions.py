@@ -1,12 +1,12 @@
-"""The instructions of the first node for starting the run on the others."""
+"""The lines that the first notebook shows: what to type elsewhere, so that other hosts join the run."""
 
 from __future__ import annotations
 
 import ipaddress
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.hosts.addresses import own_address
-from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import SECRET_VARIABLE, shared_secret
+from notebook_accelerate.hardware.addresses import own_address
+from notebook_accelerate.launch.hosts.run_secret import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -18,34 +18,52 @@ SCRIPTS = ("run_script", "run_module")
 _PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
 
 
-def instruction_lines(config: LaunchConfig, function: str) -> list[str]:
-    """Return the line of code to run in the other notebooks, or the options of the other commands, and notes about it.
+def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> list[str]:
+    """Return the cell and the command with which others join, and notes about them.
 
     Args:
         config: This node's configuration.
         function: Name of the training function.
+        secret: The run's secret, to be shown; "" where the user has given it, and knows it.
     """
+    lines = [f"in another notebook: {cell_line(config, function, secret)}"]
     if function in SCRIPTS:
-        return _command_lines(config)
-    lines = [f"in the other notebooks: {cell_line(config, function)}"]
-    if config.rdzv_backend == "static" and config.num_nodes > 2:
+        lines = [_script_line(config)]
+    elif config.rdzv_backend == "static" and config.num_nodes > 2:
         lines[0] += f" (and node_rank=2 to {config.num_nodes - 1})" if config.num_nodes > 3 else " (and node_rank=2)"
-    lines += _address_lines(config, "rdzv_endpoint" if config.rdzv_endpoint else "master_addr")
-    if not shared_secret(config):
-        lines.append(
-            "every notebook shows its own ranks; to show all ranks in this one, pass the same "
-            f"rdzv_conf={{'secret': '...'}} everywhere (or set {SECRET_VARIABLE})"
-        )
-    return lines
+    lines.append(f"or on any machine: {command_line(config, secret)}")
+    setting = "--main_process_ip" if function in SCRIPTS else "rdzv_endpoint" if config.rdzv_endpoint else "master_addr"
+    return lines + _address_lines(config, setting)
 
 
-def _command_lines(config: LaunchConfig) -> list[str]:
+def alone_lines(config: LaunchConfig, function: str) -> list[str]:
+    """Return the lines of a notebook whose run has no secret: each notebook runs its own ranks, as torchrun does."""
+    if config.node_rank:
+        return []
+    if function in SCRIPTS:
+        return [
+            _script_line(config),
+            f"each runs and shows its own ranks; to show all here, set {SECRET_VARIABLE} to the same text everywhere",
+            *_address_lines(config, "--main_process_ip"),
+        ]
+    why = (
+        "every notebook runs and shows its own ranks, as torchrun would; for one console for all of them, pass the "
+        f"same rdzv_conf={{'secret': '...'}} everywhere (or set {SECRET_VARIABLE}), or rdzv_backend='c10d'"
+    )
+    return [f"in the other notebooks: {cell_line(config, function)}", why, *_address_lines(config, "master_addr")]
+
+
+def _script_line(config: LaunchConfig) -> str:
     ranks = "=1" if config.num_nodes == 2 else f"=1 to {config.num_nodes - 1}"
     rank = f" with --machine_rank{ranks}" if config.rdzv_backend == "static" else ""
-    lines = [f"on the other machines: the same command{rank}", *_address_lines(config, "--main_process_ip")]
-    if not shared_secret(config):
-        lines.append(f"each shows its own ranks; to show all here, set {SECRET_VARIABLE} to the same text everywhere")
-    return lines
+    return f"on the other machines: the same command{rank}"
+
+
+def command_line(config: LaunchConfig, secret: str = "") -> str:
+    """Return the command that joins a machine without a notebook; it contains the secret only if one is given."""
+    address, port = config.rendezvous_address
+    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return f"{SECRET_VARIABLE}={secret or '<the same>'} python -m notebook_accelerate join {where}"
 
 
 def _address_lines(config: LaunchConfig, setting: str) -> list[str]:
@@ -58,8 +76,8 @@ def _address_lines(config: LaunchConfig, setting: str) -> list[str]:
     return [f"{address} is this machine itself; other machines need its address{example}"]
 
 
-def cell_line(config: LaunchConfig, function: str) -> str:
-    """Return the call to run in another notebook; it never contains a secret."""
+def cell_line(config: LaunchConfig, function: str, secret: str = "") -> str:
+    """Return the call to run in another notebook; it contains the secret only if one is given."""
     given = config.non_default()
     if function == WARM:
         return _start_line(config)
@@ -74,8 +92,8 @@ def cell_line(config: LaunchConfig, function: str) -> str:
         call += [f"master_addr={address!r}", f"use_port={port}"]
     call += [f"{name}={given[name]!r}" for name in _PASSED_ON if name in given]
     settings = [f"{name!r}: {value!r}" for name, value in (config.rdzv_conf or {}).items() if name != "secret"]
-    if (config.rdzv_conf or {}).get("secret"):
-        settings.append("'secret': <the same>")
+    if secret or (config.rdzv_conf or {}).get("secret"):
+        settings.append(f"'secret': {secret!r}" if secret else "'secret': <the same>")
     if settings:
         call.append(f"rdzv_conf={{{', '.join(settings)}}}")
     return f"notebook_launcher({', '.join(call)})"
@@ -99,3 +117,6 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
+
+
+__all__ = ["SCRIPTS", "WARM", "alone_lines", "cell_line", "command_line", "instruction_lines"]

@@ -1,4 +1,4 @@
-"""Carries out a launch's commands while it waits for the other notebooks."""
+"""Carries out a run's commands while it waits for its hosts and has no ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 
 
-class PeerWait:
-    """The `CommandTarget` while there are no ranks: before they start, and after they have ended.
+class WaitingTarget:
+    """The `CommandTarget` of a run without ranks.
 
     Args:
-        context: This notebook's run.
+        context: The run.
 
     Attributes:
         stop_reason: Why the waiting stops; None while it continues. It is never reset: a stop that arrives together
@@ -42,3 +42,6 @@ class PeerWait:
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``; there are no ranks to interrupt."""
+
+
+__all__ = ["WaitingTarget"]

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-from notebook_accelerate.telemetry import Event, ExceptionInfo, FailureEvent, FrameInfo, InputRequest
+from notebook_accelerate.launch.state.run_events import FailuresRecorded, RankFailed
+from notebook_accelerate.telemetry import Event, ExceptionInfo, FailureEvent, FrameInfo, InputRequest, tracebacks
 from notebook_accelerate.telemetry.cell_sources import cell_sources, install_sources
 from notebook_accelerate.telemetry.debug_protocol import CellReply, StacksReply
 from notebook_accelerate.telemetry.tracebacks import cell_name
 
 
-@dataclass(slots=True)
-class CellsEvent(Event):
-    """Cells that a notebook has run: by file name, the cell's name in that notebook and its source."""
-
-    cells: dict[str, list[str]] = field(default_factory=dict)
-
-
 def own_cells() -> dict[str, list[str]]:
-    """Return this notebook's cells, as `CellsEvent` has them."""
+    """Return this notebook's cells, as ``CellsEvent`` has them."""
     return {filename: [cell_name(filename), source] for filename, source in cell_sources().items()}
 
 
@@ -29,17 +23,17 @@ class ForeignCells:
     """Adds the names and source lines of another notebook's cells to the events of its ranks.
 
     Args:
-        suffix: Suffix of the names of cells, as " of node 1".
+        suffix: Returns the suffix of the names of cells, as " of node 1".
     """
 
-    def __init__(self, suffix: str) -> None:
+    def __init__(self, suffix: Callable[[], str]) -> None:
         self._suffix = suffix
         self._names: dict[str, str] = {}
 
     def add(self, cells: Mapping[str, list[str]]) -> None:
-        """Add cells in the format of `CellsEvent`, and register their source lines under their names."""
+        """Add cells in the format of ``CellsEvent``, and register their source lines under their names."""
         for filename, (name, source) in cells.items():
-            self._names[filename] = cell = f"{name}{self._suffix}"
+            self._names[filename] = cell = f"{name}{self._suffix()}"
             install_sources({cell: source})
 
     def clear(self) -> None:
@@ -84,9 +78,36 @@ class ForeignCells:
         event.shown = self.in_text(event.shown)
 
 
+def with_named_cells(event: Event, suffix: str) -> Event:
+    """Return an event of the journal with this notebook's cells named, for another notebook."""
+    return _with_chains(event, lambda chain: tracebacks.with_named_cells(chain, suffix))
+
+
+def named_here(event: Event, suffix: str) -> Event:
+    """Return another notebook's event of the journal; cells with ``suffix`` are this notebook's, and lose it."""
+
+    def own(chain: tuple[ExceptionInfo, ...]) -> tuple[ExceptionInfo, ...]:
+        return tuple(info._replace(frames=tuple(map(here, info.frames))) for info in chain)
+
+    def here(frame: FrameInfo) -> FrameInfo:
+        return frame._replace(filename=frame.filename.removesuffix(suffix))
+
+    return _with_chains(event, own)
+
+
+def _with_chains(event: Event, change: Callable[[tuple[ExceptionInfo, ...]], tuple[ExceptionInfo, ...]]) -> Event:
+    if isinstance(event, RankFailed):
+        return replace(event, failure=replace(event.failure, chain=change(event.failure.chain)))
+    if isinstance(event, FailuresRecorded):
+        return replace(event, failures=[replace(failure, chain=change(failure.chain)) for failure in event.failures])
+    return event
+
+
 _HANDLERS: dict[type[Event], Callable[[ForeignCells, Any], None]] = {
     StacksReply: ForeignCells._in_stacks,
     FailureEvent: ForeignCells._in_failure,
     CellReply: ForeignCells._in_failure,
     InputRequest: ForeignCells._in_prompt,
 }
+
+__all__ = ["ForeignCells", "named_here", "own_cells", "with_named_cells"]

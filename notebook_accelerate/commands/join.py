@@ -1,0 +1,59 @@
+"""``join``: runs ranks on this machine for a run of a notebook elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from notebook_accelerate.commands.parsers import Subparsers, command_parser
+from notebook_accelerate.launch.hosts.host_group import JOIN_SECONDS
+from notebook_accelerate.launch.hosts.run_secret import SECRET_VARIABLE, secret_for_command
+
+
+def join_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``join``; see ``launch_command_parser``."""
+    parser = command_parser(
+        subparsers,
+        "join",
+        "Run ranks on this machine for a run that a notebook has started with num_nodes.",
+        "Run ranks on this machine for a run that a notebook has started with num_nodes. The exit code is 0 when the "
+        f"run has succeeded. The run's secret is read from {SECRET_VARIABLE}, or from --secret_file: other users of a "
+        "machine can read the command lines of its processes.",
+    )
+    parser.add_argument("address", metavar="ADDRESS:PORT", help="Where the first notebook of the run listens.")
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=0, metavar="N",
+                        help="Ranks to start here; default: as many as the first notebook starts.")  # fmt: skip
+    parser.add_argument("--secret_file", "--secret-file", metavar="FILE", help="A file with the run's secret.")
+    wait = f"How long to wait until the first notebook listens; default: {JOIN_SECONDS:g}."
+    parser.add_argument("--join_timeout", "--join-timeout", type=float, default=JOIN_SECONDS, metavar="S", help=wait)
+    parser.set_defaults(func=join_command)
+    return parser
+
+
+def join_command(args: argparse.Namespace) -> None:
+    """Run ranks until the run is over."""
+    from notebook_accelerate.launch.hosts.join_command import join
+
+    address, _, port = str(args.address).rpartition(":")
+    if not address or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{args.address!r} is not ADDRESS:PORT; pass what the first notebook shows, as 10.0.0.1:29500")
+    if args.num_processes < 0:
+        raise ValueError(f"--num_processes {args.num_processes} is not allowed; pass a number of at least 1")
+    secret = secret_for_command(args.secret_file)
+    before = signal.signal(signal.SIGTERM, _on_termination)  # how schedulers end a command
+    try:
+        join((address.strip("[]"), int(port)), secret, args.num_processes, seconds=args.join_timeout, show=_print_line)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _on_termination(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _print_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+__all__ = ["join_command", "join_command_parser"]

@@ -1,0 +1,427 @@
+"""The first notebook's side of a run on several machines: the hosts that have joined, and how they are waited for."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import selectors
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError, RunTimeoutError, WorkerError
+from notebook_accelerate.launch.hosts import host_facts as facts_of
+from notebook_accelerate.launch.hosts.host_backend import HostBackend
+from notebook_accelerate.launch.hosts.host_cells import ForeignCells, with_named_cells
+from notebook_accelerate.launch.hosts.host_facts import COMMAND, NOTEBOOK, HostFacts, own_facts
+from notebook_accelerate.launch.hosts.join_instructions import instruction_lines
+from notebook_accelerate.launch.hosts.joining import interface_to
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, node_name
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    HostPlanEvent,
+    HostRefusedEvent,
+    JournalEvent,
+    RunOverEvent,
+    StopRequest,
+    WaitingEvent,
+)
+from notebook_accelerate.launch.plan.planner import joined, on_node
+from notebook_accelerate.launch.processes import ports
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
+from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state.run_events import (
+    RUN,
+    NoteAdded,
+    RankReturned,
+    RunCreated,
+    RunEnded,
+    RunPlanned,
+    StopAdvanced,
+)
+from notebook_accelerate.launch.state.run_state import without_result
+from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
+from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.processes.rank_process import ProcessBackend
+    from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+    from notebook_accelerate.launch.supervisor.run_context import RunContext
+    from notebook_accelerate.telemetry import Event, RankFailure
+    from notebook_accelerate.telemetry.store import Record
+
+JOIN_SECONDS, LAST_CALL_SECONDS = 600.0, 30.0
+"""torch's defaults for ``join_timeout`` and ``last_call_timeout``."""
+WAIT_SECONDS = 0.2
+MAX_NAMED = 8
+_KEPT_HERE = (RunCreated, RunPlanned, RankReturned, NoteAdded, RunEnded)
+"""Events of the journal that are not sent to other notebooks: each has its own, or receives it in another message."""
+
+
+@dataclass
+class JoinedHost:
+    """One host of the run, and what it told when it joined."""
+
+    connection: HostConnection
+    facts: HostFacts
+
+    def send(self, *events: Event) -> None:
+        """Send events to the host."""
+        self.connection.send(*events)
+
+
+class HostGroup:
+    """The hosts of one run, for its supervisor; see ``Hosts``.
+
+    Args:
+        context: The run.
+        plan: The first notebook's plan, before the hosts have joined.
+        listener: Accepts the hosts; closed with this object.
+        secret: The secret to print for the hosts; "" where the user has given it.
+    """
+
+    def __init__(self, context: RunContext, plan: LaunchPlan, listener: HostListener, secret: str = "") -> None:
+        self._context, self._plan, self._listener, self._secret = context, plan, listener, secret
+        self._config = context.config
+        self._own = own_facts(
+            node_rank=0,
+            processes=plan.num_processes,
+            accelerator=plan.accelerator,
+            num_nodes=self._config.num_nodes,
+            rdzv_id=self._config.rdzv_id,
+        )
+        self._hosts: list[JoinedHost] = []
+        self._wait = WaitingTarget(context)
+        self._group: RankGroup | None = None
+        self._makes_room: StopReason | None = None
+        self._shown = ""
+        self._unsubscribe = context.journal.subscribe(self._stream)
+
+    @property
+    def _members(self) -> list[HostFacts]:
+        return [self._own, *(host.facts for host in self._hosts)]
+
+    # ---- before the ranks start
+
+    def gather(self, attempt: int) -> LaunchPlan | None:
+        """See ``Hosts.gather``.
+
+        Raises:
+            LaunchError: Not enough hosts have joined in time.
+        """
+        if not self._shown:
+            for line in instruction_lines(self._config, self._context.function_name, self._secret):
+                if not self._secret:  # a report must not have it
+                    self._context.journal.append(NoteAdded(line))
+                self._context.show(f"  {line}")
+        deadline, last_call = time.monotonic() + join_seconds(self._config), 0.0
+        with DispatchSelector() as selector:
+            selector.register(self._context.commands.wake, selectors.EVENT_READ, self._carry_out)
+            selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(selector))
+            for host in self._hosts:
+                self._listen(host, selector)
+            while not self._is_complete(attempt, last_call):
+                dispatch(selector, WAIT_SECONDS)
+                self._context.publisher.flush()
+                self._drop_lost()
+                if self._stopped_waiting():
+                    return None
+                if len(self._hosts) + 1 < self._least:
+                    last_call = 0.0
+                elif not last_call:
+                    last_call = time.monotonic() + _setting(self._config, "last_call_timeout", LAST_CALL_SECONDS)
+                if time.monotonic() > deadline and len(self._hosts) + 1 < self._least:
+                    raise LaunchError(self._timeout_text())
+                self._show_waiting()
+            for host in self._hosts:
+                host.connection.disconnect()
+        return self._joined(attempt)
+
+    @property
+    def _least(self) -> int:
+        return self._config.min_nodes or self._config.num_nodes
+
+    def _is_complete(self, attempt: int, last_call: float) -> bool:
+        """Whether the hosts are there: all, or at a restart enough, or enough and no other for some time."""
+        count = len(self._hosts) + 1
+        enough = count >= self._least
+        return count == self._config.num_nodes or (enough and (attempt > 0 or 0 < last_call <= time.monotonic()))
+
+    def _joined(self, attempt: int) -> LaunchPlan | None:
+        """Number the hosts and their ranks, and return the plan; None where the run is stopped meanwhile."""
+        if self._config.rdzv_backend == "static":
+            self._hosts = _in_asked_order(self._hosts)
+        for index, host in enumerate(self._hosts, 1):
+            host.connection.node = index
+            if host.facts.kind == NOTEBOOK and host.connection.cells is None:
+                host.connection.cells = ForeignCells(partial(_suffix, host.connection))
+            with suppress(ChannelClosedError):  # starting its ranks reports it
+                host.connection.measure_clock()
+        sizes = [facts.processes for facts in self._members]
+        address = self._config.rendezvous_address[0]
+        name = f"{self._config.rdzv_id}-{self._context.id}"
+        plan = joined(self._plan, sizes, (address, self._store_port(attempt)), interface_to(address), name)
+        if note := facts_of.version_note(self._members):
+            self._context.note(note, shown_as=f"⚠ {note}")
+        for index, host in enumerate(self._hosts, 1):
+            text = self._members_text(plan, index)
+            host.send(HostPlanEvent(text, self._own.host, pickle.dumps(on_node(plan, index))))
+        self._context.show(self._members_text(plan, 0))
+        self._context.journal.append(RunPlanned(plan, 0, plan.world_size))
+        return plan
+
+    def _store_port(self, attempt: int) -> int:
+        """Reserve a port for the store that rank 0 serves: a new one for each attempt."""
+        self._release_port()
+        port, _ = ports.reserve((self._context.id, "store"), 0, fixed=False)
+        return port
+
+    def _release_port(self) -> None:
+        ports.release((self._context.id, "store"))
+
+    def _members_text(self, plan: LaunchPlan, here: int) -> str:
+        parts, count = [], len(plan.sizes)
+        for index, facts in enumerate(self._members):
+            first = sum(plan.sizes[:index])
+            last = first + plan.sizes[index] - 1
+            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+            parts.append(f"{ranks} on {node_name(index, facts.host)}{', here' if index == here else ''}")
+        if len(parts) > MAX_NAMED:
+            parts[MAX_NAMED - 1 :] = [f"… {parts[-1]}"]
+        return f"{f'all {count} nodes have' if count > 1 else 'one node has'} joined: {'; '.join(parts)}"
+
+    # ---- hosts that come and go while the run waits
+
+    def _accept(self, selector: DispatchSelector | None) -> None:
+        """Admit a host, or refuse it; without a selector, while ranks run."""
+        incoming = self._listener.next_host(0.0)
+        if incoming is None:
+            return
+        host = self._made(incoming)
+        if host is None:
+            return
+        if selector is not None:
+            self._hosts.append(host)
+            self._listen(host, selector)
+            self._show_waiting(again=True)
+        elif self._has_room:
+            members = self._members
+            self._hosts.append(host)
+            host.send(WaitingEvent(facts_of.late_join_text(members, self._config.num_nodes)))
+            self._makes_room = self._makes_room or StopReason(WorkerError, facts_of.joining_text(host.facts))
+            if self._group is not None:
+                host.connection.connect(self._group.selector, self._group.events)
+        else:
+            text = facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts)
+            host.connection.close(HostRefusedEvent(text))
+
+    def _made(self, incoming: IncomingHost) -> JoinedHost | None:
+        """Return the host behind a connection; None if it cannot take part."""
+        connection = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+        try:
+            facts = HostFacts.from_dict(incoming.hello.facts)
+        except (TypeError, ValueError) as error:
+            connection.close(HostRefusedEvent(f"the first notebook does not understand this host: {error}"))
+            return None
+        facts = _completed(facts, self._plan)
+        reason = self._refusal(facts)
+        if reason:
+            connection.close(HostRefusedEvent(reason))
+            self._context.note(f"{facts.title} was refused: {reason}")
+            return None
+        host = JoinedHost(connection, facts)
+        connection.on_message = lambda event: self._handle(event, host)
+        return host
+
+    def _refusal(self, facts: HostFacts) -> str:
+        address, port = self._config.rendezvous_address
+        if facts.rdzv_id and facts.rdzv_id != self._config.rdzv_id:
+            return f"a rendezvous answers at {address}:{port}, but not for rdzv_id={facts.rdzv_id!r}"
+        if self._group is None and len(self._hosts) + 1 >= self._config.num_nodes:
+            return facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts)
+        return facts_of.problem(facts, self._members, self._config.rdzv_backend)
+
+    def _listen(self, host: JoinedHost, selector: DispatchSelector) -> None:
+        host.connection.connect(selector, _NoRanks())
+
+    def _drop_lost(self) -> None:
+        for host in [host for host in self._hosts if host.connection.lost]:
+            self._hosts.remove(host)
+            host.connection.close()
+            reason = host.connection.lost.removeprefix(f"{host.connection.name} ")
+            self._context.note(f"{host.facts.title} does not join any more: it {reason}")
+
+    def _show_waiting(self, *, again: bool = False) -> None:
+        text = facts_of.waiting_text(self._config.rdzv_backend, self._config.num_nodes, self._members)
+        if text != self._shown:
+            self._context.show(text)
+        if text != self._shown or again:
+            for host in self._hosts:
+                host.send(WaitingEvent(text))
+        self._shown = text
+
+    def _timeout_text(self) -> str:
+        seconds = join_seconds(self._config)
+        return facts_of.timeout_text(self._config.rdzv_backend, self._config.num_nodes, self._members, seconds)
+
+    def _carry_out(self) -> None:
+        self._context.commands.carry_out(self._wait)
+
+    def _stopped_waiting(self) -> bool:
+        limit, clock = self._config.timeout, self._context.clock
+        if limit is not None and clock.now() > clock.started + limit:
+            self._wait.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
+        if (reason := self._wait.stop_reason) is None:
+            return False
+        if self._context.state.stop_phase == "none" and self._context.state.ended is None:
+            self._context.journal.append(StopAdvanced("interrupting", reason.text))
+        return True
+
+    def why_stopped(self) -> StopReason:
+        """See ``Hosts.why_stopped``."""
+        return self._wait.stop_reason or USER_STOP
+
+    # ---- while the ranks run
+
+    def backend(self, own: ProcessBackend) -> ProcessBackend:
+        """See ``Hosts.backend``."""
+        hosts = [(host.connection, host.facts.kind == COMMAND) for host in self._hosts]
+        return HostBackend(own, self._plan.num_processes, hosts)
+
+    def follow(self, group: RankGroup) -> None:
+        """See ``Hosts.follow``."""
+        self._group, self._makes_room = group, None
+        group.listen(self._listener, lambda: self._accept(None))
+        group.on_step = lambda: self._stop_to_make_room(group)
+
+    def _stop_to_make_room(self, group: RankGroup) -> None:
+        """Stop to let a late host join, unless a debugger is in use."""
+        busy = self._context.clock.suspended or group.stops.failures or group.stops.held
+        if self._makes_room is not None and not busy and group.stops.make_room(self._makes_room):
+            self._context.show(self._makes_room.text)
+
+    def _handle(self, event: Event, host: JoinedHost) -> None:
+        """Handle what a host sends about the whole run."""
+        if isinstance(event, StopRequest):
+            reason = StopReason(RunStoppedError, f"{host.connection.name}: it was stopped")
+            target = self._wait if self._group is None else self._group
+            self._context.show(reason.text)
+            target.stop(event.grace, reason)
+
+    def can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
+        """See ``Hosts.can_restart``."""
+        self._group = None
+        for host in self._hosts:
+            host.connection.disconnect()
+        lost = [host for host in self._hosts if host.connection.lost]
+        for host in lost:
+            self._hosts.remove(host)
+            host.connection.close()
+        reason = group.stops.reason
+        makes_room = (
+            reason is not None and reason is self._makes_room and all(map(failures.looks_like_lost_peer, found))
+        )
+        if not makes_room and (reason is not None or not found):
+            return False
+        return not lost or (self._config.rdzv_backend == "c10d" and len(self._hosts) + 1 >= self._least)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the run would restart to include another host."""
+        attempts = self._context.state.attempts
+        number = attempts[-1].number if attempts else 0
+        few = len(self._hosts) + 1 < self._config.num_nodes
+        return self._config.rdzv_backend == "c10d" and few and number < self._config.max_restarts
+
+    # ---- to the other notebooks
+
+    def _stream(self, records: Sequence[Record]) -> None:
+        """Send what the journal says of the run to the other notebooks."""
+        if records[0].rank != RUN:
+            return
+        wanted = [record._replace(event=self._abroad(record.event)) for record in records]
+        wanted = [record for record in wanted if not isinstance(record.event, _KEPT_HERE)]
+        payload = JournalEvent(pickle.dumps(wanted)) if wanted and self._hosts else None
+        for host in self._hosts:
+            if payload is not None and host.facts.kind == NOTEBOOK:
+                host.send(payload)
+        if isinstance(ended := records[-1].event, RunEnded) and self._context.state.held:
+            self._send_end(ended, held=True)
+
+    def _abroad(self, event: Event) -> Event:
+        """Return an event of the journal as other notebooks receive it: with this one's name at its cells and stop."""
+        event = without_result(with_named_cells(event, " of node 0"), "")
+        if isinstance(event, StopAdvanced) and event.reason == USER_STOP.text:
+            return replace(event, reason=f"{node_name(0, self._own.host)}: {event.reason}")
+        return event
+
+    def _send_end(self, ended: RunEnded, *, held: bool = False) -> None:
+        message = ended.message
+        if re.search(rf"( s|had joined): {USER_STOP.text}$", message):  # not that of another node
+            message = f"{message.removesuffix(USER_STOP.text)}{node_name(0, self._own.host)}: {USER_STOP.text}"
+        for host in self._hosts:
+            host.send(RunOverEvent(ended.status, ended.error, message, held))
+
+    def close(self, ended: RunEnded) -> None:
+        """See ``Hosts.close``."""
+        self._unsubscribe()
+        self._send_end(ended)
+        for host in self._hosts:
+            host.connection.close()
+        self._listener.close()
+        self._release_port()
+
+
+class _NoRanks:
+    """The ``RankListener`` of hosts that have no ranks."""
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        """See ``RankListener.take_output``."""
+
+    def take_frames(self, rank: int, data: bytes) -> None:
+        """See ``RankListener.take_frames``."""
+
+    def take_host_frames(self, rank: int, data: bytes) -> None:
+        """See ``RankListener.take_host_frames``."""
+
+    def take_end(self, rank: int) -> None:
+        """See ``RankListener.take_end``."""
+
+
+def _suffix(connection: HostConnection) -> str:
+    return f" of node {connection.node}"
+
+
+def join_seconds(config: LaunchConfig) -> float:
+    """Return the join timeout in seconds."""
+    return _setting(config, "join_timeout", _setting(config, "timeout", JOIN_SECONDS))
+
+
+def _setting(config: LaunchConfig, name: str, default: float) -> float:
+    return float((config.rdzv_conf or {}).get(name, default))
+
+
+def keep_alive(config: LaunchConfig) -> tuple[float, float]:
+    """Return the seconds between two keep-alives, and those without one after which a host is lost."""
+    interval = _setting(config, "keep_alive_interval", 5)
+    return interval, interval * _setting(config, "keep_alive_max_attempt", 3)
+
+
+def _completed(facts: HostFacts, plan: LaunchPlan) -> HostFacts:
+    """Return a host's facts with the number of ranks that it leaves to the first notebook."""
+    return facts if facts.processes > 0 else replace(facts, processes=plan.num_processes)
+
+
+def _in_asked_order(hosts: list[JoinedHost]) -> list[JoinedHost]:
+    """Return hosts by the ``node_rank`` that each asked for; the others fill the gaps, in the order of arrival."""
+    asked = {host.facts.node_rank: host for host in hosts if host.facts.node_rank > 0}
+    others = iter([host for host in hosts if host.facts.node_rank <= 0])
+    return [asked.get(number) or next(others) for number in range(1, len(hosts) + 1)]
+
+
+__all__ = ["JOIN_SECONDS", "HostGroup", "join_seconds", "keep_alive"]

@@ -1,0 +1,114 @@
+"""A host without a notebook: a command that runs ranks of a run on its machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from notebook_accelerate import hardware
+from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
+from notebook_accelerate.launch.hosts.host_facts import COMMAND, own_facts
+from notebook_accelerate.launch.hosts.joining import connect, own_orders
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    FunctionEvent,
+    HostPlanEvent,
+    HostRefusedEvent,
+    RunOverEvent,
+    StartOrder,
+    WaitingEvent,
+)
+from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
+from notebook_accelerate.launch.processes.orphan_guard import own_mark
+from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
+from notebook_accelerate.telemetry.pickling import anonymous_file
+
+if TYPE_CHECKING:
+    from notebook_accelerate.telemetry import Channel, Event
+
+
+def join(
+    where: tuple[str, int], secret: str, processes: int = 0, *, seconds: float, show: Callable[[str], None]
+) -> None:
+    """Run ranks on this machine for the run at an address, until the run is over.
+
+    Args:
+        where: Address and port of the run's first notebook.
+        secret: The run's secret.
+        processes: Ranks to start; 0: as many as the first notebook starts itself.
+        seconds: How long to wait for the first notebook to listen.
+        show: Called with lines for the user.
+
+    Raises:
+        LaunchError: The run refused this host, could not be reached, or was lost.
+        RunStoppedError: The run was stopped.
+        WorkerError: The run failed.
+    """
+    facts = own_facts(kind=COMMAND, processes=processes, accelerator=hardware.detect().accelerator)
+    show(f"joining the run at {where[0]}:{where[1]}")
+    host = CommandHost(connect(where, secret, facts, seconds, KEEP_ALIVE), where[0], show)
+    try:
+        while (message := host.next_message()) is not None:
+            if isinstance(message, RunOverEvent):
+                if not message.held:
+                    return _end(message, show)
+            else:
+                host.handle_message(message)
+    except (KeyboardInterrupt, SystemExit):
+        host.leave("its command was interrupted")
+        raise
+    finally:
+        host.close()
+    raise LaunchError(f"the first notebook was lost: {host.lost or 'it has left'}")
+
+
+def _end(over: RunOverEvent, show: Callable[[str], None]) -> None:
+    if over.status == "succeeded":
+        show("the run succeeded")
+        return
+    raise (RunStoppedError if over.status == "stopped" else WorkerError)(over.message or f"the run {over.status}")
+
+
+class CommandHost(Host):
+    """The host of a command; receives the function with its orders.
+
+    Args:
+        channel: The stream to the first notebook.
+        address: The first notebook's address.
+        show: Called with lines for the user.
+    """
+
+    def __init__(self, channel: Channel, address: str, show: Callable[[str], None]) -> None:
+        self._address, self._show = address, show
+        self._function = anonymous_file()
+        super().__init__(channel)
+
+    def handle_message(self, message: Event) -> None:
+        """Handle a message of the first notebook about the whole run."""
+        if isinstance(message, HostRefusedEvent):
+            raise LaunchError(message.text)
+        if isinstance(message, (WaitingEvent, HostPlanEvent)):
+            self._show(message.text)
+        elif isinstance(message, FunctionEvent):
+            os.write(self._function, message.payload)
+        elif isinstance(message, StartOrder):
+            self._run_own(message)
+
+    def _run_own(self, message: StartOrder) -> None:
+        orders = own_orders(message, self._address)
+        for order in orders:
+            adapt_to_machine(order)
+            order.mark = own_mark()  # what the ranks start ends with this process
+        function, self._function = self._function, anonymous_file()
+        self._show(f"starting {'1 rank' if len(orders) == 1 else f'{len(orders)} ranks'}")
+        self.run_ranks(PlacedBackend(function), orders)
+        self._show("the ranks of this host have ended")
+
+    def close(self) -> None:
+        """See ``Host.close``."""
+        super().close()
+        os.close(self._function)
+
+
+__all__ = ["CommandHost", "join"]

@@ -1,0 +1,378 @@
+"""Another notebook's side of a run on several machines: it runs its ranks for the first notebook, and shows them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
+from notebook_accelerate.launch.hosts import host_cells as foreign_cells
+from notebook_accelerate.launch.hosts.host_cells import own_cells
+from notebook_accelerate.launch.hosts.host_facts import own_facts
+from notebook_accelerate.launch.hosts.host_group import join_seconds, keep_alive
+from notebook_accelerate.launch.hosts.joining import connect, own_orders
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_connection import node_name
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    CellsEvent,
+    HostPlanEvent,
+    HostRefusedEvent,
+    JournalEvent,
+    RunOverEvent,
+    StartOrder,
+    StopRequest,
+    WaitingEvent,
+)
+from notebook_accelerate.launch.output.rank_lines import RankOutput, line_label
+from notebook_accelerate.launch.processes import process_backend
+from notebook_accelerate.launch.state import error_messages, rank_result, run_events
+from notebook_accelerate.launch.state.run_events import (
+    AttemptEnded,
+    PromptOpened,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    RanksReleased,
+    RunEnded,
+    RunPlanned,
+    StopAdvanced,
+)
+from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
+from notebook_accelerate.telemetry import Decoder, DisplayEvent, LogEvent, ResultEvent, steady_time
+from notebook_accelerate.telemetry.store import Record
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.processes.rank_process import RankProcess
+    from notebook_accelerate.launch.supervisor.run_context import RunContext
+    from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
+    from notebook_accelerate.telemetry import Channel, Event
+    from notebook_accelerate.telemetry.inherited_state import InheritedState
+
+
+class JoinedRun:
+    """Runs the ranks of this notebook for the first one; stands in a launch where its supervisor would.
+
+    Args:
+        context: This notebook's run.
+        function: The launched function.
+        arguments: Its arguments.
+        inherited: State that ranks inherit from the launching thread.
+        prepare: Makes this notebook's plan; called on the run's thread.
+        release: Called once when the run is over, before that is announced.
+        secret: The run's secret.
+
+    Attributes:
+        started: Set once the first notebook knows this one, or the run is over.
+        over: Set once the thread has finished.
+        problem: The error that prevented the start of the ranks.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        inherited: InheritedState,
+        prepare: Callable[[], LaunchPlan],
+        release: Callable[[], None],
+        secret: str,
+    ) -> None:
+        self._context, self._call, self._inherited = context, (function, arguments), inherited
+        self._prepare, self._release, self._secret = prepare, release, secret
+        self._journal = context.journal
+        self._host: NotebookHost | None = None
+        self._target = _JoinedTarget(context, self._send_stop)
+        self._ended: RunEnded | None = None
+        self.started, self.over = threading.Event(), threading.Event()
+        self.problem: BaseException | None = None
+        self.thread = threading.Thread(target=self._main, name=f"notebook-accelerate-run-{context.id}", daemon=True)
+
+    def _main(self) -> None:
+        ended = RunEnded("failed", "WorkerError", "the launch failed")
+        try:
+            ended = self._run()
+        except RunStoppedError as problem:
+            ended = self._broken(problem, RunEnded("stopped", "RunStoppedError", str(problem)))
+        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
+            text = f"the launch failed: {type(problem).__name__}: {problem}"
+            ended = self._broken(problem, RunEnded("failed", "WorkerError", text, problem))
+        finally:
+            self._end(ended)
+
+    def _broken(self, problem: BaseException, ended: RunEnded) -> RunEnded:
+        if not self.started.is_set():
+            self.problem = problem
+        return ended
+
+    def _end(self, ended: RunEnded) -> None:
+        try:
+            if self._host is not None:
+                self._host.close()
+            self._context.commands.close()
+            self._release()
+            self._context.publisher.flush(force=True)
+        finally:
+            try:
+                state = self._context.state
+                if state.attempt_status == "running":
+                    self._leave_ranks(ended)
+                    self._journal.append(AttemptEnded(ended.message or ended.status))
+                if state.ended is None:
+                    self._journal.append(ended)
+                if self._context.state.held:
+                    self._journal.append(RanksReleased())
+            finally:
+                self._context.commands.prompts.close()
+                self.started.set()
+                self.over.set()
+
+    def _leave_ranks(self, ended: RunEnded) -> None:
+        """Record the ends that the first notebook, which is lost, does not report."""
+        for info in self._context.state.ranks:
+            if not info.exited:
+                state = info.state if info.state in ("succeeded", "failed") else "stopped"
+                self._journal.append(RankExited(info.rank, state, "SIGKILL" if info.pid else ""))
+
+    # ---- on the run's thread
+
+    def _run(self) -> RunEnded:
+        plan, config = self._prepare(), self._context.config
+        facts = own_facts(
+            node_rank=config.node_rank if config.rdzv_backend == "static" else -1,
+            processes=plan.num_processes,
+            accelerator=plan.accelerator,
+            num_nodes=config.num_nodes,
+            rdzv_id=config.rdzv_id,
+        )
+        where = config.rendezvous_address
+        if not config.block:
+            self.started.set()  # the others may take minutes
+        stopping = self._context.commands.stopping
+        channel = connect(where, self._secret, facts, join_seconds(config), keep_alive(config), stopping)
+        self._host = host = NotebookHost(channel, self._context, plan, self._call, self._inherited, self._end_held)
+        host.watch(self._context.commands.wake, lambda: self._context.commands.carry_out(self._target))
+        if stopping():
+            self._send_stop(0.0)
+        while (message := host.next_message()) is not None:
+            if isinstance(message, HostRefusedEvent):
+                raise LaunchError(message.text)
+            if isinstance(message, RunOverEvent) and not message.held:
+                return self._verdict(message)
+            if isinstance(message, HostPlanEvent):
+                self.started.set()
+            host.handle_message(message)
+        return self._without_first(host)
+
+    def _end_held(self, over: RunOverEvent) -> None:
+        """End the run for this notebook's user, while its ranks are held for the debugger of the first one."""
+        self._journal.append(self._verdict(over))
+
+    def _verdict(self, over: RunOverEvent) -> RunEnded:
+        """Return how the run ended, with failures at this notebook's cells."""
+        state = self._context.state
+        if over.status == "failed" and state.failures:
+            return error_messages.failed(self._context.id, state)
+        return RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {self._context.id} ", over.message))
+
+    def _without_first(self, host: NotebookHost) -> RunEnded:
+        if self._target.killed or (self._context.commands.stopping() and not self._context.state.attempts):
+            raise RunStoppedError(f"run {self._context.id} was stopped")
+        text = f"{host.first} was lost: {host.lost or 'it has left'}"
+        if not self._context.state.attempts:
+            raise LaunchError(text)
+        return RunEnded("failed", "WorkerDiedError", f"run {self._context.id} failed: {text}")
+
+    def _send_stop(self, grace: float) -> None:
+        """Have the first notebook stop the run; a second time, leave it."""
+        if self._host is not None and self._target.killed:
+            self._host.leave("it was stopped")
+        elif self._host is not None:
+            self._host.send(StopRequest(grace))
+
+
+class _JoinedTarget(WaitingTarget):
+    """Passes this notebook's stop on to the first one."""
+
+    def __init__(self, context: RunContext, send_stop: Callable[[float], None]) -> None:
+        super().__init__(context)
+        self._send_stop = send_stop
+        self.killed = False
+
+    def stop(self, grace: float, reason: StopReason) -> None:
+        """See ``RunCommands.stop``."""
+        self.killed = self.stop_reason is not None
+        super().stop(grace, reason)
+        self._send_stop(grace)
+
+
+class NotebookHost(Host):
+    """The host of a notebook: shows what its ranks send, besides relaying it.
+
+    Args:
+        channel: The stream to the first notebook.
+        context: This notebook's run.
+        plan: This notebook's plan before all have joined.
+        call: The launched function and its arguments.
+        inherited: State that ranks inherit from the launching thread.
+        end_held: Called when the run has ended and its ranks are held for inspection.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        context: RunContext,
+        plan: LaunchPlan,
+        call: tuple[Callable[..., Any], tuple[Any, ...]],
+        inherited: InheritedState,
+        end_held: Callable[[RunOverEvent], None],
+    ) -> None:
+        self._context, self._plan, self._call, self._inherited = context, plan, call, inherited
+        self._end_held = end_held
+        self._journal, self._publisher = context.journal, context.publisher
+        self._label = partial(line_label, context.config.log_line_prefix_template)
+        self._outputs: dict[tuple[int, str], RankOutput] = {}
+        self._decoders: dict[int, Decoder] = {}
+        self._results: dict[int, rank_result.RankResult] = {}
+        self._cells: dict[str, list[str]] = {}
+        self._own, self._node = range(0), 0
+        self.first = node_name(0, "")
+        super().__init__(channel)
+
+    # ---- from the first notebook
+
+    def seconds_until_due(self) -> float | None:
+        """See ``Host.seconds_until_due``."""
+        return self._publisher.seconds_until_due()
+
+    def take_step(self) -> None:
+        """See ``Host.take_step``."""
+        self._publisher.flush()
+        while self._messages and _is_urgent(self._messages[0]):
+            self.handle_message(self._messages.popleft())
+
+    def handle_message(self, message: Event) -> None:
+        """Handle a message of the first notebook about the whole run, on the run's thread."""
+        if isinstance(message, WaitingEvent):
+            self._context.show(message.text)
+        elif isinstance(message, HostPlanEvent):
+            self.first = node_name(0, message.first)
+            self._context.show(message.text)
+            self._context.show("the first notebook has all ranks: stop, ask and debug them there")
+            self._context.commands.requests.elsewhere = (
+                f"run {self._context.id} is steered in the notebook of {self.first}, which has all ranks: "
+                "ask and debug them there"
+            )
+            self._take_plan(pickle.loads(message.payload))
+        elif isinstance(message, StartOrder):
+            self._run_own(message)
+        elif isinstance(message, RunOverEvent):
+            self._end_held(message)
+        elif isinstance(message, JournalEvent):
+            for record in pickle.loads(message.payload):
+                self._follow(record)
+
+    def _take_plan(self, plan: LaunchPlan) -> None:
+        own = replace(plan, start_method=self._plan.start_method, reason=self._plan.reason, threads=self._plan.threads)
+        self._own, self._node = range(own.first_rank, own.first_rank + own.num_processes), own.node
+        self._results.clear()
+        self._journal.append(RunPlanned(own, own.first_rank, own.num_processes))
+        new = {filename: cell for filename, cell in own_cells().items() if self._cells.get(filename) != cell}
+        self._cells |= new
+        self.send(CellsEvent(new))
+
+    def _run_own(self, message: StartOrder) -> None:
+        config, plan = self._context.config, self._plan
+        orders = own_orders(message, config.rendezvous_address[0])
+        for order in orders:
+            order.state, order.threads, order.accelerator = self._inherited, plan.threads, config.accelerator
+            order.environment.update(config.env or {})
+        backend = process_backend(plan.start_method)(*self._call)
+        backend.configure(config, self._context.note, self._context.commands.stopping)
+        self.run_ranks(backend, orders)
+
+    def _follow(self, record: Record) -> None:
+        """Append an event of the first notebook's journal, as far as it is about this notebook's ranks."""
+        event = foreign_cells.named_here(record.event, f" of node {self._node}")
+        rank = event.failure.rank if isinstance(event, RankFailed) else getattr(event, "rank", None)
+        if not self._own or (rank is not None and rank not in self._own):  # an attempt before it joined; another's
+            return
+        if isinstance(event, RankExited) and event.state == "succeeded" and rank in self._results:
+            self._journal.append(RankReturned(event.rank, self._results[event.rank]), record.time)
+        if isinstance(event, run_events.RankStarted):
+            event = replace(event, host="")
+        assert isinstance(event, run_events.RunEvent)
+        self._journal.append(event, record.time)
+        if isinstance(event, PromptOpened):
+            what = "a line of input" if event.kind == "input" else "its debugger"
+            self._context.show(f"rank {event.rank} waits for {what} in the first notebook", "stderr")
+        elif isinstance(event, StopAdvanced) and event.phase == "interrupting" and event.reason:
+            self._context.show(event.reason)
+        elif isinstance(event, AttemptEnded) and event.restarts:
+            number = self._context.state.attempts[-1].number + 1
+            how = "failed" if self._context.state.failures else "ended"
+            self._context.show(f"attempt {number} {how} ({event.outcome}); starting again", "stderr")
+
+    # ---- from the ranks
+
+    def started(self, process: RankProcess) -> None:
+        """See ``Host.started``."""
+        rank = process.rank
+        label = self._label(rank, process.local_rank)
+        self._decoders[rank] = Decoder()
+        for stream in ("stdout", "stderr"):
+            self._outputs[rank, stream] = RankOutput(rank, stream, label, self._keep_lines, self._publisher)
+        super().started(process)
+
+    def _keep_lines(self, rank: int, stream: str, text: str) -> None:
+        self._journal.add([Record(rank, steady_time.now(), LogEvent(stream, text))])
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        """See ``RankListener.take_output``."""
+        super().take_output(rank, stream, data)
+        output = self._outputs.get((rank, stream))
+        if output is not None and data:
+            output.feed(data)
+        elif output is not None:
+            self._outputs.pop((rank, stream)).finish()
+
+    def take_frames(self, rank: int, data: bytes) -> None:
+        """See ``RankListener.take_frames``."""
+        super().take_frames(rank, data)
+        try:
+            messages = self._decoders[rank].feed(data)
+        except ChannelClosedError:  # the first notebook reports it
+            return
+        self._journal.add([Record(rank, stamp, event) for stamp, event in messages])
+        for _, event in messages:
+            if isinstance(event, DisplayEvent):
+                self._publisher.display(event, self._label(rank, rank - self._own.start))
+            elif isinstance(event, ResultEvent):
+                self._results[rank] = rank_result.received(event, (), rank)
+
+    def sampled(self, records: list[Record]) -> None:
+        """See ``Host.sampled``."""
+        super().sampled(records)
+        self._journal.add(records)
+
+    def ended(self, rank: int, end: Any) -> None:
+        """See ``Host.ended``."""
+        for stream in ("stdout", "stderr"):
+            if (output := self._outputs.pop((rank, stream), None)) is not None:
+                output.finish()
+        self._publisher.flush(force=True)
+        super().ended(rank, end)
+
+
+def _is_urgent(message: Event) -> bool:
+    """Whether a message cannot wait for the end of the ranks."""
+    return isinstance(message, JournalEvent) or (isinstance(message, RunOverEvent) and message.held)
+
+
+__all__ = ["JoinedRun", "NotebookHost"]

@@ -1,0 +1,85 @@
+"""What all hosts do that join a run: connect to the first notebook, and wait for its orders."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.errors import AuthenticationError, LaunchError, RunStoppedError
+from notebook_accelerate.hardware.addresses import interface_of, own_address
+from notebook_accelerate.launch.hosts.host_facts import HostFacts
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
+from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.hosts.remote.host_protocol import StartOrder
+    from notebook_accelerate.telemetry import Channel
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+
+RETRY_SECONDS = 0.3
+"""Seconds between two tries to reach the first notebook, which may not have begun to listen."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def connect(
+    where: tuple[str, int],
+    secret: str,
+    facts: HostFacts,
+    seconds: float,
+    keep_alive: tuple[float, float],
+    stopping: Callable[[], bool] = lambda: False,
+) -> Channel:
+    """Connect to the first notebook, trying again until it listens.
+
+    Args:
+        where: Address and port of its listener.
+        secret: The run's secret.
+        facts: What this host tells about itself.
+        seconds: How long to try.
+        keep_alive: Seconds between two keep-alives, and those without one after which the other end is lost.
+        stopping: Returns whether to give up.
+
+    Raises:
+        LaunchError: The first notebook has another secret, or does not listen.
+        RunStoppedError: The run is ``stopping``.
+    """
+    address, port = where
+    hello = HelloEvent(facts.node_rank, facts.host, facts.as_dict())
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return connect_to_kernel(address, port, secret.encode(), hello, keep_alive, stopping)
+        except AuthenticationError:
+            raise LaunchError(
+                f"the run at {address}:{port} has another secret, or is none; pass the secret of the first notebook"
+            ) from None
+        except OSError as error:
+            problem = error
+        if stopping():
+            raise RunStoppedError("the run was stopped before all nodes had joined")
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"node 0 did not join within {seconds:g} s: no run answers at {address}:{port} ({problem})"
+            )
+        time.sleep(RETRY_SECONDS)
+
+
+def own_orders(event: StartOrder, address: str) -> list[WorkerOrder]:
+    """Return the orders of this host's ranks, with the interface on which they reach the first notebook's."""
+    orders: list[WorkerOrder] = pickle.loads(event.payload)
+    interface = interface_to(address)
+    for order in orders:
+        order.environment.update(dict.fromkeys(INTERFACE_VARIABLES, interface) if interface else {})
+    return orders
+
+
+def interface_to(address: str) -> str:
+    """Return the name of the interface on the way to an address; "" leaves the choice to the back end."""
+    own = own_address(address, 9)
+    return interface_of(own.partition("%")[0]) if own and INTERFACE_VARIABLES[0] not in os.environ else ""
+
+
+__all__ = ["connect", "interface_to", "own_orders"]

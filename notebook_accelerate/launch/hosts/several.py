@@ -1,0 +1,166 @@
+"""Which part a notebook has in a run on several machines, and what runs that part."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from notebook_accelerate.errors import LaunchError, PortInUseError
+from notebook_accelerate.launch.hosts.host_group import HostGroup, keep_alive
+from notebook_accelerate.launch.hosts.join_instructions import alone_lines
+from notebook_accelerate.launch.hosts.joined_run import JoinedRun
+from notebook_accelerate.launch.hosts.joining import interface_to
+from notebook_accelerate.launch.hosts.remote.listener import HostListener
+from notebook_accelerate.launch.hosts.run_secret import SECRET_VARIABLE, shared_secret
+from notebook_accelerate.launch.processes import ports
+from notebook_accelerate.launch.state.run_events import NoteAdded
+from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.supervisor.run_context import RunContext
+    from notebook_accelerate.telemetry.inherited_state import InheritedState
+
+
+class Role(enum.Enum):
+    """The part of a notebook."""
+
+    ALONE = "alone"
+    """It runs its own ranks, as one of several torchrun commands would: without a secret, notebooks do not talk."""
+    FIRST = "first"
+    """It supervises all ranks of the run."""
+    HOST = "host"
+    """It runs ranks for the first notebook."""
+
+
+class Part(NamedTuple):
+    """A notebook's role, with the run's secret ("" without one) and the first one's listener."""
+
+    role: Role
+    secret: str = ""
+    listener: HostListener | None = None
+
+
+def runner_of_several(
+    context: RunContext,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    inherited: InheritedState,
+    prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan],
+    release: Callable[[], None],
+) -> Supervisor | JoinedRun:
+    """Return what runs this notebook's part of a run on several machines.
+
+    Args:
+        context: This notebook's run.
+        function: The launched function.
+        arguments: Its arguments.
+        inherited: State that ranks inherit from the launching thread.
+        prepare: Completes this notebook's plan with a function and appends it to the journal; called on the run's
+            thread.
+        release: Releases what ``prepare`` reserved.
+
+    Raises:
+        PortInUseError: See `part_of`.
+        LaunchError: See `part_of`.
+    """
+    part = part_of(context)
+    as_it_is = partial(prepare, lambda plan: plan)
+    if part.role is Role.HOST:
+        return JoinedRun(
+            context, function, arguments, inherited=inherited, prepare=as_it_is, release=release, secret=part.secret
+        )
+    if (listener := part.listener) is None:
+        alone = partial(_prepare_alone, context, prepare)
+        return Supervisor(context, function, arguments, inherited=inherited, prepare=alone, release=release)
+    shown = "" if shared_secret(context.config) else part.secret
+
+    def release_all() -> None:
+        listener.close()
+        release()
+
+    return Supervisor(
+        context,
+        function,
+        arguments,
+        inherited=inherited,
+        prepare=as_it_is,
+        hosts=lambda plan: HostGroup(context, plan, listener, shown),
+        release=release_all,
+    )
+
+
+def _prepare_alone(
+    context: RunContext, prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan]
+) -> LaunchPlan:
+    """Prepare a notebook that does not talk to the others, and tell the user so."""
+    plan = prepare(partial(_alone, context))
+    for line in alone_lines(context.config, context.function_name):
+        context.journal.append(NoteAdded(line))
+        context.show(f"  {line}")
+    return plan
+
+
+def _alone(context: RunContext, plan: LaunchPlan) -> LaunchPlan:
+    ports.reserve(context.id, plan.port, fixed=True, here=plan.node == 0)
+    return replace(plan, run_name=context.config.rdzv_id, interface=interface_to(plan.master_addr))
+
+
+def part_of(context: RunContext) -> Part:
+    """Return the part of this notebook; the first one listens from now on.
+
+    With ``rdzv_backend="c10d"`` the first notebook is the one that can listen at the address.
+
+    Raises:
+        PortInUseError: This is the first notebook, and its port is taken.
+        LaunchError: This notebook needs the secret of the first one.
+    """
+    config, secret = context.config, shared_secret(context.config)
+    static, is_host = config.rdzv_backend == "static", (config.rdzv_conf or {}).get("is_host")
+    if static and not secret:
+        return Part(Role.ALONE)
+    must = is_host or (static and config.node_rank == 0)
+    if not must and (static or is_host is False):
+        return Part(Role.HOST, _needed(secret))
+    made = secret or secrets.token_urlsafe(16)
+    address, port = config.rendezvous_address
+    try:
+        return Part(Role.FIRST, made, _listener(context, address, port, made, must=bool(must)))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and must:
+            raise PortInUseError(f"port {port} is taken on this machine; pass another everywhere") from None
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) or must:
+            raise
+        return Part(Role.HOST, _needed(secret))
+
+
+def _listener(context: RunContext, address: str, port: int, secret: str, *, must: bool) -> HostListener:
+    alive = keep_alive(context.config)
+
+    def report(text: str) -> None:
+        context.note(text, shown_as=f"⚠ {text}")
+
+    try:
+        return HostListener(address, secret.encode(), port, report=report, keep_alive=alive)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL or not must:
+            raise
+        return HostListener("0.0.0.0", secret.encode(), port, report=report, keep_alive=alive)  # noqa: S104 - NAT
+
+
+def _needed(secret: str) -> str:
+    if secret:
+        return secret
+    raise LaunchError(
+        "another notebook of this run listens already, and shows the run's secret; pass it here too: "
+        f"rdzv_conf={{'secret': '...'}}, or set {SECRET_VARIABLE}"
+    )
+
+
+__all__ = ["runner_of_several"]
