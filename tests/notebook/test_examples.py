@@ -140,4 +140,12 @@ def test_every_way_to_be_parallel_has_the_same_losses(kernel: Kernel) -> None:
 def test_the_example_of_a_cluster_says_what_it_lacks_and_runs_here(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "07_cluster.ipynb")
     assert "pip install 'notebook-accelerate[ray]'" in find(cells, "find_spec").stdout
+    joined = find(cells, "host.returncode").stdout
+    assert "[rank 0] epoch 4: loss 0.0" in joined
+    assert "the run succeeded\n\nrank 0: node 0 (this notebook), exit 0, loss 0.0" in joined
+    lost = find(cells, "host.kill()").stdout
+    assert "[rank 1] attempt 0 with 2" in lost
+    assert "first attempt:  rank 1: node 1 (" in lost
+    assert "second attempt: (1,)" in lost
+    assert "Ray is not installed" in find(cells, "cluster_utils").stdout
     assert cells[-1].stdout == "The cluster example is complete: 2 ranks on this machine, 2 attempts.\n"

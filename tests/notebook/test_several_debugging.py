@@ -1,4 +1,4 @@
-"""Debugging a run of several notebooks: from the notebook of a rank, and from the first one."""
+"""Debugging a run of several notebooks: all of it from the first one."""
 
 from __future__ import annotations
 
@@ -78,30 +78,31 @@ def shows(pair: Notebooks, index: int, cell: Cell, text: str) -> None:
     pair.kernels[index].wait_for(shown, LIMIT, text)
 
 
-def test_a_breakpoint_is_answered_in_its_notebook_and_suspends_all_clocks(pair: Notebooks) -> None:
-    cells = pair.finish(pair.launch("stops, 0, 1", *ONE_EACH, block=False, hang_timeout=HANG))
+def test_breakpoints_are_answered_in_the_first_notebook_and_suspend_the_clock(pair: Notebooks) -> None:
+    first = pair.kernels[0]
+    cells = pair.finish(pair.launch("stops, 0, 1", *ONE_EACH, block=False, hang_timeout=HANG, rdzv_conf=SECRET))
     for rank in (0, 1):
-        own, other = pair.kernels[rank], pair.kernels[1 - rank]
-        shows(pair, rank, cells[rank], f"rank {rank} is stopped at a breakpoint; run.debug(rank={rank}) opens it")
-        shows(pair, 1 - rank, cells[1 - rank], f"node {rank} ({HOST}): rank {rank} is stopped at a breakpoint, in its")
-        other.until(STANDS, LIMIT)
+        shows(pair, 0, cells[0], f"rank {rank} is stopped at a breakpoint; run.debug(rank={rank}) opens it")
+        first.until(STANDS, LIMIT)
         if rank == 0:
             time.sleep(HANG + 3)
             assert pair.values("run.status") == ["running", "running"]
-        prompts = own.types("p value", "c")
-        assert f"[rank {rank}] {40 + rank}" in own.check("run.debug()", LIMIT).plain
+        else:
+            shows(pair, 1, cells[1], "rank 1 waits for its debugger in the first notebook")
+            assert "is steered in the notebook of node 0" in said(pair.kernels[1].run("run.debug()", LIMIT))
+        prompts = first.types("p value", "c")
+        assert f"[rank {rank}] {40 + rank}" in first.check("run.debug()", LIMIT).plain
         assert len(prompts) == 2
     for kernel in pair.kernels:
         assert kernel.value("run.wait(100)", LIMIT)
-    assert pair.values("run.results") == [[41], [42]]
+    assert pair.values("run.results") == [[41, 42], [42]]
     assert pair.values(STANDS) == [False, False]
 
 
 def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Notebooks) -> None:
     first, second = pair.kernels
     cells = pair.finish(pair.launch("stops, 1", *ONE_EACH, block=False, rdzv_conf=SECRET))
-    shows(pair, 1, cells[1], "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it")
-    shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint, in its notebook; run.debug(rank=1) opens it here too")
+    shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it")
     assert first.check("run.cast('p value', ranks=[1], timeout=100)", LIMIT).result_text == "rank 1 │ 41"
     first.types("w", "c")
     shown = first.check("run.debug(rank=1)", LIMIT).plain
@@ -112,7 +113,7 @@ def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Note
     assert pair.values("run.results") == [[40, 42], [42]]
 
 
-def test_a_rank_asks_in_its_notebook_and_is_answered_in_the_first_too(pair: Notebooks) -> None:
+def test_a_rank_of_another_notebook_asks_in_the_first(pair: Notebooks) -> None:
     first, second = pair.kernels
     for kernel in pair.kernels:
         kernel.check(
@@ -121,34 +122,34 @@ def test_a_rank_asks_in_its_notebook_and_is_answered_in_the_first_too(pair: Note
     prompts: list[str] = []
 
     def answer(prompt: str) -> str:
-        shows(pair, 0, cells[0], f"node 1 ({HOST}): rank 1 is waiting for input, in its notebook")
+        shows(pair, 1, cells[1], "rank 1 waits for a line of input in the first notebook")
         prompts.append(prompt)
         return "Ada"
 
-    second.answer = answer
+    first.answer = answer
     cells = pair.launch("asks", *ONE_EACH, rdzv_conf=SECRET)
-    second.finish(cells[1], LIMIT).expect_ok()
     first.finish(cells[0], LIMIT).expect_ok()
+    second.finish(cells[1], LIMIT).expect_ok()
     assert pair.values("run.results") == [["", "Ada"], ["Ada"]]
     assert prompts == ["[rank 1] who? "]
     cells = pair.finish(pair.launch("asks", *ONE_EACH, rdzv_conf=SECRET, block=False))
-    shows(pair, 0, cells[0], "rank 1 is waiting for input, in its notebook; run.debug(rank=1) opens it here too")
+    shows(pair, 0, cells[0], "rank 1 waits for input; run.wait() asks you for it")
     first.types("Bea")
     first.check("run.debug(rank=1)", LIMIT)
     pair.wait_until_all("run.ended is not None")
     assert pair.values("run.results") == [["", "Bea"], ["Bea"]]
 
 
-@pytest.mark.parametrize(("failing", "conf"), [(1, SECRET), (0, {})])
-def test_a_failure_holds_the_ranks_of_all_notebooks(pair: Notebooks, failing: int, conf: dict[str, str]) -> None:
-    cells = pair.finish(pair.launch(f"fails, {failing}", *ONE_EACH, debug=True, hang_timeout=HANG, rdzv_conf=conf))
+@pytest.mark.parametrize("failing", [1, 0])
+def test_a_failure_holds_the_ranks_of_all_notebooks(pair: Notebooks, failing: int) -> None:
+    cells = pair.finish(pair.launch(f"fails, {failing}", *ONE_EACH, debug=True, hang_timeout=HANG, rdzv_conf=SECRET))
     for cell in cells:
         assert f"rank {failing} failed" in said(cell)
         assert 'raise KeyError("bad batch")' in said(cell)
     assert pair.values(f"{RUN}.status") == ["failed", "failed"]
     first, second = pair.kernels
-    assert second.value(f"{RUN}.ask('value', ranks=[1], timeout=60)[1]", LIMIT) == 41
-    if conf:  # the other notebook's rank is debugged in the first, until it is quit
+    assert first.value(f"{RUN}.ask('value', ranks=[1], timeout=60)[1]", LIMIT) == 41
+    if failing:  # the other notebook's rank is debugged in the first, until it is quit
         first.types("p value", "q")
         assert "[rank 1] 41" in first.check(f"{RUN}.debug()", LIMIT).plain
     else:
@@ -196,8 +197,8 @@ def test_warm_ranks_of_two_notebooks(pair: Notebooks) -> None:
     assert "[rank 1] 'Ada'" in asked.plain
     assert prompts[2] == "[rank 1] who? "
     first.answer = None
-    second.check("%%rank 1 -o there\nthere += 1", LIMIT)
-    assert second.value("there") == [8]
+    assert "is steered in the notebook of node 0" in said(second.run("%%rank 1\nthere", LIMIT))
+    assert "[rank 1] 8" in first.check("%%rank 1\nthere + 1", LIMIT).stdout
     with patient(first, warm=True):
         endless = first.submit("%%ranks\nimport time\nprint('on', rank)\ntime.sleep(600)")
         first.wait_for(lambda: all(f"on {rank}" in endless.stdout for rank in (0, 1)), LIMIT)

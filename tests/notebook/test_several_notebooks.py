@@ -1,10 +1,10 @@
-"""Several kernels run one cell together: they meet through torch's rendezvous, and end together."""
+"""Several kernels run one cell together: the first supervises the ranks of all, and all end together."""
 
 from __future__ import annotations
 
 import os
 import platform
-import time
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,39 +40,76 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_notebooks_with_different_numbers_of_ranks(pair: Notebooks) -> None:
-    first, second = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2"))
+    first, second = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2", rdzv_conf=SECRET))
     first.expect_ok()
     second.expect_ok()
     assert f"all 2 nodes have joined: rank 0 on node 0 ({HOST}), here; ranks 1-2 on node 1 ({HOST})" in first.stdout
+    assert f"all 2 nodes have joined: rank 0 on node 0 ({HOST}); ranks 1-2 on node 1 ({HOST}), here" in second.stdout
+    assert "the first notebook has all ranks: stop, ask and debug them there" in second.stdout
     assert "[rank 0] sum 3.0 of 3 here 1" in first.stdout
-    assert "[rank 1]" not in first.stdout
+    assert "[rank 2] sum 3.0 of 3 here 2" in first.stdout
+    assert "[rank 0]" not in second.stdout
     assert "[rank 2] sum 3.0 of 3 here 2" in second.stdout
-    assert pair.values("run.results") == [[3.0], [3.0, 3.0]]
-    assert pair.values("[info.rank for info in run.ranks]") == [[0], [1, 2]]
+    assert pair.values("run.results") == [[3.0, 3.0, 3.0], [3.0, 3.0]]
+    assert pair.values("[info.rank for info in run.ranks]") == [[0, 1, 2], [1, 2]]
+
+
+def test_without_a_secret_each_notebook_runs_its_own_ranks(pair: Notebooks) -> None:
+    """As torchrun's static rendezvous: they meet in torch only."""
+    first, second = pair.finish(pair.launch("meet", "num_processes=2", "num_processes=2"))
+    first.expect_ok()
+    second.expect_ok()
+    assert "every notebook runs and shows its own ranks, as torchrun would" in first.stdout
+    line = "in the other notebooks: notebook_launcher(meet, args, num_processes=2, num_nodes=2, node_rank=1"
+    assert line in first.stdout
+    assert "[rank 1] sum 6.0 of 4 here 2" in first.stdout
+    assert "[rank 2]" not in first.stdout
+    assert "[rank 2] sum 6.0 of 4 here 2" in second.stdout
+    assert pair.values("run.results") == [[6.0, 6.0], [6.0, 6.0]]
+    assert pair.values("[info.rank for info in run.ranks]") == [[0, 1], [2, 3]]
+
+
+def test_c10d_makes_a_secret_and_prints_it(pair: Notebooks) -> None:
+    options = f"num_nodes=2, use_port={free_port()}, rdzv_backend='c10d', panel=True"
+    first = pair.kernels[0].submit(f"run = launch(meet, num_processes=1, {options})")
+    pair.kernels[0].wait_for(lambda: "1 of 2 nodes" in first.stdout, LIMIT)
+    refused = said(pair.kernels[1].run(f"launch(meet, num_processes=1, {options})", LIMIT))
+    assert "another notebook of this run listens already, and shows the run's secret; pass it here too" in refused
+    line = next(line for line in first.stdout.splitlines() if "in another notebook: " in line)
+    call = line.partition(": ")[2].replace("notebook_launcher(meet, args", "run = notebook_launcher(meet, ()")
+    assert "'secret': '" in call
+    second = pair.kernels[1].run(call, LIMIT).expect_ok()
+    pair.kernels[0].finish(first, LIMIT).expect_ok()
+    assert "[rank 1] sum 1.0 of 2 here 1" in second.stdout
+    assert pair.values("run.results") == [[1.0, 1.0], [1.0]]
 
 
 def test_the_first_notebook_prints_the_others_line(pair: Notebooks) -> None:
     first, second = pair.finish(pair.launch("meet", *["num_processes=1"] * 2, rdzv_conf={**SECRET, "join_timeout": 99}))
-    line = next(line for line in first.stdout.splitlines() if "in the other notebooks:" in line)
+    line = next(line for line in first.stdout.splitlines() if "in another notebook:" in line)
     assert "notebook_launcher(meet, args, num_processes=1, num_nodes=2, node_rank=1, master_addr='127.0.0.1'" in line
     assert line.endswith("rdzv_conf={'join_timeout': 99, 'secret': <the same>})")
-    assert "in the other notebooks" not in second.stdout
+    assert "in another notebook" not in second.stdout
+    command = "or on any machine: NOTEBOOK_ACCELERATE_SECRET=<the same> python -m notebook_accelerate join 127.0.0.1:"
+    assert command in first.stdout
     assert "hush" not in first.stdout + second.stdout
     assert not any("hush" in text for text in pair.values("run.report().text + run.report().html"))
 
 
 def test_c10d_counts_from_the_notebook_that_arrived_first(pair: Notebooks) -> None:
-    cells = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2", rdzv_backend="c10d"))
+    options = {"rdzv_backend": "c10d", "rdzv_conf": SECRET}
+    cells = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2", **options))
     assert [cell.ok for cell in cells] == [True, True], [cell.error for cell in cells]
     ranks = pair.values("[info.rank for info in run.ranks]")
-    assert sorted(ranks[0] + ranks[1]) == [0, 1, 2]
     first = 0 if 0 in ranks[0] else 1
-    assert "in the other notebooks: " in cells[first].stdout
+    assert ranks[first] == [0, 1, 2]
+    assert ranks[1 - first] == ([1, 2] if first == 0 else [2])
+    assert "in another notebook: " in cells[first].stdout
     assert "rdzv_backend='c10d'" in cells[first].stdout
-    assert "in the other notebooks: " not in cells[1 - first].stdout
+    assert "in another notebook: " not in cells[1 - first].stdout
 
 
-def test_with_a_secret_the_first_shows_all(pair: Notebooks) -> None:
+def test_the_first_shows_all(pair: Notebooks) -> None:
     code = """
 from notebook_accelerate import Accelerator
 def logged():
@@ -103,24 +140,25 @@ def test_ranks_of_other_notebooks_are_asked_and_inspected(pair: Notebooks) -> No
     options = {"rdzv_conf": SECRET, "block": False}
     cells = pair.finish(pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=2", **options))
     pair.wait_until_all_print(cells, "sum 3.0", [3, 2])
-    asked = pair.values("{str(r): v for r, v in run.ask('fail * 10 + value.item()', timeout=60).items()}")
-    assert asked == [{"0": -7.0, "1": -7.0, "2": -7.0}, {"1": -7.0, "2": -7.0}]
-    stacks = pair.values("str(run.stacks())")
-    assert "in meet" in stacks[0]
-    assert "rank 0" in stacks[0] or "ranks 0" in stacks[0]
-    assert pair.kernels[0].value("[run.pause(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["paused"] * 3
-    stands = "run.commands.clock.suspended"
-    pair.wait_until_all(stands)
-    assert pair.kernels[0].value("[run.resume(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["resumed"] * 3
-    pair.wait_until_all(f"not {stands}")
-    pair.kernels[0].check("run.stop()", LIMIT)
+    first, second = pair.kernels
+    asked = first.value("{str(r): v for r, v in run.ask('fail * 10 + value.item()', timeout=60).items()}", LIMIT)
+    assert asked == {"0": -7.0, "1": -7.0, "2": -7.0}
+    assert f"is steered in the notebook of node 0 ({HOST})" in said(second.run("run.ask('fail')", LIMIT))
+    stacks = first.value("str(run.stacks())", LIMIT)
+    assert "in meet" in stacks
+    assert "rank 0" in stacks or "ranks 0" in stacks
+    assert first.value("[run.pause(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["paused"] * 3
+    assert first.value("run.commands.clock.suspended") is True
+    assert first.value("[run.resume(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["resumed"] * 3
+    assert first.value("run.commands.clock.suspended") is False
+    first.check("run.stop()", LIMIT)
     assert pair.kernels[1].value("run.wait(100)", LIMIT)
     assert pair.values("run.status") == ["stopped", "stopped"]
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_a_notebook_that_never_joins_is_named(pair: Notebooks, backend: str) -> None:
-    options = {"num_nodes": 2, "rdzv_backend": backend, "rdzv_conf": {"join_timeout": 10}}
+    options = {"num_nodes": 2, "rdzv_backend": backend, "rdzv_conf": {**SECRET, "join_timeout": 10}}
     (cell,) = pair.finish(pair.launch("meet", "num_processes=2", **options))
     missing = "node 1 did not join" if backend == "static" else "1 node did not join"
     assert f"LaunchError: {missing} within 10 s" in said(cell)
@@ -131,25 +169,26 @@ def test_a_notebook_that_never_joins_is_named(pair: Notebooks, backend: str) -> 
 def test_the_first_notebook_never_joins(pair: Notebooks) -> None:
     port = free_port()
     cell = pair.kernels[1].run(
-        f"launch(meet, num_nodes=2, node_rank=1, use_port={port}, rdzv_conf={{'join_timeout': 3}})", LIMIT
+        f"launch(meet, num_nodes=2, node_rank=1, use_port={port}, rdzv_conf={{'secret': 's', 'join_timeout': 3}})",
+        LIMIT,
     )
-    assert "LaunchError: node 0 did not join within 3 s" in said(cell)
-    assert f"no rendezvous answers at 127.0.0.1:{port}" in said(cell)
+    assert f"LaunchError: node 0 did not join within 3 s: no run answers at 127.0.0.1:{port}" in said(cell)
 
 
 def test_two_notebooks_with_one_node_rank(pair: Notebooks) -> None:
-    options = f"num_nodes=3, use_port={free_port()}, rdzv_conf={{'join_timeout': 400}}, block=False"
-    pair.kernels[0].check(f"said = [launch(meet, {options})]", LIMIT)
-    pair.kernels[1].check(f"said = [launch(meet, node_rank=1, {options}) for _ in range(2)]", LIMIT)
-    deadline = time.monotonic() + LIMIT
-    errors: list[str] = []
-    # Whoever notices first leaves; the others are fine without it.
-    while not any(f"two nodes have node_rank=1: {HOST} (kernel " in error for error in errors):
-        assert time.monotonic() < deadline, errors
-        errors = [error for found in pair.values("[str(each.error) for each in said]") for error in found]
-        time.sleep(0.2)
-    for kernel in pair.kernels:
-        kernel.check("for each in said: each.stop()", LIMIT)
+    options = f"num_nodes=3, use_port={free_port()}, rdzv_conf={{'secret': 's', 'join_timeout': 400}}, block=False"
+    first, second = pair.kernels
+    begun = first.check(f"run = launch(meet, {options})", LIMIT)
+    second.check(f"run = launch(meet, node_rank=1, {options})", LIMIT)
+    first.wait_for(lambda: "2 of 3 nodes" in begun.stdout, LIMIT)
+    second.check(f"other = launch(meet, node_rank=1, {options})", LIMIT)
+    assert second.value("other.wait(100)", LIMIT)
+    who = f"{HOST} (kernel {second.pid})"
+    text = second.value("str(other.error)")
+    assert f"two nodes have node_rank=1: {who} and {who}; pass a different one to each" in text
+    assert pair.values("run.ended") == [None, None]
+    first.check("run.stop()", LIMIT)
+    assert second.value("run.wait(100)", LIMIT)
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
@@ -161,16 +200,14 @@ def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str
     pair.kernels[0].wait_for(lambda: "1 of 2 nodes" in first.stdout, LIMIT)
     place = "node_rank=1, " if backend == "static" else ""
     second = pair.kernels[1].run(f"launch(meet, {place}{common}, rdzv_conf={settings[1]})", LIMIT)
-    assert "LaunchError: the other nodes have another secret" in said(second)
-    third = pair.kernels[1].run(f"launch(meet, {place}{common})", LIMIT)
-    assert "LaunchError: the run has a secret; pass it here too" in said(third)
+    assert f"LaunchError: the run at 127.0.0.1:{port} has another secret, or is none" in said(second)
     assert not first.finished, "nobody has joined"
     pair.kernels[0].interrupt()
     pair.kernels[0].finish(first, LIMIT)
     assert "all 2 nodes" not in first.stdout
 
 
-@pytest.mark.parametrize(("backend", "conf"), [("static", {}), ("c10d", SECRET)])
+@pytest.mark.parametrize(("backend", "conf"), [("static", SECRET), ("c10d", SECRET)])
 def test_notebooks_join_at_an_endpoint_under_a_name(pair: Notebooks, backend: str, conf: dict[str, str]) -> None:
     where = f"127.0.0.1:{free_port()}"
     place = ", node_rank=1" if backend == "static" else ""
@@ -194,11 +231,9 @@ def test_notebooks_join_at_an_endpoint_under_a_name(pair: Notebooks, backend: st
     assert pair.values("run.plan.world_size") == [3, 3]
 
 
-@pytest.mark.parametrize(("failing", "conf"), [(0, SECRET), (2, SECRET), (0, {}), (2, {})])
-def test_a_failure_is_shown_at_its_cell_line_in_every_notebook(
-    pair: Notebooks, failing: int, conf: dict[str, str]
-) -> None:
-    cells = pair.finish(pair.launch(f"meet, {failing}", "num_processes=1", "num_processes=2", rdzv_conf=conf))
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failure_is_shown_at_its_cell_line_in_every_notebook(pair: Notebooks, failing: int) -> None:
+    cells = pair.finish(pair.launch(f"meet, {failing}", "num_processes=1", "num_processes=2", rdzv_conf=SECRET))
     owner = 0 if failing == 0 else 1
     for index, cell in enumerate(cells):
         assert "KeyError: 'bad batch'" in said(cell)
@@ -210,11 +245,11 @@ def test_a_failure_is_shown_at_its_cell_line_in_every_notebook(
     assert pair.values("notebook_accelerate.runs()[-1].status") == ["failed", "failed"]
 
 
-@pytest.mark.parametrize(("stopping", "conf"), [(0, SECRET), (1, SECRET), (1, {})])
-def test_a_stop_in_one_notebook_ends_all(pair: Notebooks, stopping: int, conf: dict[str, str]) -> None:
-    cells = pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=2", rdzv_conf=conf, block=False)
+@pytest.mark.parametrize("stopping", [0, 1])
+def test_a_stop_in_one_notebook_ends_all(pair: Notebooks, stopping: int) -> None:
+    cells = pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=2", rdzv_conf=SECRET, block=False)
     pair.finish(cells)
-    pair.wait_until_all_print(cells, "sum 3.0", [1, 2])
+    pair.wait_until_all_print(cells, "sum 3.0", [3, 2])
     pids = [pid for kernel in pair.kernels for pid in rank_pids(kernel)]
     pair.kernels[stopping].check("run.stop()", LIMIT)
     other = 1 - stopping
@@ -222,13 +257,13 @@ def test_a_stop_in_one_notebook_ends_all(pair: Notebooks, stopping: int, conf: d
     wait_gone(list(set(pids)), LIMIT)
     assert pair.values("run.status") == ["stopped", "stopped"]
     assert pair.values("type(run.error).__name__") == ["RunStoppedError", "RunStoppedError"]
-    assert f"node {stopping} ({HOST}): it was stopped" in pair.values("str(run.error)")[other]
     shown = f"node {stopping} ({HOST}): it was stopped"
+    assert shown in pair.values("str(run.error)")[other]
     pair.kernels[other].wait_for(lambda: shown in cells[other].stdout, LIMIT, shown)
 
 
 def test_the_stop_button_works_while_waiting(pair: Notebooks) -> None:
-    (cell,) = pair.launch("meet", "num_processes=1", num_nodes=2)
+    (cell,) = pair.launch("meet", "num_processes=1", num_nodes=2, rdzv_conf=SECRET)
     kernel = pair.kernels[0]
     kernel.wait_for(lambda: "1 of 2 nodes have joined; waiting for node 1" in cell.stdout, LIMIT)
     kernel.interrupt()
@@ -250,24 +285,23 @@ def test_all_notebooks_restart_together(pair: Notebooks) -> None:
 
 
 def test_a_lost_notebook_stops_the_others(pair: Notebooks) -> None:
-    for conf in ({}, SECRET):
-        with notebooks(1) as victim:
-            three = Notebooks([*pair.kernels, *victim.kernels])
-            cells = three.launch("meet, -1, 600.0", *["num_processes=1"] * 3, rdzv_conf=conf)
-            three.wait_until_all_print(cells, "sum 3.0", [3 if conf else 1, 1, 1])
-            os.kill(victim.kernels[0].pid, 9)
-            for kernel, cell in zip(pair.kernels, cells, strict=False):
-                kernel.finish(cell, LIMIT)
-                assert f"node 2 ({HOST}) was lost: its kernel ended" in said(cell)
-                assert "WorkerDiedError" in said(cell)
+    with notebooks(1) as victim:
+        three = Notebooks([*pair.kernels, *victim.kernels])
+        cells = three.launch("meet, -1, 600.0", *["num_processes=1"] * 3, rdzv_conf=SECRET)
+        three.wait_until_all_print(cells, "sum 3.0", [3, 1, 1])
+        os.kill(victim.kernels[0].pid, 9)
+        for kernel, cell in zip(pair.kernels, cells, strict=False):
+            kernel.finish(cell, LIMIT)
+            assert f"node 2 ({HOST}) was lost: " in said(cell)
+            assert "WorkerDiedError" in said(cell)
 
 
 def test_the_first_notebook_is_lost(pair: Notebooks) -> None:
     with notebooks(1) as victim:
         left = Notebooks(pair.kernels[1:])
         two = Notebooks([*victim.kernels, *left.kernels])
-        cells = two.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1")
-        two.wait_until_all_print(cells, "sum 1.0", [1, 1])
+        cells = two.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1", rdzv_conf=SECRET)
+        two.wait_until_all_print(cells, "sum 1.0", [2, 1])
         os.kill(victim.kernels[0].pid, 9)
         left.finish(cells[1:])
         assert f"node 0 ({HOST}) was lost" in said(cells[1])
@@ -343,7 +377,7 @@ def test_the_remaining_notebooks_resume_from_the_last_checkpoint(tmp_path: Path)
         found.finish(begun[:2])
         for cell in begun[:2]:
             cell.expect_ok()
-            assert "was lost: its kernel ended); starting again" in cell.stderr
+            assert re.search(r"was lost: .*\); starting again", cell.stderr)
             assert "step 5 of 2" in cell.stdout
             assert "step 4 of 2" not in cell.stdout
         found.kernels[0].check(PLAIN, LIMIT)

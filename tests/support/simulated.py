@@ -24,7 +24,7 @@ from pathlib import Path
 
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
+from notebook_accelerate.launch.hosts.remote.host_connection import TransientConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
@@ -167,7 +167,7 @@ class LinkedBackend(ProcessBackend):
             for _ in range(0, len(orders), self._each):
                 incoming = listener.next_host(120.0)
                 assert incoming is not None, "a simulated machine did not come"
-                connection = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+                connection = TransientConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
                 connection.measure_clock()
                 for _ in range(incoming.hello.facts["ranks"]):
                     started(connection.await_started(120.0))

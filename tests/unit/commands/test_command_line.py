@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +17,13 @@ import pytest
 import yaml
 
 from notebook_accelerate import LaunchConfig
+from notebook_accelerate.commands.accelerate_cli import main
 from notebook_accelerate.commands.launch import launch_command_parser
 from notebook_accelerate.commands.launch_options import GENERAL, GROUPS
 from notebook_accelerate.commands.launch_settings import launch_config
 from notebook_accelerate.config import config_file
+from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
+from notebook_accelerate.launch.hosts import join_command
 from tests.support.interpreters import InterpreterServer
 from tests.support.ports import free_port
 
@@ -348,7 +352,7 @@ def test_a_file_is_read_as_a_launch(tmp_path: Path) -> None:
 def test_help_names_every_command(command: Command, tmp_path: Path) -> None:
     done = command(tmp_path)
     assert done.returncode == 0
-    for name in ("launch", "config", "env", "test", "estimate-memory", "merge-weights", "to-fsdp2"):
+    for name in ("launch", "config", "join", "env", "test", "estimate-memory", "merge-weights", "to-fsdp2"):
         assert name in done.stdout
         shown = command(tmp_path, name, "--help")
         assert shown.returncode == 0
@@ -422,3 +426,98 @@ def test_a_short_training_checks_a_configuration(command: Command, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ok: ") == 4
     assert done.stdout.endswith("training works with this configuration\n")
+
+
+# ---- join
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return what the command would join: address, secret, number of processes and timeout."""
+    found: list[Any] = []
+
+    def join(
+        where: tuple[str, int], secret: str, processes: int, *, seconds: float, show: Callable[[str], None]
+    ) -> None:
+        found.extend([where, secret, processes, seconds])
+
+    monkeypatch.setattr(join_command, "join", join)
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_SECRET", "of the environment")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["10.0.0.1:29500"], [("10.0.0.1", 29500), "of the environment", 0, 600.0]),
+        (["[fe80::1]:1"], [("fe80::1", 1), "of the environment", 0, 600.0]),
+        (["node-0.cluster:65535", "--num_processes", "4"], [("node-0.cluster", 65535), "of the environment", 4, 600.0]),
+        (["a:1", "--join_timeout", "2.5", "--secret_file", "{}"], [("a", 1), "of the file", 0, 2.5]),
+        (["a:1", "--join-timeout=2", "--secret-file={}", "--num-processes=1"], [("a", 1), "of the file", 1, 2.0]),
+    ],
+    ids=["defaults", "IPv6", "name", "options", "other spelling"],
+)
+def test_a_join_command_line(joined: list[Any], options: list[str], expected: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("of the file\n")
+    assert main(["join", *(option.replace("{}", str(path)) for option in options)]) == 0
+    assert joined == expected
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", ":29500", "10.0.0.1:", "10.0.0.1:http", "a:-1", "a:0", "a:65536", ""])
+def test_an_address_to_join_has_a_port(joined: list[Any], address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["join", address]) == 2
+    words = f"{address!r} is not ADDRESS:PORT; pass what the first notebook shows, as 10.0.0.1:29500\n"
+    assert capsys.readouterr().err == f"notebook-accelerate join: {words}"
+    assert not joined
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "words"),
+    [
+        ([], "", "a host needs the run's secret: set NOTEBOOK_ACCELERATE_SECRET, or pass --secret_file with a file"),
+        (["--secret_file", "{}/absent"], "hush", "No such file or directory"),
+        (["--secret_file", "{}/empty"], "hush", "is empty; write the run's secret into it"),
+        (["--num_processes", "-1"], "hush", "--num_processes -1 is not allowed; pass a number of at least 1"),
+    ],
+)
+def test_join_does_not_start_without_a_secret_or_with_fewer_than_no_ranks(
+    joined: list[Any],
+    options: list[str],
+    variable: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_SECRET", variable)
+    (tmp_path / "empty").write_text("\n")
+    assert main(["join", "a:1", *(option.replace("{}", str(tmp_path)) for option in options)]) == 2
+    assert words in capsys.readouterr().err
+    assert not joined
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "words"),
+    [
+        (LaunchError("refused"), 1, "notebook-accelerate join: refused\n"),
+        (RunStoppedError("it was stopped"), 1, "notebook-accelerate join: it was stopped\n"),
+        (WorkerError("rank 1 failed"), 1, "notebook-accelerate join: rank 1 failed\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_end_of_a_run_becomes_the_exit_code_of_join(
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    exit_code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def join(*given: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(join_command, "join", join)
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_SECRET", "hush")
+    assert main(["join", "a:1"]) == exit_code
+    assert capsys.readouterr().err == words

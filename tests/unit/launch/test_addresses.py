@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from notebook_accelerate.launch.hosts.addresses import listen
+from notebook_accelerate.hardware.addresses import listen
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")

@@ -18,7 +18,7 @@ from tests.support.runs import make_run
 
 LOST = ("RuntimeError", "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:23")
 LATE = StopReason(RunTimeoutError, "the run reached its timeout of 1 s")
-ELSEWHERE = StopReason(WorkerError, "rank 0: KeyError")
+MAKES_ROOM = StopReason(WorkerError, "a late node joins")
 
 
 def failed(rank: int, kind: str, message: str) -> RankFailure:
@@ -60,10 +60,12 @@ def test_what_a_rank_does_itself_while_it_is_stopped_is_a_failure(attempt: Attem
     assert [failure.rank for failure in attempt.stops.failures] == [1]
 
 
-def test_what_followed_the_failure_of_another_notebooks_rank_is_told(attempt: Attempt) -> None:
-    attempt.stops.follow(ELSEWHERE)
+def test_ranks_that_stop_for_a_late_host_lose_each_other(attempt: Attempt) -> None:
+    assert attempt.stops.make_room(MAKES_ROOM)
+    assert not attempt.stops.make_room(MAKES_ROOM), "it has begun"
     attempt.stops.fail(failed(1, *LOST), attempt.ranks[1])
     assert attempt.state(1) == "failed"
+    assert attempt.stops.reason is MAKES_ROOM
 
 
 def begun(stops: StopSequence) -> None:

@@ -42,9 +42,9 @@ THREADS = ("notebook-accelerate-listener", "notebook-accelerate-connection")
 class _Kernel:
     """A listener and the hosts that are connected to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_alive: tuple[float, float] = stream.KEEP_ALIVE) -> None:
         self.reports: list[str] = []
-        self.listener = HostListener("127.0.0.1", SECRET, report=self.reports.append)
+        self.listener = HostListener("127.0.0.1", SECRET, report=self.reports.append, keep_alive=keep_alive)
         self.port = self.listener.port
         self.channels: list[Channel] = []
 
@@ -383,10 +383,8 @@ def test_a_killed_host_is_noticed(kernel: _Kernel, then: str) -> None:
     until(lambda: not kernel.listener._ended)
 
 
-def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 1)
-    monkeypatch.setattr(stream, "SILENT_SECONDS", 2)
-    kernel = _Kernel()
+def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats() -> None:
+    kernel = _Kernel(keep_alive=(1, 2))
     process = _host_process(kernel, "time.sleep(600)")
     ours = kernel.next_channel()
     process.send_signal(signal.SIGSTOP)
@@ -396,10 +394,8 @@ def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats(monkeypatch: 
     kernel.close()
 
 
-def test_a_host_whose_python_code_hangs_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 1)
-    monkeypatch.setattr(stream, "SILENT_SECONDS", 1)
-    kernel = _Kernel()
+def test_a_host_whose_python_code_hangs_stays_connected() -> None:
+    kernel = _Kernel(keep_alive=(1, 1))
     hold_the_gil = "import ctypes; ctypes.PyDLL(None).sleep(5)"
     process = _host_process(kernel, f"{hold_the_gil}; channel.send(OutputEvent(0, 'stdout', b'back')); time.sleep(600)")
     ours = kernel.next_channel()
@@ -618,9 +614,8 @@ def test_what_was_sent_before_an_end_closed_arrives_over_a_network_that_stalls(k
     network.reset()
 
 
-def test_a_forged_message_and_a_reset_do_not_abort_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 1)
-    kernel = _Kernel()
+def test_a_forged_message_and_a_reset_do_not_abort_the_process() -> None:
+    kernel = _Kernel(keep_alive=(1, 20))
     network = _Network(kernel.port)
     host = connect_to_kernel("127.0.0.1", network.port, SECRET, HelloEvent(1, "machine-1"))
     ours = kernel.next_channel()

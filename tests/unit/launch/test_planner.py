@@ -13,6 +13,7 @@ from notebook_accelerate.launch.plan.planner import (
     LaunchPlan,
     joined,
     make_plan,
+    on_node,
     rank_environment,
 )
 
@@ -143,12 +144,17 @@ def test_the_second_machine_counts_on() -> None:
 
 
 def test_notebooks_that_have_met_may_have_different_numbers_of_ranks() -> None:
-    found = joined(_plan(num_processes=3, num_nodes=2), [2, 3], 1, ("10.0.0.1", 4000), "eth1", "run-7")
-    assert (found.world_size, found.first_rank, found.backend) == (5, 2, "gloo")
-    env = rank_environment(found, 2)
+    first = joined(_plan(num_processes=2, num_nodes=2), [2, 3], ("10.0.0.1", 4000), "eth1", "run-7")
+    assert (first.world_size, first.first_rank, first.num_processes, first.backend) == (5, 0, 2, "gloo")
+    env = rank_environment(first, 0)
+    assert (env["GLOO_SOCKET_IFNAME"], env["NOTEBOOK_ACCELERATE_SERVED_STORE"]) == ("eth1", "10.0.0.1:4000")
+    second = on_node(first, 1)
+    assert (second.world_size, second.first_rank, second.num_processes) == (5, 2, 3)
+    env = rank_environment(second, 2)
+    assert not {"GLOO_SOCKET_IFNAME", "NOTEBOOK_ACCELERATE_SERVED_STORE"} & set(env), "that machine has its own"
     expected = {
         "RANK": "4", "LOCAL_RANK": "2", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "GLOO_SOCKET_IFNAME": "eth1",
+        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000",
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run-7",
     }  # fmt: skip
     assert {name: env[name] for name in expected} == expected

@@ -14,8 +14,8 @@ import pytest
 from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_launcher
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.hardware import HardwareInfo
+from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch import KernelFacts, make_plan
-from notebook_accelerate.launch.hosts.addresses import interface_of
 from notebook_accelerate.launch.hosts.ray import ray_actor
 from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, adapt_to_machine
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
@@ -296,7 +296,7 @@ def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     actor.close()
     with pytest.raises(LaunchError, match=r"node 2 \(c3-n07\) was lost .* its actor's process has died"):
         connection.measure_clock()
-    channel.close()
+    connection.close()
 
 
 def test_errors_of_ray_in_a_sentence() -> None:

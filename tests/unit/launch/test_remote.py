@@ -20,7 +20,7 @@ from notebook_accelerate.debug.diagnosis import RankPosition
 from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import processes, start
 from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
+from notebook_accelerate.launch.hosts.remote.host_connection import TransientConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, StartedEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
@@ -48,7 +48,7 @@ class HostedBackend(PickledBackend):
             for _ in range(2):
                 incoming = listener.next_host(SECONDS)
                 assert incoming is not None, refused
-                connection = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+                connection = TransientConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
                 connection.measure_clock()
                 try:
                     for _ in range(incoming.hello.facts["ranks"]):
@@ -184,7 +184,7 @@ def test_events_that_arrive_with_the_hello_are_not_lost() -> None:
         host.send(*(StartedEvent(rank, 100 + rank, 0) for rank in (4, 5)))
         incoming = listener.next_host(SECONDS)
         assert incoming is not None
-        kernel = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+        kernel = TransientConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
         assert [(rank.rank, rank.pid) for rank in (kernel.await_started(SECONDS), kernel.await_started(SECONDS))] == [
             (4, 104), (5, 105),
         ]  # fmt: skip

@@ -499,7 +499,7 @@ def test_a_host_sends_events_of_its_own_ranks_only() -> None:
             connection.handle(event, events)
         connection.handle(EndedEvent(rank, 0, None, 0), events)
     assert events.received == [("output", 8), ("frames", 8), ("host frames", 8), ("end", 8)]
-    kernel.close()
+    connection.close()
     peer.close()
 
 

@@ -1,0 +1,103 @@
+"""``join`` commands as processes, and stand-ins for what starts them on other machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.support.waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 120.0
+"""Seconds for what takes a few on a machine with nothing else to do: new interpreters import torch."""
+JOIN = (sys.executable, "-m", "notebook_accelerate", "join")
+"""The command; ADDRESS:PORT and options follow."""
+SRUN = """
+# As `srun`: one task per node, with the caller's environment; SIGTERM reaches all; the exit code is one that is not 0.
+nodes=$1; shift; pids=()
+trap 'kill -TERM "${pids[@]}"' TERM
+export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=$nodes SLURM_NTASKS=$nodes SLURM_LOCALID=0
+for ((node = 0; node < nodes; node++)); do
+  SLURM_NODEID=$node SLURM_PROCID=$node "$@" &
+  pids+=($!)
+done
+code=0
+for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+exit $code
+"""
+"""A script of bash; the number of nodes and a command line follow."""
+SSH = """
+umask 077
+trap 'rm -f "$1"' EXIT
+cat > "$1"
+stat -c 'mode %a' "$1" >&2
+"$2" -m notebook_accelerate join "$3" --secret_file "$1"
+"""
+"""What a shell at the other end of `ssh` runs: a file's path, Python and ADDRESS:PORT follow; stdin has the secret."""
+
+
+class JoinCommand:
+    """A process, or one that starts others, and what they have printed; ends at the end of a ``with`` block.
+
+    Args:
+        command: The command line.
+        env: All environment variables.
+        sent: What is sent to its stdin.
+    """
+
+    def __init__(self, *command: str, env: Mapping[str, str], sent: str = "") -> None:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=dict(env), stdin=subprocess.PIPE, stdout=self._out, stderr=self._err
+        )
+        signal.signal(signal.SIGINT, before)
+        assert self.process.stdin is not None
+        with self.process.stdin as stdin, suppress(BrokenPipeError):  # it has ended already
+            stdin.write(sent.encode())
+
+    @property
+    def out(self) -> str:
+        """What has been written to stdout."""
+        return os.pread(self._out.fileno(), 1 << 20, 0).decode()
+
+    @property
+    def err(self) -> str:
+        """What has been written to stderr."""
+        return os.pread(self._err.fileno(), 1 << 20, 0).decode()
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The process and its descendants."""
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+    def exit_code(self) -> int:
+        """Wait for the end of the process, and return its exit code; negative: the signal that ended it."""
+        return self.process.wait(LIMIT)
+
+    def wait_until_it_prints(self, text: str) -> None:
+        """Wait until a text is on stderr."""
+        until(lambda: text in self.err or self.process.poll() is not None, LIMIT)
+        assert text in self.err
+
+    def close(self) -> None:
+        """Kill the process, and what it has started."""
+        if self.process.poll() is None:
+            for process in reversed(self.processes):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
+        self._out.close()
+        self._err.close()
+
+
+__all__ = ["JOIN", "LIMIT", "SRUN", "SSH", "JoinCommand"]
