@@ -10,6 +10,7 @@ from tests.benchmarks import (  # noqa: F401
     big_models,
     checkpoints,
     debugging,
+    hosts,
     in_browser,
     launch,
     on_ray,

@@ -1,0 +1,56 @@
+"""Launches on several hosts against one: commands on this machine, which join a kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from tests.benchmarks.bench import Figure, alternate, compared, row
+from tests.support.kernel import ROOT, Kernel
+from tests.support.ports import free_port
+
+HOSTS, EACH, REPEATS = 8, 2, 3
+SETUP = """
+import os, time, torch
+from notebook_accelerate import notebook_launcher
+def stamp():
+    return time.time()
+def first_line(run):
+    attempt = run.attempts[-1]
+    return max(run.results) - attempt.started
+"""
+
+
+@row("hosts", "8 hosts")
+def eight_hosts() -> Iterator[Figure]:
+    """Time from the start of the attempt, when all hosts have joined, to the function's first line in all ranks."""
+    with Kernel() as kernel:
+        kernel.check(SETUP)
+
+        def several() -> float:
+            port = free_port()
+            environment = {**os.environ, "NOTEBOOK_ACCELERATE_SECRET": "bench", "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, "-m", "notebook_accelerate", "join", f"127.0.0.1:{port}"]
+            with ExitStack() as hosts:
+                for _ in range(HOSTS - 1):
+                    host = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+                    hosts.callback(host.wait)
+                options = f"num_nodes={HOSTS}, use_port={port}, rdzv_conf={{'secret': 'bench'}}, start_method='spawn'"
+                kernel.check(f"run = notebook_launcher(stamp, num_processes={EACH}, {options})")
+                return float(kernel.value("first_line(run)"))
+
+        def one() -> float:
+            kernel.check(
+                f"run = notebook_launcher(stamp, num_processes={HOSTS * EACH}, use_port=0, start_method='spawn')"
+            )
+            return float(kernel.value("first_line(run)"))
+
+        here, single = alternate(REPEATS, several, one)
+        note = "the peer is one host with 16 ranks; all ranks are interpreters of their own"
+        yield compared("8 hosts x 2 ranks: first line in all", here, single, unit="s", ratio=1.5, note=note)
+
+
+__all__ = ["eight_hosts"]
