@@ -141,7 +141,7 @@ def test_two_commands_join(first: Kernel, join: Start, secret_file: Path) -> Non
     assert (one.exit_code(), other.exit_code(), one.out, other.out) == (0, 0, "", "")
     assert one.err.splitlines() == [
         f"joining the run at {where}",
-        "2 of 3 nodes have joined; waiting for node 2",
+        "2 of 3 nodes have joined; waiting for 1 of nodes 1, 2",
         "3 of 3 nodes have joined",
         f"all 3 nodes have joined: {members.format('', ', here', '')}",
         "starting 2 ranks",

@@ -124,12 +124,15 @@ def timeout_text(backend: str, num_nodes: int, arrived: Sequence[HostFacts], sec
 
 
 def _missing(num_nodes: int, arrived: Sequence[HostFacts]) -> str:
-    """Return "node 1" or "nodes 1, 2" for the nodes that are missing; "" when none is."""
+    """Return "node 1", "nodes 1, 2" or "1 of nodes 1, 2" for the nodes that are missing; "" when none is."""
     asked = {host.node_rank for host in arrived}
     free = [number for number in range(num_nodes) if number not in asked]
-    numbers = free[sum(host.node_rank < 0 for host in arrived) :]
-    shown = ", ".join(map(str, numbers[:10])) + (", …" if len(numbers) > 10 else "")
-    return f"node{'s' if len(numbers) > 1 else ''} {shown}" if numbers else ""
+    unnumbered = sum(host.node_rank < 0 for host in arrived)  # they fill gaps once all have joined
+    if len(free) == unnumbered:
+        return ""
+    shown = ", ".join(map(str, free[:10])) + (", …" if len(free) > 10 else "")
+    nodes = f"node{'s' if len(free) > 1 else ''} {shown}"
+    return f"{len(free) - unnumbered} of {nodes}" if unnumbered else nodes
 
 
 def late_text(members: Sequence[HostFacts], num_nodes: int, max_restarts: int) -> str:

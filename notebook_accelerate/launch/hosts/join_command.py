@@ -20,7 +20,6 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     WaitingEvent,
 )
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
-from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
 from notebook_accelerate.telemetry.pickling import anonymous_file
 
@@ -99,7 +98,6 @@ class CommandHost(Host):
         orders = own_orders(message, self._address)
         for order in orders:
             adapt_to_machine(order)
-            order.mark = own_mark()  # what the ranks start ends with this process
         function, self._function = self._function, anonymous_file()
         self._show(f"starting {'1 rank' if len(orders) == 1 else f'{len(orders)} ranks'}")
         self.run_ranks(PlacedBackend(function), orders)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.launch.processes.spawn import SpawnBackend
 
@@ -57,6 +58,7 @@ def adapt_to_machine(order: WorkerOrder) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if not value.startswith("ray.util.")}
     environment.pop("RAY_LD_PRELOAD_ON_WORKERS", None)
+    order.mark = own_mark()  # what the rank starts ends with this process
     order.base_environment = environment
     own = [entry for entry in sys.path if not entry.endswith("thirdparty_files")]
     known = {os.path.realpath(entry) for entry in own}

@@ -38,6 +38,7 @@ from notebook_accelerate.telemetry import (
     GroupTimeoutEvent,
     InputRequest,
     LogEvent,
+    ResourceEvent,
     ResultEvent,
     Stamped,
     StatusEvent,
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
 
 STEP_COMPARISON_SECONDS = 0.5
 """Minimum seconds between two comparisons of all ranks' steps."""
+_NO_SIGNS_OF_LIFE = frozenset({HeartbeatEvent, ResourceEvent})
+"""Events that a rank's agent, or its host, sends while the rank itself does nothing."""
 
 
 class RankEventHandler:
@@ -167,7 +170,7 @@ class RankEventHandler:
             self._unrecorded.append(Record(process.rank, stamp, event))
             if (kind := type(event)) in _HANDLERS:
                 handled.append(event)
-            active = active or kind is not HeartbeatEvent
+            active = active or kind not in _NO_SIGNS_OF_LIFE
         if active:
             self.last_activity = self._clock.now()
         for event in handled:

@@ -420,7 +420,7 @@ class KernelConnection(Exchange):
                 raise AuthenticationError(f"{where} has another secret, or is no listener of a run")
         if not connected:
             raise TimeoutError(f"{where} cannot be reached: no answer within {HANDSHAKE_SECONDS:g} s")
-        raise AuthenticationError(f"{where} did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
+        raise TimeoutError(f"{where} did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
 
     # ---- on the connection's thread
 
