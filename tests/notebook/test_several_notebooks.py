@@ -231,6 +231,19 @@ def test_notebooks_join_at_an_endpoint_under_a_name(pair: Notebooks, backend: st
     assert pair.values("run.plan.world_size") == [3, 3]
 
 
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_launches_in_a_row_at_one_port(pair: Notebooks, backend: str) -> None:
+    options = f"num_processes=1, num_nodes=2, use_port={free_port()}, rdzv_conf={SECRET}, rdzv_backend={backend!r}"
+    places = [", node_rank=1"] if backend == "static" else [""]
+    cells = [
+        kernel.submit(f"found = [launch(meet, {options}{place}).results for _ in range(4)]")
+        for kernel, place in zip(pair.kernels, ["", *places], strict=True)
+    ]
+    for cell in pair.finish(cells):
+        cell.expect_ok()
+    assert all(set(results) == {1.0} for found in pair.values("found") for results in found)
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failure_is_shown_at_its_cell_line_in_every_notebook(pair: Notebooks, failing: int) -> None:
     cells = pair.finish(pair.launch(f"meet, {failing}", "num_processes=1", "num_processes=2", rdzv_conf=SECRET))

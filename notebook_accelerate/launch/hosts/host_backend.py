@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.hosts.remote.host_connection import HostLostError, RemoteRank
 from notebook_accelerate.launch.hosts.remote.host_protocol import FunctionEvent, StartOrder
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend
 from notebook_accelerate.launch.processes.placed import completed_for_another_machine
@@ -50,8 +51,11 @@ class HostBackend(ProcessBackend):
         self._order_ranks(theirs)
         self._own.start_ranks(orders[: self._count], started)
         for connection, _ in self._hosts:
-            for _order in theirs[connection.node]:
-                started(connection.await_started(START_SECONDS, self._stopping))
+            for order in theirs[connection.node]:
+                try:
+                    started(connection.await_started(START_SECONDS, self._stopping))
+                except HostLostError:  # its ranks end at once, and with them the attempt
+                    started(RemoteRank(connection, order.rank, 0, int(order.environment["LOCAL_RANK"])))
 
     def _order_ranks(self, orders: dict[int, list[WorkerOrder]]) -> None:
         pickled = None

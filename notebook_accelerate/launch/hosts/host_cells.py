@@ -33,6 +33,7 @@ class ForeignCells:
     def add(self, cells: Mapping[str, list[str]]) -> None:
         """Add cells in the format of ``CellsEvent``, and register their source lines under their names."""
         for filename, (name, source) in cells.items():
+            linecache.cache.pop(self._names.get(filename, ""), None)
             self._names[filename] = cell = f"{name}{self._suffix()}"
             install_sources({cell: source})
 

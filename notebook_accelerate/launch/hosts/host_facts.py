@@ -15,6 +15,9 @@ from notebook_accelerate.launch.hosts.remote.host_connection import node_name
 NOTEBOOK, COMMAND = "notebook", "command"
 """The kinds of hosts: one has a cell with the function, the other receives the function from the first notebook."""
 
+MAX_PROCESSES = 4096
+"""More ranks on one host are a mistake."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
@@ -61,6 +64,8 @@ class HostFacts:
         texts = (found.kind, found.host, found.accelerator, found.rdzv_id, found.address)
         if not all(isinstance(number, int) for number in numbers) or not all(isinstance(text, str) for text in texts):
             raise ValueError("a host sent facts of other types")
+        if not isinstance(found.versions, Mapping) or not 0 <= found.processes <= MAX_PROCESSES:
+            raise ValueError(f"a host sent facts that are not possible: {found.processes} processes")
         return found
 
     @property

@@ -7,7 +7,7 @@ import re
 import selectors
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -125,6 +125,8 @@ class HostGroup:
             selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(selector))
             for host in self._hosts:
                 self._listen(host, selector)
+            dispatch(selector, 0)  # a host may have arrived, or been lost, since the last attempt
+            self._drop_lost()
             while not self._is_complete(attempt, last_call):
                 dispatch(selector, WAIT_SECONDS)
                 self._context.publisher.flush()
@@ -160,8 +162,13 @@ class HostGroup:
             host.connection.node = index
             if host.facts.kind == NOTEBOOK and host.connection.cells is None:
                 host.connection.cells = ForeignCells(partial(_suffix, host.connection))
-            with suppress(ChannelClosedError):  # starting its ranks reports it
+            try:
                 host.connection.measure_clock()
+            except ChannelClosedError as error:
+                host.connection.lost = f"was lost: {error}"
+        if any(host.connection.lost for host in self._hosts):
+            self._drop_lost()
+            return self.gather(attempt)
         sizes = [facts.processes for facts in self._members]
         address = self._config.rendezvous_address[0]
         name = f"{self._config.rdzv_id}-{self._context.id}"
@@ -302,13 +309,15 @@ class HostGroup:
     def _stop_to_make_room(self, group: RankGroup) -> None:
         """Stop to let a late host join, unless a debugger is in use."""
         busy = self._context.clock.suspended or group.stops.failures or group.stops.held
-        if self._makes_room is not None and not busy and group.stops.make_room(self._makes_room):
+        late = any(not host.connection.lost and not host.connection.ranks for host in self._hosts)
+        if late and self._makes_room is not None and not busy and group.stops.make_room(self._makes_room):
             self._context.show(self._makes_room.text)
 
     def _handle(self, event: Event, host: JoinedHost) -> None:
         """Handle what a host sends about the whole run."""
         if isinstance(event, StopRequest):
-            reason = StopReason(RunStoppedError, f"{host.connection.name}: it was stopped")
+            name = host.connection.name if host.connection.node > 0 else host.facts.title
+            reason = StopReason(RunStoppedError, f"{name}: it was stopped")
             target = self._wait if self._group is None else self._group
             self._context.show(reason.text)
             target.stop(event.grace, reason)
@@ -370,11 +379,13 @@ class HostGroup:
     def close(self, ended: RunEnded) -> None:
         """See ``Hosts.close``."""
         self._unsubscribe()
-        self._send_end(ended)
-        for host in self._hosts:
-            host.connection.close()
-        self._listener.close()
-        self._release_port()
+        with ExitStack() as last:
+            last.callback(self._release_port)
+            last.callback(self._listener.wait_until_free)
+            last.callback(self._listener.close)
+            for host in self._hosts:
+                last.callback(host.connection.close)
+            self._send_end(ended)
 
 
 class _NoRanks:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from notebook_accelerate import hardware
 from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
+from notebook_accelerate.hardware.detection import cpu_count
 from notebook_accelerate.launch.hosts.host_facts import COMMAND, own_facts
 from notebook_accelerate.launch.hosts.joining import connect, own_orders
 from notebook_accelerate.launch.hosts.remote.host import Host
@@ -81,6 +83,7 @@ class CommandHost(Host):
     def __init__(self, channel: Channel, address: str, show: Callable[[str], None]) -> None:
         self._address, self._show = address, show
         self._function = anonymous_file()
+        self._ranks_planned = 1
         super().__init__(channel)
 
     def handle_message(self, message: Event) -> None:
@@ -89,13 +92,17 @@ class CommandHost(Host):
             raise LaunchError(message.text)
         if isinstance(message, (WaitingEvent, HostPlanEvent)):
             self._show(message.text)
+            if isinstance(message, HostPlanEvent):
+                self._ranks_planned = pickle.loads(message.payload).num_processes
         elif isinstance(message, FunctionEvent):
             os.write(self._function, message.payload)
         elif isinstance(message, StartOrder):
             self._run_own(message)
 
     def _run_own(self, message: StartOrder) -> None:
-        orders = own_orders(message, self._address)
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(given) if given.isdigit() else cpu_count() // max(1, self._ranks_planned)
+        orders = own_orders(message, self._address, max(1, threads))
         for order in orders:
             adapt_to_machine(order)
         function, self._function = self._function, anonymous_file()

@@ -39,7 +39,9 @@ def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> 
 def alone_lines(config: LaunchConfig, function: str) -> list[str]:
     """Return the lines of a notebook whose run has no secret: each notebook runs its own ranks, as torchrun does."""
     if config.node_rank:
-        return []
+        return [
+            "this node has no secret, and meets the others in torch only; if node 0 shows how to join, pass its secret"
+        ]
     if function in SCRIPTS:
         return [
             _script_line(config),

@@ -155,11 +155,11 @@ class JoinedRun:
         if not config.block:
             self.started.set()  # the others may take minutes
         stopping = self._context.commands.stopping
+        self._context.show(f"joining the run at {where[0]}:{where[1]}")
         channel = connect(where, self._secret, facts, join_seconds(config), keep_alive(config), stopping)
         self._host = host = NotebookHost(channel, self._context, plan, self._call, self._inherited, self._end_held)
         host.watch(self._context.commands.wake, lambda: self._context.commands.carry_out(self._target))
-        if stopping():
-            self._send_stop(0.0)
+        self._context.commands.carry_out(self._target)
         while (message := host.next_message()) is not None:
             if isinstance(message, HostRefusedEvent):
                 raise LaunchError(message.text)
@@ -177,7 +177,7 @@ class JoinedRun:
     def _verdict(self, over: RunOverEvent) -> RunEnded:
         """Return how the run ended, with failures at this notebook's cells."""
         state = self._context.state
-        if over.status == "failed" and state.failures:
+        if over.status == "failed" and state.failures and state.status != "starting":  # else of an earlier attempt
             return error_messages.failed(self._context.id, state)
         return RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {self._context.id} ", over.message))
 
@@ -280,8 +280,11 @@ class NotebookHost(Host):
 
     def _take_plan(self, plan: LaunchPlan) -> None:
         own = replace(plan, start_method=self._plan.start_method, reason=self._plan.reason, threads=self._plan.threads)
+        if own.node != self._node:
+            self._cells.clear()  # their names contain the number
         self._own, self._node = range(own.first_rank, own.first_rank + own.num_processes), own.node
         self._results.clear()
+        self._journal.free_old_results()
         self._journal.append(RunPlanned(own, own.first_rank, own.num_processes))
         new = {filename: cell for filename, cell in own_cells().items() if self._cells.get(filename) != cell}
         self._cells |= new
@@ -289,9 +292,9 @@ class NotebookHost(Host):
 
     def _run_own(self, message: StartOrder) -> None:
         config, plan = self._context.config, self._plan
-        orders = own_orders(message, config.rendezvous_address[0])
+        orders = own_orders(message, config.rendezvous_address[0], plan.threads or 1)
         for order in orders:
-            order.state, order.threads, order.accelerator = self._inherited, plan.threads, config.accelerator
+            order.state, order.accelerator = self._inherited, config.accelerator
             order.environment.update(config.env or {})
         backend = process_backend(plan.start_method)(*self._call)
         backend.configure(config, self._context.note, self._context.commands.stopping)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.errors import AuthenticationError, LaunchError, RunStoppedError
+from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.hardware.addresses import interface_of, own_address
 from notebook_accelerate.launch.hosts.host_facts import HostFacts
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 0.3
 """Seconds between two tries to reach the first notebook, which may not have begun to listen."""
+END_SECONDS = 2.0
+"""Seconds that an earlier run at the same port has to end."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -48,14 +50,20 @@ def connect(
     """
     address, port = where
     hello = HelloEvent(facts.node_rank, facts.host, facts.as_dict())
-    deadline = time.monotonic() + seconds
+    begin = time.monotonic()
+    deadline = begin + seconds
     while True:
+        problem: Exception = ConnectionResetError("it ended")
         try:
-            return connect_to_kernel(address, port, secret.encode(), hello, keep_alive, stopping)
-        except AuthenticationError:
-            raise LaunchError(
-                f"the run at {address}:{port} has another secret, or is none; pass the secret of the first notebook"
-            ) from None
+            channel = connect_to_kernel(address, port, secret.encode(), hello, keep_alive, stopping)
+            if _answers(channel, deadline, stopping):
+                return channel
+        except AuthenticationError as error:  # or an earlier run at this port has not ended yet
+            if time.monotonic() > begin + END_SECONDS:
+                raise LaunchError(
+                    f"the run at {address}:{port} has another secret, or is none; pass the secret of the first notebook"
+                ) from None
+            problem = error
         except OSError as error:
             problem = error
         if stopping():
@@ -67,12 +75,34 @@ def connect(
         time.sleep(RETRY_SECONDS)
 
 
-def own_orders(event: StartOrder, address: str) -> list[WorkerOrder]:
-    """Return the orders of this host's ranks, with the interface on which they reach the first notebook's."""
+def _answers(channel: Channel, deadline: float, stopping: Callable[[], bool]) -> bool:
+    """Wait for the first message; return False where there is none: an earlier run at the port has just ended."""
+    while time.monotonic() < deadline and not stopping():
+        try:
+            found = channel.receive(RETRY_SECONDS)
+        except ChannelClosedError:
+            break
+        if found:
+            channel.put_back(found)
+            return True
+    channel.close()
+    return False
+
+
+def own_orders(event: StartOrder, address: str, threads: int) -> list[WorkerOrder]:
+    """Return the orders of this host's ranks, with what belongs to this machine.
+
+    Args:
+        event: The first notebook's message.
+        address: Its address, to find the network interface on which the ranks reach each other.
+        threads: CPU threads of each rank at most.
+    """
     orders: list[WorkerOrder] = pickle.loads(event.payload)
     interface = interface_to(address)
     for order in orders:
         order.environment.update(dict.fromkeys(INTERFACE_VARIABLES, interface) if interface else {})
+        order.threads = min(order.threads or threads, threads)
+        order.environment["OMP_NUM_THREADS"] = str(order.threads)
     return orders
 
 

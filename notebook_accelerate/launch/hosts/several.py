@@ -143,8 +143,8 @@ def part_of(context: RunContext) -> Part:
 def _listener(context: RunContext, address: str, port: int, secret: str, *, must: bool) -> HostListener:
     alive = keep_alive(context.config)
 
-    def report(text: str) -> None:
-        context.note(text, shown_as=f"⚠ {text}")
+    def report(text: str) -> None:  # on the listener's thread: only the run's thread may use the publisher
+        context.commands.post(lambda _: context.note(text, shown_as=f"⚠ {text}"))
 
     try:
         return HostListener(address, secret.encode(), port, report=report, keep_alive=alive)

@@ -41,6 +41,10 @@ SLICE_SECONDS = 0.2
 """Seconds between two looks whether the run is to be stopped."""
 
 
+class HostLostError(LaunchError):
+    """A host was lost before it had started its ranks."""
+
+
 class Outbox:
     """Sends to one host on a thread: a host that reads nothing holds up nobody else.
 
@@ -128,13 +132,14 @@ class HostConnection:
         """Wait until the host has started its next rank, and return that rank.
 
         Raises:
-            LaunchError: The host reports a failure, is lost, or sends nothing for ``timeout`` seconds.
+            HostLostError: The host is lost.
+            LaunchError: The host reports a failure, or sends nothing for ``timeout`` seconds.
             RunStoppedError: The run is ``stopping``.
         """
         try:
             found = self._await(lambda event: isinstance(event, (StartedEvent, LeaveEvent)), timeout, stopping)
         except ChannelClosedError as error:
-            raise LaunchError(f"{self.name} was lost while its ranks started: {error}") from None
+            raise HostLostError(f"{self.name} was lost while its ranks started: {error}") from None
         if found is None:
             raise LaunchError(f"{self.name} did not start its ranks within {timeout:g} s")
         if isinstance(found.event, LeaveEvent):
@@ -169,6 +174,8 @@ class HostConnection:
         if self._selector is None:
             self._selector = selector
             selector.register(self.channel, selectors.EVENT_READ, partial(self._read, listener))
+            with suppress(ChannelClosedError):  # reading it reports that
+                self._early += self.channel.receive(0.0)  # what arrived with the first message
         early, self._early = self._early, []
         for stamped in early:
             if getattr(stamped.event, "rank", rank) == rank:

@@ -171,6 +171,10 @@ class HostListener(Exchange):
         if self._refused > MAX_REPORTS:
             self._report(f"{self._refused - MAX_REPORTS} more connections were refused")
 
+    def wait_until_free(self) -> None:
+        """Wait until the port can be used again, after `close` and the ends of all hosts."""
+        self._thread.join(2 * FLUSH_SECONDS)
+
     def _destroy(self, seconds: float) -> None:
         super()._destroy(seconds)
         if not self._thread.is_alive():  # it was not started
