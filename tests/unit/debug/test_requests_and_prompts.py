@@ -98,10 +98,8 @@ def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:
     assert inspector.read_stacks(write).dump == ""
 
 
-def _question(
-    ends: tuple[Channel, Channel], rank: int, kind: str, answered: list[int], number: int = 0, *, here: bool = True
-) -> Prompt:
-    return Prompt(rank, InputRequest("> ", False, "", kind, number), ends[0], answered.append, here)
+def _question(ends: tuple[Channel, Channel], rank: int, kind: str, answered: list[int], number: int = 0) -> Prompt:
+    return Prompt(rank, InputRequest("> ", False, "", kind, number), ends[0], answered.append)
 
 
 def test_questions_are_taken_once_and_answers_travel(ends: tuple[Channel, Channel]) -> None:
@@ -171,18 +169,15 @@ def test_of_two_notebooks_that_show_a_question_the_first_answer_counts(ends: tup
     assert board.open_prompts() == []
 
 
-def test_another_notebooks_question_is_put_before_the_user_where_it_is_asked_for(ends: tuple[Channel, Channel]) -> None:
+def test_a_question_is_taken_by_who_asks_for_its_rank(ends: tuple[Channel, Channel]) -> None:
     board = PromptQueue()
-    board.put(_question(ends, 1, "debugger", [], here=False))
-    assert board.take(0.01) is None
+    board.put(_question(ends, 1, "debugger", []))
     assert board.take(0.01, among=[0]) is None
     board.put(_question(ends, 0, "input", []))
     for wanted in ({"among": [1]}, {}):
         question = board.take(1.0, **wanted)
         assert question is not None
         assert question.rank == len(wanted)
-    board.put(_question(ends, 1, "debugger", [], here=False))
-    assert board.take(1.0, rank=1) is not None
 
 
 def test_a_waiting_taker_hears_of_the_end(ends: tuple[Channel, Channel]) -> None:

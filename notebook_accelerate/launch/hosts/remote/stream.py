@@ -69,7 +69,8 @@ def configure(zmq_socket: Any, keep_alive: tuple[float, float] = KEEP_ALIVE) -> 
     interval, silent = (max(1, int(1000 * seconds)) for seconds in keep_alive)
     zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
     zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent)
-    zmq_socket.setsockopt(zmq.HEARTBEAT_TTL, silent)  # a peer with other settings follows these
+    # A peer with other settings follows these; the next question may be an interval away.
+    zmq_socket.setsockopt(zmq.HEARTBEAT_TTL, silent + interval)
 
 
 class ProtocolError(Exception):
