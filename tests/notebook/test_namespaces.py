@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,42 +9,17 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.launching import said
+from tests.support.namespaces import ADDRESSES, ip, two_namespaces
 from tests.support.notebooks import LIMIT, Notebooks, notebooks
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
 
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[list[str]]:
     """Return two namespaces with a cable between them, where this machine lets one make such."""
-    names = [f"nbacc{os.getpid()}x{index}" for index in range(2)]
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        ends = [f"nb{os.getpid() % 100000}e{index}" for index in range(2)]
-        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
-            _ip("link", "set", end, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-    except (OSError, subprocess.SubprocessError) as error:
-        _remove(names)
-        pytest.skip(f"network namespaces cannot be made here: {error}")
-    yield names
-    _remove(names)
-
-
-def _remove(names: list[str]) -> None:
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
+    with two_namespaces("two") as names:
+        yield names
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +78,11 @@ def test_a_cable_that_is_pulled(pair: Notebooks, names: list[str]) -> None:
         ["ip", "-n", names[1], "-o", "link", "show", "type", "veth"], check=True, capture_output=True, text=True
     )
     end = found.stdout.split(":")[1].strip().partition("@")[0]
-    _ip("-n", names[1], "link", "set", end, "down")
+    ip("-n", names[1], "link", "set", end, "down")
     try:
         first, second = pair.finish(cells)
     finally:
-        _ip("-n", names[1], "link", "set", end, "up")
+        ip("-n", names[1], "link", "set", end, "up")
     assert "node 1 (" in said(first)
     assert "was lost: " in said(first)
     assert "node 0 (" in said(second)
