@@ -347,9 +347,12 @@ class Kernel:
         except KernelTimeoutError as error:
             written = len(self.log)
             if self.alive():
-                os.kill(self.pid, signal.SIGABRT)  # ipykernel has Python's fault handler write all stacks
+                os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes all stacks
                 self._wait_dead(60.0)
-            raise KernelTimeoutError(f"the kernel does not answer any more:\n{self.log[written:][-8000:]}") from error
+            text = f"the kernel does not answer any more:\n{self.log[written:][-8000:]}"
+            last = [cell for cell in self.cells.values() if not cell.finished][:1]
+            shown = "".join(f"\nend of the output of\n{cell.code}\n{cell.plain[-1000:]}" for cell in last)
+            raise KernelTimeoutError(text + shown) from error
 
     def alive(self) -> bool:
         """Whether the kernel's process runs."""
@@ -398,7 +401,7 @@ class Kernel:
     def _start(self, changes: dict[str, str | None]) -> None:
         # TEST_KERNEL_PATH: a folder with another ipykernel, for the tests with several versions.
         path = os.pathsep.join(filter(None, (os.environ.get("TEST_KERNEL_PATH"), str(ROOT))))
-        env = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        env = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "PYTHONFAULTHANDLER": "1"}
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
             env[name] = str(self.folder / name.lower())
         env.update({name: value for name, value in changes.items() if value is not None})
