@@ -172,7 +172,7 @@ class HostGroup:
         sizes = [facts.processes for facts in self._members]
         address = self._config.rendezvous_address[0]
         name = f"{self._config.rdzv_id}-{self._context.id}"
-        plan = joined(self._plan, sizes, (address, self._store_port(attempt)), interface_to(address), name)
+        plan = joined(self._plan, sizes, (address, self._store_port()), interface_to(address), name)
         if note := facts_of.version_note(self._members):
             self._context.note(note, shown_as=f"⚠ {note}")
         for index, host in enumerate(self._hosts, 1):
@@ -182,7 +182,7 @@ class HostGroup:
         self._context.journal.append(RunPlanned(plan, 0, plan.world_size))
         return plan
 
-    def _store_port(self, attempt: int) -> int:
+    def _store_port(self) -> int:
         """Reserve a port for the store that rank 0 serves: a new one for each attempt."""
         self._release_port()
         port, _ = ports.reserve((self._context.id, "store"), 0, fixed=False)

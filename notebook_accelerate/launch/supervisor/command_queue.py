@@ -15,7 +15,7 @@ from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopR
 
 
 class CommandTarget(Protocol):
-    """Carries out commands: the ranks of an attempt, or the wait for other notebooks while there are no ranks."""
+    """Carries out commands: the ranks of an attempt, or the wait for hosts while there are no ranks."""
 
     @property
     def clock(self) -> PausableClock:

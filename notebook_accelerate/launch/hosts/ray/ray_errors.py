@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from notebook_accelerate.config.hidden_values import hide_credentials
+from notebook_accelerate.launch.hosts.host_facts import same_version
 
 
 def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
     """Return a message about nodes whose versions do not match the kernel's; "" when all match.
 
-    Python must match in its minor version (cloudpickle carries byte code), torch without its build (CPU and CUDA builds
-    of one version are compatible), and this package in its full version (its processes exchange messages).
+    ``same_version`` says which versions match.
     """
     lines = []
     for fact in {fact["node"]: fact for fact in facts}.values():
@@ -21,7 +21,7 @@ def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
             found = fact["versions"].get(name, "")
             if not found:
                 lines.append(f"node {fact['host']} ({fact['address']}) has no {name}; the notebook has {version}")
-            elif _comparable(name, found) != _comparable(name, version):
+            elif not same_version(name, found, version):
                 lines.append(f"node {fact['host']} ({fact['address']}) has {name} {found}; the notebook has {version}")
     if not lines:
         return ""
@@ -29,12 +29,6 @@ def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
         f"the versions on the nodes differ from the notebook's, so the function was not sent: {'; '.join(lines)}. "
         "Install the same versions there, or pass RayCluster(runtime_env={'pip': [...]})"
     )
-
-
-def _comparable(name: str, version: str) -> str:
-    if name == "python":
-        return ".".join(version.split(".")[:2])
-    return version.partition("+")[0]
 
 
 def unreachable(address: str, error: Exception) -> str:
