@@ -20,6 +20,7 @@ from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_fo
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import inline, ports, store_folders
+from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.launch.state.journal import Journal
@@ -58,8 +59,9 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
         steady_time.set_to_system_time()
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        plan = _plan(config)
-        commands = CommandQueue() if plan.start_method != "inline" else None
+        with deferred_interrupts():
+            plan = _plan(config)
+            commands = CommandQueue() if plan.start_method != "inline" else None
     except OSError as error:
         if (problem := error_messages.system_error(error)) is error:
             raise
@@ -87,7 +89,11 @@ def _where(config: LaunchConfig) -> LaunchConfig:
 
 
 def _plan(config: LaunchConfig) -> LaunchPlan:
-    """Plan the launch on a new thread: ranks are forked from one, and the fork probe must see the same state."""
+    """Plan the launch on a new thread: ranks are forked from one, and the fork probe must see the same state.
+
+    The caller defers interrupts: a KeyboardInterrupt between a lock of the executor and its release, or in the callback
+    that runs when the executor is deleted, would block later forks or be lost.
+    """
     with ThreadPoolExecutor(1, "notebook-accelerate-plan") as executor:
         return executor.submit(lambda: make_plan(config, hardware.detect(), kernel_facts())).result()
 
