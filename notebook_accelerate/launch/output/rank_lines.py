@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import ipython_shell
+from notebook_accelerate.launch.output.line_assembler import LineAssembler
 from notebook_accelerate.launch.output.output_budget import OutputBudget, WaitingDisplays, display_size
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.telemetry.error_text import describe_error
@@ -22,62 +23,12 @@ if TYPE_CHECKING:
 
     from notebook_accelerate.telemetry import DisplayEvent
 
-MAX_LINE_BYTES = 1 << 20
-"""Longer lines are broken, so that a rank that writes no line breaks cannot fill the kernel's memory."""
 FLUSH_SECONDS = 0.1
 """The shortest time between two messages to the front end, which draws the page once for each."""
 MAX_BAR_CHARS = 1_000
 """Longer progress bars are cut: all of them are sent again whenever one changes."""
 PROGRESS_SECONDS = 0.2
 """The shortest time between two redraws of progress bars."""
-
-
-class LineAssembler:
-    """Splits a byte stream into complete lines; a carriage return restarts its line, as on a terminal."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> str | None:
-        """Return the newly completed lines, joined by line breaks; None: no line is complete."""
-        lines, newline, rest = (self._rest + data).rpartition(b"\n")
-        rest = _last_redraw(rest)
-        if not newline and len(rest) > MAX_LINE_BYTES:
-            cut = _character_start(rest)
-            lines, newline, rest = rest[:cut], b"\n", rest[cut:]
-        self._rest = rest
-        return self._text(lines) if newline else None
-
-    def finish(self) -> str | None:
-        """Return the unfinished last line; None: there is none."""
-        rest, self._rest = self._rest, b""
-        return self._text(rest) if rest else None
-
-    @property
-    def redrawn(self) -> str:
-        """The unfinished line if a carriage return has redrawn it, as in a progress bar; "" otherwise."""
-        return self._text(self._rest) if b"\r" in self._rest else ""
-
-    @staticmethod
-    def _text(data: bytes) -> str:
-        text = data.decode("utf-8", errors="replace")
-        if "\r" not in text:
-            return text
-        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-
-
-def _last_redraw(rest: bytes) -> bytes:
-    """Return a line without the states that it has overwritten; the carriage return stays and marks a progress bar."""
-    start = rest.rstrip(b"\r").rfind(b"\r")
-    return rest[start:] if start > 0 else rest
-
-
-def _character_start(data: bytes) -> int:
-    """Return the start of the last, perhaps unfinished, UTF-8 character: a cut there splits no character."""
-    start = len(data) - 1
-    while start > len(data) - 4 and data[start] & 0xC0 == 0x80:  # 10xxxxxx: inside a character
-        start -= 1
-    return start if data[start] & 0xC0 == 0xC0 else len(data)
 
 
 def line_label(template: str | None, rank: int, local_rank: int) -> str:
@@ -122,9 +73,10 @@ class Publisher(ABC):
         self._pending.append((stream, label + text.replace("\n", "\n" + label) + "\n"))
 
     def bar(self, rank: int, text: str, label: str) -> None:
-        """Show ``text`` as the progress bar of ``rank``; "" removes the bar."""
+        """Show the lines of ``text`` as the progress bars of ``rank``; "" removes them."""
         if text:
-            self._bars[rank] = label + (text if len(text) <= MAX_BAR_CHARS else text[:MAX_BAR_CHARS] + " …")
+            bars = [bar if len(bar) <= MAX_BAR_CHARS else bar[:MAX_BAR_CHARS] + " …" for bar in text.split("\n")]
+            self._bars[rank] = "\n".join(label + bar for bar in bars)
         elif self._bars.pop(rank, None) is None:
             return
         self._bars_changed = True

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from notebook_accelerate.launch.output.line_assembler import MAX_LINE_BYTES, LineAssembler
 from notebook_accelerate.launch.output.rank_lines import (
     FLUSH_SECONDS,
-    MAX_LINE_BYTES,
-    LineAssembler,
     Publisher,
     RankOutput,
     TextPublisher,
@@ -98,6 +97,67 @@ def test_a_line_that_is_not_redrawn_is_no_progress_bar() -> None:
     assert assembler.redrawn == " 5%"
     assembler.feed(b"\rdone\n")
     assert assembler.redrawn == ""
+
+
+class _Writes(list[bytes]):
+    """A file that keeps each write."""
+
+    def write(self, text: str) -> None:
+        self.append(text.encode())
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+
+def _bars_of_tqdm(*, leave: bool) -> _Writes:
+    class tqdm(pytest.importorskip("tqdm").tqdm):  # type: ignore[misc]  # noqa: N801 - as its users write it
+        monitor_interval = 0  # no thread
+
+    writes = _Writes()
+    for epoch in tqdm(range(2), "epochs", file=writes, ascii=True, mininterval=0):
+        for step in tqdm(range(20), f"epoch {epoch}", leave=leave, file=writes, ascii=True, mininterval=0):
+            if step == 10:
+                tqdm.write(f"note {epoch}", file=writes)
+    writes.write("the end\n")
+    return writes
+
+
+@pytest.mark.parametrize("leave", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 7, 50, 1000])
+def test_nested_bars_are_redrawn_in_place(leave: bool, size: int) -> None:
+    """As tqdm writes them, and as they arrive in pieces of ``size`` bytes (0: each write of tqdm)."""
+    writes = _bars_of_tqdm(leave=leave)
+    raw = b"".join(writes)
+    chunks = [raw[i : i + size] for i in range(0, len(raw), size)] if size else list(writes)
+    assembler, done, most = LineAssembler(), [], 0
+    for chunk in chunks:
+        done += (assembler.feed(chunk) or "").splitlines()
+        most = max(most, len(assembler.redrawn.splitlines()))
+    done += (assembler.finish() or "").splitlines()
+    bars = [line.partition(":")[0] for line in done if "%|" in line]
+    wanted = ["epoch 0", "epoch 1", "epochs"] if leave else ["epochs"]
+    assert [line for line in done if "%|" not in line] == ["note 0", "note 1", "the end"]
+    assert [bar for bar in bars if bar != "epochs"] == wanted[:-1]
+    assert 1 <= bars.count("epochs") <= 2, "at most its first state too, from before the inner bar was drawn"
+    assert "epochs: 100%|" in done[-2]
+    assert most == 2 if size == 0 else most <= 6, "pieces may leave off between two writes"
+
+
+def test_bars_one_after_the_other_become_lines() -> None:
+    chunks = [b"\r 0%|a", b"\r100%|a", b"\n", b"\r 0%|b", b"\r 50%|b", b"\r100%|b\n", b"over\n"]
+    assembler = LineAssembler()
+    texts = [assembler.feed(chunk) for chunk in chunks]
+    assert [text for text in texts if text] == ["100%|a", "100%|b", "over"]
+    assert assembler.redrawn == ""
+
+
+def test_an_endless_number_of_rows_is_bounded() -> None:
+    assembler, lines = LineAssembler(), 0
+    for row in range(200):
+        lines += len((assembler.feed(b"\n" * row + b"\r%d%%|" % row + b"\x1b[A" * row) or "").splitlines())
+    rows = assembler.redrawn.splitlines()
+    assert len(rows) <= 20
+    assert lines > 100
 
 
 @pytest.mark.parametrize(
