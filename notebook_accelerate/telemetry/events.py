@@ -93,12 +93,16 @@ class ResourceEvent(Event):
 
 @dataclass(slots=True)
 class DisplayEvent(Event):
-    """Rich output of ``display()`` in a rank: a MIME bundle for the kernel to publish."""
+    """Rich output of ``display()`` in a rank: a MIME bundle for the kernel to publish.
+
+    ``mark`` is the number of its marks in the rank's standard streams; 0: there are none.
+    """
 
     data: dict[str, Any]
     metadata: dict[str, Any] = field(default_factory=dict)
     display_id: str | None = None
     update: bool = False
+    mark: int = 0
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.channel import Channel, Stamped, encode
 from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.event_bounds import BOUNDS, MAX_EVENT_CHARS
-from notebook_accelerate.telemetry.events import DroppedEvent
+from notebook_accelerate.telemetry.events import DisplayEvent, DroppedEvent
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry.events import Event
@@ -95,11 +95,11 @@ class Sink:
             data = encode([message])
         except Exception as error:  # noqa: BLE001 - the same
             self._note(name, f"a {name} cannot be sent to the notebook ({describe_error(error, 200)})")
-            return b""
+            return _left_out(message)
         if len(data) > MAX_EVENT_CHARS and not message.event.has_payload:
             size = f"{len(data):,} bytes is not sent to the notebook: at most {MAX_EVENT_CHARS:,} are"
             self._note(name, f"a {name} of {size}")
-            return b""
+            return _left_out(message)
         return data
 
     def _note(self, kind: str, text: str) -> None:
@@ -118,6 +118,12 @@ class Sink:
         """Send everything that is queued, then ``event`` with copies of ``descriptors``."""
         self.flush()
         self.channel.send_bytes(encode([Stamped(steady_time.now(), event)]), descriptors)
+
+
+def _left_out(message: Stamped) -> bytes:
+    """Return what is sent in the place of an event: the rank's streams have marks of each display."""
+    mark = message.event.mark if isinstance(message.event, DisplayEvent) else 0
+    return encode([Stamped(message.time, DisplayEvent({}, mark=mark))]) if mark else b""
 
 
 _sink: Sink | None = None

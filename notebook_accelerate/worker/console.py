@@ -32,7 +32,7 @@ def install(agent: Agent) -> None:
     builtins.input = rank_input
     getpass.getpass = rank_getpass
     breakpoints.install(agent)
-    rich_display.install(plain_process.leave_notebook())
+    rich_display.install(plain_process.leave_notebook(), flush)
 
 
 def flush() -> None:

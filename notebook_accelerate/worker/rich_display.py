@@ -8,10 +8,13 @@ import importlib
 import io
 import itertools
 import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from notebook_accelerate.integrations.import_hooks import when_imported
-from notebook_accelerate.telemetry import DisplayEvent, emit
+from notebook_accelerate.telemetry import DisplayEvent, display_marks, emit
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _MODULES = ("IPython.core.display_functions", "IPython.core.display")  # IPython 7, which Colab has, has the second only
@@ -28,7 +31,7 @@ class _Displays:
     def clear(self) -> None:
         """Let the next displays replace those since the last call; what the last call left is emptied."""
         for identity in self._replaceable:
-            emit(DisplayEvent({"text/plain": ""}, {}, identity, update=True))
+            _send(DisplayEvent({"text/plain": ""}, {}, identity, update=True))
         self._replaceable, self._shown = self._shown, []
 
     def emit(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
@@ -36,18 +39,63 @@ class _Displays:
         update = bool(self._replaceable)
         identity = self._replaceable.pop(0) if update else f"notebook-accelerate-{os.getpid()}-{next(self._numbers)}"
         self._shown.append(identity)
-        emit(DisplayEvent(data, metadata, identity, update))
+        _send(DisplayEvent(data, metadata, identity, update))
 
 
 _displays = _Displays()
 
 
-def install(formatter: Any = None) -> None:
+class _MarkedStreams:
+    """The pipes of this rank's standard streams, in which displays leave their marks.
+
+    Args:
+        flush: Writes all buffered output to the pipes.
+    """
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush, self._numbers, self._lock = flush, itertools.count(1), threading.RLock()
+        self._identity = self._current()
+
+    def send(self, event: DisplayEvent) -> None:
+        """Send a display to the kernel, behind what was printed before it."""
+        with self._lock:
+            self._flush()
+            if self._identity is None or self._current() != self._identity:
+                emit(event)  # a process that the rank has forked; or the function has redirected its output
+                return
+            event.mark = next(self._numbers)
+            emit(event)
+            with suppress(OSError):  # the kernel is gone
+                for descriptor in (1, 2):
+                    os.write(descriptor, display_marks.mark(event.mark))
+
+    @staticmethod
+    def _current() -> tuple[int, ...] | None:
+        with suppress(OSError):  # closed
+            pipes = [os.fstat(descriptor) for descriptor in (1, 2)]
+            return (os.getpid(), *(number for pipe in pipes for number in (pipe.st_dev, pipe.st_ino)))
+        return None
+
+
+_marked_streams: _MarkedStreams | None = None
+
+
+def _send(event: DisplayEvent) -> None:
+    if _marked_streams is None:
+        emit(event)
+    else:
+        _marked_streams.send(event)
+
+
+def install(formatter: Any, flush: Callable[[], None]) -> None:
     """Send what IPython's functions display to the kernel, also where IPython is imported later.
 
     Args:
         formatter: The shell's formatter of MIME bundles, with what the user registered; None: a new one.
+        flush: Writes all buffered output to the rank's pipes.
     """
+    global _marked_streams  # noqa: PLW0603 - one process has one pair of streams
+    _marked_streams = _MarkedStreams(flush)
     if formatter is not None:
         _formatter.chosen = formatter
     for name in _MODULES:
@@ -134,7 +182,7 @@ def publish(
     if identity is None:
         _displays.emit(clean, metadata or {})
     else:
-        emit(DisplayEvent(clean, metadata or {}, identity, update))
+        _send(DisplayEvent(clean, metadata or {}, identity, update))
 
 
 def clear_output() -> None:

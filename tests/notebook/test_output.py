@@ -108,6 +108,74 @@ def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: 
     assert cell.stdout.count("<IPython.core.display.HTML") == 0
 
 
+def _shown_in_order(cell: Cell) -> list[str]:
+    """Return lines and HTML of the ranks in the order in which the cell has them."""
+    shown = []
+    for output in cell.outputs:
+        if output["output_type"] == "stream":
+            shown += output["text"].splitlines()
+        elif output["output_type"] == "display_data" and "<b>" in output["data"].get("text/html", ""):
+            shown.append(output["data"]["text/html"])
+    return [text for text in shown if "▶" not in text]
+
+
+@METHODS
+def test_text_and_displays_of_a_rank_keep_their_order(kernel: Kernel, method: str) -> None:
+    cell = kernel.check(
+        "from IPython.display import HTML, display\n"
+        "def show():\n    for i in range(30):\n        print('text', i)\n        display(HTML(f'<b>{i}</b>'))\n"
+        "    print('to stderr', file=sys.stderr)\n    display(HTML('<b>last</b>'))\n"
+        f"launch(show, num_processes=1, start_method={method!r});"
+    )
+    wanted = [text for i in range(30) for text in (f"[rank 0] text {i}", f"<b>{i}</b>")]
+    assert _shown_in_order(cell) == [*wanted, "[rank 0] to stderr", "<b>last</b>"]
+
+
+def test_displays_have_the_label_of_their_rank(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "from IPython.display import HTML, display\n"
+        "def show():\n    for turn in range(2):\n        for each in (0, 1):\n"
+        "            gate(f'{turn} {each}')\n"
+        "            if rank() == each:\n                display(HTML(f'<b>of {each}</b>'))\n"
+        "                display(HTML(f'<b>also of {each}</b>'))\n                time.sleep(0.5)\n"
+        "                open(f'{turn + each} {1 - each}', 'w').close()\n"
+        "open('0 0', 'w').close()\nlaunch(show, num_processes=2);"
+    )
+    turn = ["[rank 0] ", "<b>of 0</b>", "<b>also of 0</b>", "[rank 1] ", "<b>of 1</b>", "<b>also of 1</b>"]
+    assert _shown_in_order(cell) == turn * 2
+
+
+def test_a_display_while_the_output_goes_elsewhere_is_shown(kernel: Kernel) -> None:
+    """No mark is written into what the function has redirected."""
+    cell = kernel.check(
+        "from IPython.display import HTML, display\nimport contextlib, io\n"
+        "def show():\n    display(HTML('<b>1</b>'))\n    saved = os.dup(1)\n    file = open('redirected', 'w+b')\n"
+        "    os.dup2(file.fileno(), 1)\n    print('to the file')\n    display(HTML('<b>2</b>'))\n"
+        "    sys.stdout.flush()\n    os.dup2(saved, 1)\n    caught = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(caught):\n        print('caught')\n        display(HTML('<b>3</b>'))\n"
+        "    print('again')\n    file.seek(0)\n    return file.read(), caught.getvalue()\n"
+        "print(launch(show, num_processes=1, start_method='fork').results)"
+    )
+    assert "((b'to the file\\n', 'caught\\n'),)" in cell.stdout
+    shown = _shown_in_order(cell)
+    assert [text for text in shown if "<b>" in text] == ["<b>1</b>", "<b>2</b>", "<b>3</b>"]
+    assert shown.index("<b>3</b>") < shown.index("[rank 0] again")
+
+
+def test_nested_bars_take_one_line_each(kernel: Kernel) -> None:
+    if kernel.value("__import__('importlib.util', fromlist=['x']).find_spec('tqdm') is None"):
+        pytest.skip("tqdm is not installed")
+    cell = kernel.check(
+        "def bars():\n    from tqdm.auto import tqdm\n    for _ in tqdm(range(3), 'outer'):\n"
+        "        for _ in tqdm(range(40), 'inner', leave=False):\n            time.sleep(0.01)\n"
+        "launch(bars);"
+    )
+    lines = cell.stderr.splitlines()
+    assert sum("outer: 100%" in line for line in lines) == 2
+    assert len(lines) <= 4, "each outer bar, and perhaps its first state"
+    assert any(text.count("outer") == text.count("inner") == 2 for text in _drawings(cell))
+
+
 def _is_drawing(output: dict[str, Any]) -> bool:
     shown = output["output_type"] in ("display_data", "update_display_data")
     return shown and output["transient"]["display_id"].endswith("-progress")

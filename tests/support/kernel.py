@@ -211,6 +211,8 @@ class Kernel:
         self.cwd = cwd or self.folder / "work"
         self.cwd.mkdir(exist_ok=True)
         self._context = zmq.Context()
+        # A form sends hundreds of messages at once; the socket would drop what a busy test has not read.
+        self._context.setsockopt(zmq.RCVHWM, 0)
         self._log = (self.folder / "kernel.log").open("w+")
         self._manager = self._make_manager()
         self._client: BlockingKernelClient | None = None

@@ -28,7 +28,8 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     StopRequest,
     WaitingEvent,
 )
-from notebook_accelerate.launch.output.rank_lines import RankOutput, line_label
+from notebook_accelerate.launch.output.rank_lines import line_label
+from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.processes import process_backend
 from notebook_accelerate.launch.state import error_messages, rank_result, run_events
 from notebook_accelerate.launch.state.run_events import (
@@ -237,7 +238,7 @@ class NotebookHost(Host):
         self._end_held = end_held
         self._journal, self._publisher = context.journal, context.publisher
         self._label = partial(line_label, context.config.log_line_prefix_template)
-        self._outputs: dict[tuple[int, str], RankOutput] = {}
+        self._outputs: dict[int, RankOutput] = {}
         self._decoders: dict[int, Decoder] = {}
         self._results: dict[int, rank_result.RankResult] = {}
         self._cells: dict[str, list[str]] = {}
@@ -329,8 +330,7 @@ class NotebookHost(Host):
         rank = process.rank
         label = self._label(rank, process.local_rank)
         self._decoders[rank] = Decoder()
-        for stream in ("stdout", "stderr"):
-            self._outputs[rank, stream] = RankOutput(rank, stream, label, self._keep_lines, self._publisher)
+        self._outputs[rank] = RankOutput(rank, label, self._keep_lines, self._publisher)
         super().started(process)
 
     def _keep_lines(self, rank: int, stream: str, text: str) -> None:
@@ -339,11 +339,10 @@ class NotebookHost(Host):
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``RankListener.take_output``."""
         super().take_output(rank, stream, data)
-        output = self._outputs.get((rank, stream))
-        if output is not None and data:
-            output.feed(data)
-        elif output is not None:
-            self._outputs.pop((rank, stream)).finish()
+        if data:
+            self._outputs[rank].feed(stream, data)
+        else:
+            self._outputs[rank].finish(stream)
 
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_frames``."""
@@ -355,7 +354,7 @@ class NotebookHost(Host):
         self._journal.add([Record(rank, stamp, event) for stamp, event in messages])
         for _, event in messages:
             if isinstance(event, DisplayEvent):
-                self._publisher.display(event, self._label(rank, rank - self._own.start))
+                self._outputs[rank].display(event)
             elif isinstance(event, ResultEvent):
                 self._results[rank] = rank_result.received(event, (), rank)
 
@@ -366,9 +365,7 @@ class NotebookHost(Host):
 
     def ended(self, rank: int, end: Any) -> None:
         """See ``Host.ended``."""
-        for stream in ("stdout", "stderr"):
-            if (output := self._outputs.pop((rank, stream), None)) is not None:
-                output.finish()
+        self._outputs[rank].finish()
         self._publisher.flush(force=True)
         super().ended(rank, end)
 

@@ -86,10 +86,9 @@ class LineAssembler:
         is_bar = b"\r" in row.rstrip(b"\r")  # not an ordinary line that ends with \r\n
         self._above.append(row)
         self._rest = self._below.pop(0) if self._below else b""
-        self._draws = 0 if is_bar else None
+        self._draws = 0
         if not is_bar or (FULL in row and len(self._above) == 1):
-            done += self._above
-            self._above.clear()
+            self._complete_above(done)
 
     def _go_up(self) -> None:
         self._below.insert(0, self._rest)

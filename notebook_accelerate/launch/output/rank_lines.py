@@ -13,13 +13,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import ipython_shell
-from notebook_accelerate.launch.output.line_assembler import LineAssembler
 from notebook_accelerate.launch.output.output_budget import OutputBudget, WaitingDisplays, display_size
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.telemetry.error_text import describe_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from notebook_accelerate.telemetry import DisplayEvent
 
@@ -43,6 +42,7 @@ class Publisher(ABC):
 
     def __init__(self) -> None:
         self._pending: list[tuple[str, str]] = []
+        self._last_label = ""
         self._due = 0.0
         self._bars: dict[int, str] = {}
         self._bars_changed = False
@@ -66,10 +66,12 @@ class Publisher(ABC):
 
     def line(self, stream: str, text: str) -> None:
         """Show a line of the launcher itself."""
+        self._last_label = ""
         self._pending.append((stream, text + "\n"))
 
     def lines(self, stream: str, text: str, label: str) -> None:
         """Show a rank's lines, joined by line breaks, each prefixed with ``label``."""
+        self._last_label = label
         self._pending.append((stream, label + text.replace("\n", "\n" + label) + "\n"))
 
     def bar(self, rank: int, text: str, label: str) -> None:
@@ -150,7 +152,9 @@ class NotebookPublisher(Publisher):
         self._send("stream", {"name": stream, "text": shown}, f"stream.{stream}")
 
     def display(self, event: DisplayEvent, label: str) -> None:
-        """See ``Publisher.display``."""
+        """See ``Publisher.display``; its label stands above it, unless that of the output before is the same."""
+        if not event.update and label.strip() and label != self._last_label:
+            self.lines("stdout", "", label)
         super().flush(force=True)
         event = self._waiting.first_shown(event)
         if self._budget.left <= 0 or self._waiting.waits(event):
@@ -233,29 +237,3 @@ def publisher_for(run_id: int) -> Publisher:
     if kernel is not None and type(sys.stdout).__module__.startswith("ipykernel"):
         return NotebookPublisher(kernel, run_id)
     return TextPublisher()  # also in a kernel with a captured sys.stdout
-
-
-class RankOutput:
-    """One output stream of one rank: passes its lines to the store and the publisher."""
-
-    def __init__(
-        self, rank: int, stream: str, label: str, keep: Callable[[int, str, str], None], publisher: Publisher
-    ) -> None:
-        self._rank, self._stream, self._label = rank, stream, label
-        self._keep, self._publisher = keep, publisher
-        self._assembler = LineAssembler()
-
-    def feed(self, data: bytes) -> None:
-        """Process received bytes."""
-        self._publish(self._assembler.feed(data))
-        self._publisher.bar(self._rank, self._assembler.redrawn, self._label)
-
-    def finish(self) -> None:
-        """Process the end of the stream: its last line is complete without a line break."""
-        self._publish(self._assembler.finish())
-        self._publisher.bar(self._rank, "", self._label)
-
-    def _publish(self, text: str | None) -> None:
-        if text is not None:
-            self._keep(self._rank, self._stream, text)
-            self._publisher.lines(self._stream, text, self._label)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debug import sanity_checks
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
-from notebook_accelerate.launch.output.rank_lines import RankOutput, line_label
+from notebook_accelerate.launch.output.rank_lines import line_label
+from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.state import failures, rank_result
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
@@ -103,11 +104,8 @@ class RankEventHandler:
     def add(self, process: RankProcess) -> None:
         """Start to listen to a rank that has started."""
         label = self._label(process.rank, process.local_rank)
-        outputs = {
-            stream: RankOutput(process.rank, stream, label, self._keep_lines, self._publisher)
-            for stream in ("stdout", "stderr")
-        }
-        self._ranks.add(SupervisedRank(process, outputs))  # first: what is not known here is not reaped
+        output = RankOutput(process.rank, label, self._keep_lines, self._publisher)
+        self._ranks.add(SupervisedRank(process, output))  # first: what is not known here is not reaped
         self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
         self._requests.open(process.rank, process.channel, process.capture_stacks)
         process.connect(self._selector, self)
@@ -134,12 +132,12 @@ class RankEventHandler:
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``RankListener.take_output``."""
-        outputs = self._all[rank].outputs
+        output = self._all[rank].output
         if data:
             self.last_activity = self._clock.now()
-            outputs[stream].feed(data)
-        elif stream in outputs:
-            outputs.pop(stream).finish()
+            output.feed(stream, data)
+        else:
+            output.finish(stream)
 
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_frames``."""
@@ -160,6 +158,7 @@ class RankEventHandler:
             return decoder.feed(data)
         except ChannelClosedError as error:
             supervised.channel_error = str(error)
+            supervised.output.expect_no_displays()
             lost = "its output is shown, but its metrics, prompts and result are lost"
             self.warn([f"the channel of rank {supervised.process.rank} ended, {error}; {lost}"])
             return []
@@ -202,12 +201,13 @@ class RankEventHandler:
         self._stops.fail(failures.from_event(rank, event, self._context.exceptions), supervised)
 
     def _on_display(self, supervised: SupervisedRank, event: DisplayEvent) -> None:
-        process = supervised.process
-        self._publisher.display(event, self._label(process.rank, process.local_rank))
+        supervised.process.drain(self, channel=False)  # what it wrote before, also to standard error
+        supervised.output.display(event)
 
     def _on_reply(self, supervised: SupervisedRank, event: Reply) -> None:
         if isinstance(event, CellReply):  # output of the cell is handled before its end
             supervised.process.drain(self, channel=False)
+            supervised.output.settle()
             self._publisher.flush(force=True)
         self._requests.deliver(supervised.process.rank, event)
 
@@ -289,8 +289,7 @@ class RankEventHandler:
 
     def _forget(self, supervised: SupervisedRank) -> None:
         rank = supervised.process.rank
-        for output in supervised.outputs.values():  # kept open by a process that the rank left running
-            output.finish()
+        supervised.output.finish()  # a process that the rank left running may keep its streams open
         supervised.process.disconnect(self._selector)
         supervised.process.close()
         self._ranks.remove(supervised)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.telemetry import Decoder
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.output.rank_lines import RankOutput
+    from notebook_accelerate.launch.output.rank_output import RankOutput
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.telemetry import Event
 
@@ -17,7 +17,7 @@ class SupervisedRank:
 
     Args:
         process: The started rank.
-        outputs: Destination of its output, by stream.
+        output: Destination of its output.
 
     Attributes:
         decoder: Decodes what arrives on its channel.
@@ -26,8 +26,8 @@ class SupervisedRank:
         ended: Whether its process has been reaped.
     """
 
-    def __init__(self, process: RankProcess, outputs: dict[str, RankOutput]) -> None:
-        self.process, self.outputs = process, outputs
+    def __init__(self, process: RankProcess, output: RankOutput) -> None:
+        self.process, self.output = process, output
         self.decoder = Decoder()
         self.outcome: Event | None = None
         self.channel_error = ""

@@ -13,12 +13,12 @@ from notebook_accelerate.launch.output.line_assembler import MAX_LINE_BYTES, Lin
 from notebook_accelerate.launch.output.rank_lines import (
     FLUSH_SECONDS,
     Publisher,
-    RankOutput,
     TextPublisher,
     line_label,
     publisher_for,
 )
-from notebook_accelerate.telemetry import DisplayEvent
+from notebook_accelerate.launch.output.rank_output import RankOutput
+from notebook_accelerate.telemetry import DisplayEvent, display_marks
 
 
 def _all(chunks: list[bytes]) -> list[str]:
@@ -188,7 +188,8 @@ class _Memory(Publisher):
         self.bars.append(text)
 
     def display(self, event: DisplayEvent, label: str) -> None:
-        self.sent.append(("display", label))
+        self.flush(force=True)
+        self.sent.append(("display", str(event.data["text/plain"])))
 
 
 def test_every_line_has_its_label_and_streams_keep_their_order() -> None:
@@ -221,16 +222,75 @@ def test_flushes_are_batched() -> None:
 def test_bars_are_drawn_in_order_of_rank_and_removed() -> None:
     publisher = _Memory()
     kept: list[tuple[int, str, str]] = []
-    outputs = [RankOutput(rank, "stderr", f"[{rank}] ", lambda *row: kept.append(row), publisher) for rank in (1, 0)]
+    outputs = [RankOutput(rank, f"[{rank}] ", lambda *row: kept.append(row), publisher) for rank in (1, 0)]
     for output in outputs:
-        output.feed(b"\r10%")
+        output.feed("stderr", b"\r10%")
     publisher.flush(force=True)
     assert publisher.bars == ["[0] 10%\n[1] 10%"]
-    outputs[0].feed(b"\r100%\n")
-    outputs[1].finish()
+    outputs[0].feed("stderr", b"\r100%\n")
+    outputs[1].finish("stderr")
     publisher.flush(force=True)
     assert publisher.bars[-1] == ""
     assert kept == [(1, "stderr", "100%"), (0, "stderr", "10%")]
+
+
+def _display(number: int) -> DisplayEvent:
+    return DisplayEvent({"text/plain": f"display {number}"}, mark=number)
+
+
+@given(st.data())
+def test_lines_and_displays_keep_their_order(data: st.DataObject) -> None:
+    """However the pipes are cut, and in whatever order pieces and displays arrive."""
+    marks = [display_marks.mark(number) for number in (1, 2, 3)]
+    raw = {
+        "stdout": b"".join(b"line %d\n%s" % pair for pair in enumerate(marks)) + b"\x1b[1mlast\x1b[0m\n",
+        "stderr": marks[0] + b"error\n" + marks[1] + marks[2],
+    }
+    pieces: dict[str, list[bytes]] = {}
+    for stream, text in raw.items():
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+        pieces[stream] = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    names = [*["stdout"] * len(pieces["stdout"]), *["stderr"] * len(pieces["stderr"]), *["display"] * 3]
+    publisher = _Memory()
+    output = RankOutput(0, "", lambda *_: None, publisher)
+    displays = [_display(number) for number in (1, 2, 3)]
+    for name in data.draw(st.permutations(names)):
+        if name == "display":
+            output.display(displays.pop(0))
+        else:
+            output.feed(name, pieces[name].pop(0))
+    publisher.flush(force=True)  # before the end: nothing is held
+    shown = [text for _, text in publisher.sent if text != "error\n"]
+    assert shown == ["line 0\n", "display 1", "line 1\n", "display 2", "line 2\n", "display 3", "\x1b[1mlast\x1b[0m\n"]
+    everything = [text for _, text in publisher.sent]
+    assert everything.index("display 1") < everything.index("error\n") < everything.index("display 2")
+
+
+def test_a_display_or_a_mark_that_is_lost_holds_nothing_up_for_good() -> None:
+    publisher = _Memory()
+    output = RankOutput(0, "", lambda *_: None, publisher)
+
+    def feed(text: bytes, number: int) -> None:
+        output.feed("stdout", text + display_marks.mark(number))
+        output.feed("stderr", display_marks.mark(number))
+
+    feed(b"a\n", 1)
+    output.display(DisplayEvent({}, mark=1))  # it could not be sent in full
+    output.display(_display(2))  # an interrupt came before its marks
+    feed(b"b\n", 3)
+    output.display(_display(3))
+    output.feed("stdout", b"c\n" + display_marks.mark(4) + b"d\n")  # an interrupt came between its marks
+    output.display(_display(4))
+    feed(b"e\n", 5)
+    output.display(_display(5))
+    feed(b"f\n", 6)  # its display does not arrive
+    output.feed("stdout", b"g\n")
+    output.expect_no_displays()
+    feed(b"h\n", 7)
+    output.finish()
+    publisher.flush(force=True)
+    shown = "".join(text if text.endswith("\n") else f"<{text[-1]}>" for _, text in publisher.sent).replace("\n", "")
+    assert shown == "ab<2><3>c<4>de<5>fgh"
 
 
 def test_the_text_publisher_writes_to_the_streams_of_the_launch(capsys: pytest.CaptureFixture[str]) -> None:

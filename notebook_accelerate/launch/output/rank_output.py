@@ -1,0 +1,138 @@
+"""The output of one rank: its lines and rich displays, in the order in which the rank made them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.launch.output.line_assembler import LineAssembler
+from notebook_accelerate.telemetry import display_marks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from notebook_accelerate.launch.output.rank_lines import Publisher
+    from notebook_accelerate.telemetry import DisplayEvent
+
+MAX_HELD_BYTES = 4 << 20
+"""Output behind a mark whose display does not arrive is held up to this size."""
+
+
+class _Stream:
+    """Output of one stream that has not been published.
+
+    Attributes:
+        unread: The bytes behind the mark.
+        mark: The number of the mark that is reached; None: the next one has not been read.
+        ended: Whether nothing follows.
+    """
+
+    def __init__(self) -> None:
+        self.assembler = LineAssembler()
+        self.unread = b""
+        self.mark: int | None = None
+        self.ended = False
+
+
+class RankOutput:
+    """Passes the lines of a rank to the store, and lines, bars and displays to the publisher.
+
+    Lines arrive by pipes, and displays by the rank's channel. For each display there is a mark in both streams: the
+    display is shown when both are there, and what follows the marks after the display.
+
+    Args:
+        rank: Global index.
+        label: The prefix of its lines.
+        keep: Called with rank, stream and lines, joined by line breaks.
+        publisher: Shows them.
+    """
+
+    def __init__(self, rank: int, label: str, keep: Callable[[int, str, str], None], publisher: Publisher) -> None:
+        self._rank, self._label, self._keep, self._publisher = rank, label, keep, publisher
+        self._streams = {name: _Stream() for name in ("stdout", "stderr")}
+        self._displays: dict[int, DisplayEvent] = {}
+        self._last_shown = 0
+        self._displays_arrive = True
+
+    def feed(self, name: str, data: bytes) -> None:
+        """Process bytes received from a stream."""
+        stream = self._streams[name]
+        if stream.unread or stream.mark is not None or display_marks.BEGIN[:1] in data:
+            stream.unread += data
+            self._read(wait=self._displays_arrive and len(stream.unread) < MAX_HELD_BYTES)
+        else:
+            self._publish(name, stream.assembler.feed(data))
+        self._draw_bars()
+
+    def display(self, event: DisplayEvent) -> None:
+        """Show a display, as soon as its marks are reached."""
+        if not event.mark or not self._streams:
+            self._publisher.display(event, self._label)
+            return
+        self._displays[event.mark] = event
+        self._read(wait=True)
+        self._draw_bars()
+
+    def settle(self) -> None:
+        """Show what waits for a mark, or for a display, that has been lost."""
+        self._read(wait=False)
+        self._show_displays(max(self._displays, default=0))
+
+    def expect_no_displays(self) -> None:
+        """Wait for no display any more: the channel by which they arrive cannot be read."""
+        self._displays_arrive = False
+        self.settle()
+
+    def finish(self, name: str | None = None) -> None:
+        """Process the end of a stream, or of all: its last line is complete without a line break."""
+        for each, stream in self._streams.items():
+            stream.ended = stream.ended or name in (None, each)
+        if name is None:
+            self.settle()
+            self._keep = _ignore  # a cycle of references, which would keep the results of the run
+        else:
+            self._read(wait=self._displays_arrive)
+        self._draw_bars()
+
+    def _read(self, *, wait: bool) -> None:
+        """Publish up to the next mark of each stream, then the display, and so on."""
+        while True:
+            for name, stream in list(self._streams.items()):
+                if stream.mark is None:
+                    complete = stream.ended or not wait
+                    text, stream.mark, stream.unread = display_marks.split(stream.unread, complete=complete)
+                    self._publish(name, stream.assembler.feed(text))
+                    if stream.ended and stream.mark is None:
+                        self._publish(name, stream.assembler.finish())
+                        del self._streams[name]
+            marks = [stream.mark for stream in self._streams.values() if stream.mark is not None]
+            if not marks or (wait and len(marks) < len(self._streams)):
+                return
+            reached = min(marks)
+            self._show_displays(reached)
+            if wait and reached > self._last_shown:
+                return
+            for stream in self._streams.values():
+                if stream.mark == reached:
+                    stream.mark = None
+
+    def _show_displays(self, mark: int) -> None:
+        for number in sorted(number for number in self._displays if number <= mark):
+            self._last_shown, event = number, self._displays.pop(number)
+            if event.data:  # otherwise it could not be sent
+                self._publisher.display(event, self._label)
+
+    def _publish(self, name: str, text: str | None) -> None:
+        if text is not None:
+            self._keep(self._rank, name, text)
+            self._publisher.lines(name, text, self._label)
+
+    def _draw_bars(self) -> None:
+        bars = [stream.assembler.redrawn for stream in self._streams.values()]
+        self._publisher.bar(self._rank, "\n".join(bar for bar in bars if bar), self._label)
+
+
+def _ignore(_rank: int, _stream: str, _text: str) -> None:
+    """Takes the place of what keeps the lines of a rank that has ended."""
+
+
+__all__ = ["RankOutput"]
