@@ -61,7 +61,7 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
     try:
         with deferred_interrupts():
             plan = _plan(config)
-            commands = CommandQueue() if plan.start_method != "inline" else None
+        commands = CommandQueue() if plan.start_method != "inline" else None
     except OSError as error:
         if (problem := error_messages.system_error(error)) is error:
             raise
