@@ -85,13 +85,18 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
     return RankFailure(rank, event.kind, event.time, message, chain, exception)
 
 
-def from_exit(rank: int, end: Exit, *, oom_kills: int, channel_error: str = "") -> RankFailure:
+LARGE_SHARE = 0.5
+"""A rank that held this share of the machine's memory was likely killed for it."""
+
+
+def from_exit(rank: int, end: Exit, *, oom_kills: int | None, channel_error: str = "") -> RankFailure:
     """Return the failure of a rank that died without reporting one.
 
     Args:
         rank: Global index.
         end: How its process ended.
-        oom_kills: How many processes of this control group the system's out-of-memory killer ended during the run.
+        oom_kills: How many processes the out-of-memory killer of the rank's machine has ended during the run; None:
+            the system does not say.
         channel_error: Why nothing was read from its channel at the end; "" where everything was.
     """
     now = steady_time.now()
@@ -124,11 +129,11 @@ def _signal_name(number: int) -> str:
     return "a signal"
 
 
-def _cause(end: Exit, oom_kills: int) -> str:
+def _cause(end: Exit, oom_kills: int | None) -> str:
     if end.signal == signal.SIGKILL:
         total, available = machine_memory()
-        verdict = "the out-of-memory killer ended it" if oom_kills else "likely the out-of-memory killer"
         held = f"it held {_gib(end.max_rss)} at its peak, " if end.max_rss else ""
+        verdict = _who_killed(oom_kills, large=end.max_rss > LARGE_SHARE * total)
         return f": {verdict}; {held}the machine has {_gib(total)}, {_gib(available)} of it free now"
     hints = {
         signal.SIGSEGV: "a crash in native code; the Python stack is in its stderr",
@@ -142,17 +147,39 @@ def _cause(end: Exit, oom_kills: int) -> str:
     return f": {hint}" if hint else ""
 
 
+def _who_killed(oom_kills: int | None, *, large: bool) -> str:
+    if oom_kills:
+        return "the out-of-memory killer ended it"
+    if large:  # a killer that is no part of the system's core, such as systemd-oomd, is not counted
+        return "likely an out-of-memory killer"
+    if oom_kills is None:
+        return "perhaps the out-of-memory killer, perhaps another process"
+    return "another process sent it: the system has counted no out-of-memory kill since the run began"
+
+
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def oom_kill_count() -> int:
-    """Return how many processes of this control group the system has killed for memory."""
+def oom_kill_count() -> int | None:
+    """Return how many processes of this machine, or this control group, were killed for memory; None: unknown."""
+    counts = [count for path in _OOM_COUNTERS if (count := _oom_kills_in(Path(path))) is not None]
+    return sum(counts) if counts else None
+
+
+_OOM_COUNTERS = (
+    "/proc/vmstat",
+    "/sys/fs/cgroup/memory.events",
+    "/sys/fs/cgroup/memory/memory.oom_control",  # version 1
+)
+
+
+def _oom_kills_in(path: Path) -> int | None:
     with suppress(OSError, ValueError):
-        for line in Path("/sys/fs/cgroup/memory.events").read_text().splitlines():
+        for line in path.read_text().splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    return 0
+    return None
 
 
 def ordered(failures: list[RankFailure]) -> list[RankFailure]:

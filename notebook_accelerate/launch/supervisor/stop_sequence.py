@@ -173,7 +173,7 @@ class StopSequence:
         """Record the end of a rank's process: whether the rank succeeded, failed or was stopped."""
         number = rank.process.rank
         if rank.outcome is None and self._died_by_itself(end):
-            kills = failures.oom_kill_count() - self._oom_kills
+            kills = self._oom_kills_on(rank.process.host)
             self.fail(failures.from_exit(number, end, oom_kills=kills, channel_error=rank.channel_error), rank)
         state = self._state_of(rank)
         if state not in ENDED:
@@ -181,6 +181,11 @@ class StopSequence:
         self._journal.append(RankExited(number, state, failures.exit_text(end)))
         if self.held and not self.stopping:  # its debugger was quit: release the others too
             self._begin(FAILURE_GRACE)
+
+    def _oom_kills_on(self, host: str) -> int | None:
+        """Return the out-of-memory kills since the attempt began; None where they are not known, as on other hosts."""
+        now = None if host else failures.oom_kill_count()
+        return None if now is None or self._oom_kills is None else now - self._oom_kills
 
     def _died_by_itself(self, end: Exit) -> bool:
         """Whether a rank that reported no outcome ended on its own, and not because of the stop."""

@@ -117,7 +117,9 @@ def test_names_of_ranks(ranks: list[int], text: str) -> None:
     ("end", "oom", "words"),
     [
         (Exit(signal=9, max_rss=3 << 30), 1, ["SIGKILL", "the out-of-memory killer ended it", "3.00 GiB", "free now"]),
-        (Exit(signal=9), 0, ["SIGKILL", "likely the out-of-memory killer", "the machine has"]),
+        (Exit(signal=9, max_rss=1 << 60), 0, ["SIGKILL", "likely an out-of-memory killer", "the machine has"]),
+        (Exit(signal=9, max_rss=1 << 20), 0, ["SIGKILL", "another process sent it", "no out-of-memory kill"]),
+        (Exit(signal=9), None, ["SIGKILL", "perhaps the out-of-memory killer", "the machine has"]),
         (Exit(signal=11), 0, ["SIGSEGV (signal 11)", "native code"]),
         (Exit(signal=7), 0, ["SIGBUS", "/dev/shm"]),
         (Exit(signal=6), 0, ["SIGABRT"]),
@@ -130,7 +132,7 @@ def test_names_of_ranks(ranks: list[int], text: str) -> None:
         (Exit(), 0, ["ended"]),
     ],
 )
-def test_a_death_says_how_and_why(end: Exit, oom: int, words: list[str]) -> None:
+def test_a_death_says_how_and_why(end: Exit, oom: int | None, words: list[str]) -> None:
     found = failures.from_exit(2, end, oom_kills=oom)
     assert all(word in found.message for word in words), found.message
     assert "None" not in found.message
