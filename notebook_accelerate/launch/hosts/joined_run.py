@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,11 +36,11 @@ from notebook_accelerate.launch.state.run_events import (
     RankExited,
     RankFailed,
     RankReturned,
-    RanksReleased,
     RunEnded,
     RunPlanned,
     StopAdvanced,
 )
+from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
 from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
 from notebook_accelerate.telemetry import Decoder, DisplayEvent, LogEvent, ResultEvent, steady_time
 from notebook_accelerate.telemetry.store import Record
@@ -55,85 +54,30 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
-class JoinedRun:
+class JoinedRun(RunThread):
     """Runs the ranks of this notebook for the first one; stands in a launch where its supervisor would.
 
     Args:
-        context: This notebook's run.
-        function: The launched function.
-        arguments: Its arguments.
-        inherited: State that ranks inherit from the launching thread.
-        prepare: Makes this notebook's plan; called on the run's thread.
-        release: Called once when the run is over, before that is announced.
+        launch: See `RunThread`.
         secret: The run's secret.
-
-    Attributes:
-        started: Set once the first notebook knows this one, or the run is over.
-        over: Set once the thread has finished.
-        problem: The error that prevented the start of the ranks.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        *,
-        inherited: InheritedState,
-        prepare: Callable[[], LaunchPlan],
-        release: Callable[[], None],
-        secret: str,
-    ) -> None:
-        self._context, self._call, self._inherited = context, (function, arguments), inherited
-        self._prepare, self._release, self._secret = prepare, release, secret
-        self._journal = context.journal
+    def __init__(self, launch: Launch, secret: str) -> None:
+        super().__init__(launch)
+        self._secret = secret
         self._host: NotebookHost | None = None
-        self._target = _JoinedTarget(context, self._send_stop)
-        self._ended: RunEnded | None = None
-        self.started, self.over = threading.Event(), threading.Event()
-        self.problem: BaseException | None = None
-        self.thread = threading.Thread(target=self._main, name=f"notebook-accelerate-run-{context.id}", daemon=True)
+        self._target = _JoinedTarget(self._context, self._send_stop)
 
-    def _main(self) -> None:
-        ended = RunEnded("failed", "WorkerError", "the launch failed")
-        try:
-            ended = self._run()
-        except RunStoppedError as problem:
-            ended = self._broken(problem, RunEnded("stopped", "RunStoppedError", str(problem)))
-        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
-            text = f"the launch failed: {type(problem).__name__}: {problem}"
-            ended = self._broken(problem, RunEnded("failed", "WorkerError", text, problem))
-        finally:
-            self._end(ended)
+    def _disconnect(self, ended: RunEnded) -> None:
+        if self._host is not None:
+            self._host.close()
 
-    def _broken(self, problem: BaseException, ended: RunEnded) -> RunEnded:
-        if not self.started.is_set():
-            self.problem = problem
-        return ended
+    def _record_end(self, ended: RunEnded) -> None:
+        if self._context.state.attempt_status == "running":
+            self._leave_ranks()
+        super()._record_end(ended)
 
-    def _end(self, ended: RunEnded) -> None:
-        try:
-            if self._host is not None:
-                self._host.close()
-            self._context.commands.close()
-            self._release()
-            self._context.publisher.flush(force=True)
-        finally:
-            try:
-                state = self._context.state
-                if state.attempt_status == "running":
-                    self._leave_ranks(ended)
-                    self._journal.append(AttemptEnded(ended.message or ended.status))
-                if state.ended is None:
-                    self._journal.append(ended)
-                if self._context.state.held:
-                    self._journal.append(RanksReleased())
-            finally:
-                self._context.commands.prompts.close()
-                self.started.set()
-                self.over.set()
-
-    def _leave_ranks(self, ended: RunEnded) -> None:
+    def _leave_ranks(self) -> None:
         """Record the ends that the first notebook, which is lost, does not report."""
         for info in self._context.state.ranks:
             if not info.exited:
@@ -142,8 +86,8 @@ class JoinedRun:
 
     # ---- on the run's thread
 
-    def _run(self) -> RunEnded:
-        plan, config = self._prepare(), self._context.config
+    def _run(self, plan: LaunchPlan) -> RunEnded:
+        config = self._context.config
         facts = own_facts(
             node_rank=config.node_rank if config.rdzv_backend == "static" else -1,
             processes=plan.num_processes,
@@ -157,6 +101,7 @@ class JoinedRun:
         stopping = self._context.commands.stopping
         self._context.show(f"joining the run at {where[0]}:{where[1]}")
         channel = connect(where, self._secret, facts, join_seconds(config), keep_alive(config), stopping)
+        assert self._call is not None, "dropped at the end only"
         self._host = host = NotebookHost(channel, self._context, plan, self._call, self._inherited, self._end_held)
         host.watch(self._context.commands.wake, lambda: self._context.commands.carry_out(self._target))
         self._context.commands.carry_out(self._target)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from notebook_accelerate.errors import LaunchError, PortInUseError
 from notebook_accelerate.launch.hosts.host_group import HostGroup, keep_alive
@@ -19,12 +19,12 @@ from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.run_secret import SECRET_VARIABLE, shared_secret
 from notebook_accelerate.launch.processes import ports
 from notebook_accelerate.launch.state.run_events import NoteAdded
+from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
 from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.supervisor.run_context import RunContext
-    from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
 class Role(enum.Enum):
@@ -46,54 +46,33 @@ class Part(NamedTuple):
     listener: HostListener | None = None
 
 
-def runner_of_several(
-    context: RunContext,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    *,
-    inherited: InheritedState,
-    prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan],
-    release: Callable[[], None],
-) -> Supervisor | JoinedRun:
+def runner_of_several(launch: Launch, prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan]) -> RunThread:
     """Return what runs this notebook's part of a run on several machines.
 
     Args:
-        context: This notebook's run.
-        function: The launched function.
-        arguments: Its arguments.
-        inherited: State that ranks inherit from the launching thread.
+        launch: This notebook's launch; its ``prepare`` is replaced.
         prepare: Completes this notebook's plan with a function and appends it to the journal; called on the run's
             thread.
-        release: Releases what ``prepare`` reserved.
 
     Raises:
         PortInUseError: See `part_of`.
         LaunchError: See `part_of`.
     """
-    part = part_of(context)
-    as_it_is = partial(prepare, lambda plan: plan)
-    if part.role is Role.HOST:
-        return JoinedRun(
-            context, function, arguments, inherited=inherited, prepare=as_it_is, release=release, secret=part.secret
-        )
+    context, part = launch.context, part_of(launch.context)
+    if part.role is Role.ALONE:
+        return Supervisor(replace(launch, prepare=partial(_prepare_alone, context, prepare)))
+    launch = replace(launch, prepare=partial(prepare, lambda plan: plan))
     if (listener := part.listener) is None:
-        alone = partial(_prepare_alone, context, prepare)
-        return Supervisor(context, function, arguments, inherited=inherited, prepare=alone, release=release)
+        return JoinedRun(launch, part.secret)
     shown = "" if shared_secret(context.config) else part.secret
+    release = launch.release
 
     def release_all() -> None:
         listener.close()
         release()
 
-    return Supervisor(
-        context,
-        function,
-        arguments,
-        inherited=inherited,
-        prepare=as_it_is,
-        hosts=lambda plan: HostGroup(context, plan, listener, shown),
-        release=release_all,
-    )
+    launch = replace(launch, release=release_all)
+    return Supervisor(launch, lambda plan: HostGroup(context, plan, listener, shown))
 
 
 def _prepare_alone(
