@@ -177,7 +177,8 @@ class HostGroup:
             self._context.note(note, shown_as=f"⚠ {note}")
         for index, host in enumerate(self._hosts, 1):
             text = self._members_text(plan, index)
-            host.send(HostPlanEvent(text, self._own.host, pickle.dumps(on_node(plan, index))))
+            offset, own_plan = host.connection.clock_offset, pickle.dumps(on_node(plan, index))
+            host.send(HostPlanEvent(text, self._own.host, offset, own_plan))
         self._context.show(self._members_text(plan, 0))
         self._context.journal.append(RunPlanned(plan, 0, plan.world_size))
         return plan

@@ -137,7 +137,7 @@ class JoinedRun(RunThread):
     def _send_stop(self, grace: float) -> None:
         """Have the first notebook stop the run; a second time, leave it."""
         if self._host is not None and self._target.killed:
-            self._host.leave("it was stopped")
+            self._host.leave("it was stopped", stopped=True)
         elif self._host is not None:
             self._host.send(StopRequest(grace))
 
@@ -187,7 +187,7 @@ class NotebookHost(Host):
         self._results: dict[int, rank_result.RankResult] = {}
         self._cells: dict[str, list[str]] = {}
         self._own, self._node = range(0), 0
-        self.first = node_name(0, "")
+        self.first, self._clock_offset = node_name(0, ""), 0.0
         super().__init__(channel)
 
     # ---- from the first notebook
@@ -199,15 +199,14 @@ class NotebookHost(Host):
     def take_step(self) -> None:
         """See ``Host.take_step``."""
         self._publisher.flush()
-        while self._messages and _is_urgent(self._messages[0]):
-            self.handle_message(self._messages.popleft())
+        super().take_step()
 
     def handle_message(self, message: Event) -> None:
-        """Handle a message of the first notebook about the whole run, on the run's thread."""
+        """See ``Host.handle_message``."""
         if isinstance(message, WaitingEvent):
             self._context.show(message.text)
         elif isinstance(message, HostPlanEvent):
-            self.first = node_name(0, message.first)
+            self.first, self._clock_offset = node_name(0, message.first), message.clock_offset
             self._context.show(message.text)
             self._context.show("the first notebook has all ranks: stop, ask and debug them there")
             self._context.commands.requests.elsewhere = (
@@ -221,7 +220,8 @@ class NotebookHost(Host):
             self._end_held(message)
         elif isinstance(message, JournalEvent):
             for record in pickle.loads(message.payload):
-                self._follow(record)
+                record.event.shift(-self._clock_offset)
+                self._follow(record._replace(time=record.time - self._clock_offset))
 
     def _take_plan(self, plan: LaunchPlan) -> None:
         own = replace(plan, start_method=self._plan.start_method, reason=self._plan.reason, threads=self._plan.threads)
@@ -309,18 +309,13 @@ class NotebookHost(Host):
         super().sampled(records)
         self._journal.add(records)
 
-    def ended(self, rank: int, end: Any) -> None:
-        """See ``Host.ended``."""
+    def release(self, process: RankProcess) -> None:
+        """See ``Host.release``."""
+        super().release(process)
         for stream in ("stdout", "stderr"):
-            if (output := self._outputs.pop((rank, stream), None)) is not None:
+            if (output := self._outputs.pop((process.rank, stream), None)) is not None:
                 output.finish()
         self._publisher.flush(force=True)
-        super().ended(rank, end)
-
-
-def _is_urgent(message: Event) -> bool:
-    """Whether a message cannot wait for the end of the ranks."""
-    return isinstance(message, JournalEvent) or (isinstance(message, RunOverEvent) and message.held)
 
 
 __all__ = ["JoinedRun", "NotebookHost"]
