@@ -16,7 +16,6 @@ from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     FunctionEvent,
     HostPlanEvent,
-    HostRefusedEvent,
     RunOverEvent,
     StartOrder,
     WaitingEvent,
@@ -60,7 +59,7 @@ def join(
         raise
     finally:
         host.close()
-    raise LaunchError(f"the first notebook was lost: {host.lost or 'it has left'}")
+    raise LaunchError(host.refused or f"the first notebook was lost: {host.lost or 'it has left'}")
 
 
 def _end(over: RunOverEvent, show: Callable[[str], None]) -> None:
@@ -87,8 +86,6 @@ class CommandHost(Host):
 
     def handle_message(self, message: Event) -> None:
         """See ``Host.handle_message``."""
-        if isinstance(message, HostRefusedEvent):
-            raise LaunchError(message.text)
         if isinstance(message, (WaitingEvent, HostPlanEvent)):
             self._show(message.text)
             if isinstance(message, HostPlanEvent):

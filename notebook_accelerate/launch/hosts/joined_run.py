@@ -20,7 +20,6 @@ from notebook_accelerate.launch.hosts.remote.host_connection import node_name
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     CellsEvent,
     HostPlanEvent,
-    HostRefusedEvent,
     JournalEvent,
     RunOverEvent,
     StartOrder,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.launch.supervisor.run_context import RunContext
-    from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
     from notebook_accelerate.telemetry import Channel, Event
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
@@ -66,7 +64,8 @@ class JoinedRun(RunThread):
         super().__init__(launch)
         self._secret = secret
         self._host: NotebookHost | None = None
-        self._target = _JoinedTarget(self._context, self._send_stop)
+        self._target = WaitingTarget(self._context, self._send_stop)
+        self._stops = 0
 
     def _disconnect(self, ended: RunEnded) -> None:
         if self._host is not None:
@@ -106,8 +105,6 @@ class JoinedRun(RunThread):
         host.watch(self._context.commands.wake, lambda: self._context.commands.carry_out(self._target))
         self._context.commands.carry_out(self._target)
         while (message := host.next_message()) is not None:
-            if isinstance(message, HostRefusedEvent):
-                raise LaunchError(message.text)
             if isinstance(message, RunOverEvent) and not message.held:
                 return self._verdict(message)
             if isinstance(message, HostPlanEvent):
@@ -127,34 +124,21 @@ class JoinedRun(RunThread):
         return RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {self._context.id} ", over.message))
 
     def _without_first(self, host: NotebookHost) -> RunEnded:
-        if self._target.killed or (self._context.commands.stopping() and not self._context.state.attempts):
+        if self._stops > 1 or (self._context.commands.stopping() and not self._context.state.attempts):
             raise RunStoppedError(f"run {self._context.id} was stopped")
-        text = f"{host.first} was lost: {host.lost or 'it has left'}"
+        text = host.refused or f"{host.first} was lost: {host.lost or 'it has left'}"
         if not self._context.state.attempts:
             raise LaunchError(text)
         return RunEnded("failed", "WorkerDiedError", f"run {self._context.id} failed: {text}")
 
     def _send_stop(self, grace: float) -> None:
         """Have the first notebook stop the run; a second time, leave it."""
-        if self._host is not None and self._target.killed:
+        self._stops += 1
+        assert self._host is not None, "commands are carried out once it is there"
+        if self._stops > 1:
             self._host.leave("it was stopped", stopped=True)
-        elif self._host is not None:
+        else:
             self._host.send(StopRequest(grace))
-
-
-class _JoinedTarget(WaitingTarget):
-    """Passes this notebook's stop on to the first one."""
-
-    def __init__(self, context: RunContext, send_stop: Callable[[float], None]) -> None:
-        super().__init__(context)
-        self._send_stop = send_stop
-        self.killed = False
-
-    def stop(self, grace: float, reason: StopReason) -> None:
-        """See ``RunCommands.stop``."""
-        self.killed = self.stop_reason is not None
-        super().stop(grace, reason)
-        self._send_stop(grace)
 
 
 class NotebookHost(Host):

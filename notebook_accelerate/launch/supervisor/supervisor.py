@@ -16,7 +16,7 @@ from notebook_accelerate.launch.state.run_events import (
 )
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
-from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
+from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.sampler import Sampler
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Hosts(Protocol):
     """The other hosts of a run: processes on other machines that run ranks for this supervisor."""
 
-    def gather(self, attempt: int) -> LaunchPlan | None:
-        """Wait until the hosts of an attempt are there and return the plan; None when the run is stopped meanwhile."""
+    def gather(self, attempt: int) -> LaunchPlan | StopReason:
+        """Wait until the hosts of an attempt are there and return the plan, or why the run is stopped meanwhile."""
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
         """Return the backend that starts the ranks here, by ``own``, and those of the hosts."""
@@ -43,9 +43,6 @@ class Hosts(Protocol):
 
         That is also so where it was stopped to include a late host. Called once at the end of every attempt.
         """
-
-    def why_stopped(self) -> StopReason:
-        """Return why `gather` stopped waiting."""
 
     def close(self, ended: RunEnded) -> None:
         """Let the hosts know how the run ended, and close the connections to them."""
@@ -79,8 +76,9 @@ class Supervisor(RunThread):
     def _run(self, plan: LaunchPlan) -> RunEnded:
         for number in itertools.count():
             gathered = self._gathered(plan, number)
-            if gathered is None:
-                return self._stopped_while_gathering()
+            if isinstance(gathered, StopReason):
+                text = f"{self._ended_text()}, before all nodes had joined: {gathered.text}"
+                return RunEnded("stopped", gathered.error.__name__, text)
             group = self._supervised(gathered, number)
             if self._context.state.ended is not None:  # its ranks were held after a failure, and are released now
                 return RunEnded(self._context.state.status, self._context.state.error, self._context.state.message)
@@ -88,8 +86,8 @@ class Supervisor(RunThread):
                 return self._verdict(group)
         raise AssertionError("every run has a last attempt")
 
-    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | None:
-        """Return the plan once the hosts of the run have joined; None when it was stopped before."""
+    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
+        """Return the plan once the hosts of the run have joined, or why it was stopped before."""
         if self._make_hosts is None:
             return plan
         if self._hosts is None:
@@ -97,11 +95,6 @@ class Supervisor(RunThread):
         if not self._context.config.block:
             self.started.set()  # the hosts may take minutes; the run can be stopped meanwhile
         return self._hosts.gather(number)
-
-    def _stopped_while_gathering(self) -> RunEnded:
-        why = self._hosts.why_stopped() if self._hosts else USER_STOP
-        text = f"{self._ended_text()}, before all nodes had joined: {why.text}"
-        return RunEnded("stopped", why.error.__name__, text)
 
     def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:
         """Start the ranks of an attempt and supervise them until they have ended."""

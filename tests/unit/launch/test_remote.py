@@ -173,10 +173,12 @@ def test_a_suspended_rank_is_named_as_such() -> None:
     pid = run.ranks[1].pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    text = run.diagnose().text
-    os.kill(pid, signal.SIGCONT)
-    assert f"rank 1: suspended (SIGSTOP); kill -CONT {pid} resumes it on machine-1" in text
-    run.stop()
+    try:
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        assert f"rank 1: suspended (SIGSTOP); kill -CONT {pid} resumes it on machine-1" in run.diagnose().text
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        run.stop()
 
 
 def test_a_host_looks_after_its_orphan_guard() -> None:

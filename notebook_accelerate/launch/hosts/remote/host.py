@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
@@ -54,13 +55,14 @@ class Host:
 
     Attributes:
         lost: Why the stream has ended without the kernel's leave; "" while it has not.
+        refused: Why the kernel has refused this host; "" if it has not.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._ranks: dict[int, RankProcess] = {}
         self._left = threading.Event()
-        self.lost = ""
+        self.lost = self.refused = ""
         self._guard_due = 0.0
         self._messages: deque[Event] = deque()
         self._wake, self._waker = socket.socketpair()
@@ -248,37 +250,30 @@ class Host:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, LeaveEvent):
+            self.refused = event.reason
             self._leave()
         elif isinstance(event, ClockEvent):
             self.send(event)
-        elif (order := self._orders.get(type(event))) is None:
+        elif not isinstance(event, (SignalOrder, FramesEvent, DumpOrder, CaptureStacksOrder)):
             self._messages.append(event)
             self._wake_up()
-        elif (process := self._ranks.get(event.rank)) is not None:  # type: ignore[attr-defined]
-            order(self, process, event)
+        elif (process := self._ranks.get(event.rank)) is not None:
+            self._carry_out(event, process)
 
-    def _on_signal(self, process: RankProcess, event: SignalOrder) -> None:
-        process.send_signal(event.number, group=event.group)
+    def _carry_out(self, order: SignalOrder | FramesEvent | DumpOrder | CaptureStacksOrder, rank: RankProcess) -> None:
+        if isinstance(order, SignalOrder):
+            rank.send_signal(order.number, group=order.group)
+        elif isinstance(order, FramesEvent):
+            rank.send_frames(order.payload)
+        elif isinstance(order, DumpOrder):
+            rank.open_dump(order.path)
+        else:
+            capture = partial(self._capture_stacks, order.number, rank)
+            threading.Thread(target=capture, name="notebook-accelerate-stacks", daemon=True).start()
 
-    def _on_frames(self, process: RankProcess, event: FramesEvent) -> None:
-        process.send_frames(event.payload)
-
-    def _on_dump(self, process: RankProcess, event: DumpOrder) -> None:
-        process.open_dump(event.path)
-
-    def _on_capture_stacks(self, process: RankProcess, event: CaptureStacksOrder) -> None:
-        def capture_stacks() -> None:
-            stacks = process.capture_stacks()
-            self.send(CapturedStacksEvent(event.number, stacks.dump, list(stacks.native), stacks.suspended))
-
-        threading.Thread(target=capture_stacks, name="notebook-accelerate-stacks", daemon=True).start()
-
-    _orders: ClassVar[Mapping[type[Event], Callable[[Any, RankProcess, Any], None]]] = {
-        SignalOrder: _on_signal,
-        FramesEvent: _on_frames,
-        DumpOrder: _on_dump,
-        CaptureStacksOrder: _on_capture_stacks,
-    }
+    def _capture_stacks(self, number: int, rank: RankProcess) -> None:
+        stacks = rank.capture_stacks()
+        self.send(CapturedStacksEvent(number, stacks.dump, list(stacks.native), stacks.suspended))
 
 
 def _is_urgent(message: Event) -> bool:

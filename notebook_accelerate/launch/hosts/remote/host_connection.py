@@ -256,9 +256,9 @@ class HostConnection:
         """Forget a rank that has ended."""
         self.ranks.pop(rank, None)
 
-    def close(self, *last: Event) -> None:
-        """Send the ``last`` events and close the connection; the host then kills the ranks it still runs."""
-        self.send(*last, LeaveEvent())
+    def close(self, reason: str = "") -> None:
+        """Close the connection, for a ``reason`` if the host is refused; it then kills the ranks it still runs."""
+        self.send(LeaveEvent(reason))
         self.disconnect()
         self._outbox.close()
         self.channel.close()

@@ -34,13 +34,6 @@ class WaitingEvent(Event):
 
 
 @dataclass(slots=True)
-class HostRefusedEvent(Event):
-    """The host cannot take part, with the reason; the kernel then closes the stream."""
-
-    text: str
-
-
-@dataclass(slots=True)
 class HostPlanEvent(Event):
     """All hosts of an attempt have joined.
 
@@ -197,7 +190,7 @@ class LeaveEvent(Event):
     """The sender leaves.
 
     Attributes:
-        reason: Why; "" when its part of the run is over.
+        reason: Why; "" when its part of the run is over. From the kernel: why the host cannot take part.
         stopped: Whether its user has stopped the run.
     """
 

@@ -19,12 +19,12 @@ from zmq.utils import z85
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.exchange import (
+    EVENTS,
     FLUSH_SECONDS,
     MESSAGES,
     SOON_SECONDS,
     Exchange,
     local_pair,
-    monitor,
     read_event,
 )
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
@@ -105,7 +105,7 @@ class HostListener(Exchange):
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._open_router(secret, keep_alive)
-        self._monitor = monitor(self._router)
+        self._monitor = self._router.get_monitor_socket(EVENTS)
         self.address, self.port = address, self._bind(address, port)
         self._handle(self._zap, self._authorize)
         self._handle(self._monitor, self._observe)
@@ -341,7 +341,7 @@ def _max_waiting() -> int:
 
 
 class KernelConnection(Exchange):
-    """A host's connection to the kernel; has the socket methods that a channel uses.
+    """A host's connection to the kernel.
 
     Args:
         address: Where the kernel listens.
@@ -349,6 +349,9 @@ class KernelConnection(Exchange):
         secret: The run's secret.
         keep_alive: Seconds between two keep-alives, and those without one after which the kernel is lost.
         stopping: Returns whether to give up.
+
+    Attributes:
+        local_end: A socket with the stream; closing it waits until what was sent has left, or cannot leave.
 
     Raises:
         AuthenticationError: The listener has another secret, or is none.
@@ -376,7 +379,8 @@ class KernelConnection(Exchange):
         except BaseException:
             self._destroy(0)
             raise
-        self._outer, inner = local_pair()
+        self.local_end, inner = local_pair()
+        self.local_end.after_close = partial(self._thread.join, 2 * FLUSH_SECONDS)
         self._link = Link(inner, self._send)
         self._watch(self._link)
         self._handle(self._monitor, self._observe)
@@ -404,7 +408,7 @@ class KernelConnection(Exchange):
         dealer.curve_publickey, dealer.curve_secretkey = self._keys.host_public, self._keys.host_secret
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         dealer.ipv6 = True
-        self._monitor = monitor(dealer)
+        self._monitor = dealer.get_monitor_socket(EVENTS)
 
     def _await_handshake(self, where: str) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
@@ -412,7 +416,7 @@ class KernelConnection(Exchange):
         while (left := deadline - time.monotonic()) > 0:
             if self._stopping():
                 raise InterruptedError("the connection is not wanted any more")
-            if not self._monitor.poll(1000 * min(left, LOOK_SECONDS)):
+            if not self._monitor.poll(int(1000 * min(left, LOOK_SECONDS))):
                 continue
             kind, _ = read_event(self._monitor)
             connected = connected or kind == zmq.EVENT_CONNECTED
@@ -468,29 +472,6 @@ class KernelConnection(Exchange):
             self._link.end()
             self._watch(self._link)
 
-    # ---- the local end
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-        return self._outer.fileno()
-
-    def sendall(self, data: bytes, /) -> None:
-        """Send everything."""
-        self._outer.sendall(data)
-
-    def recv(self, size: int, flags: int, /) -> bytes:
-        """Return the available bytes, ``b""`` at the end; raise ``BlockingIOError`` when there are none."""
-        return self._outer.recv(size, flags)
-
-    def shutdown(self, how: int, /) -> None:
-        """End the stream in one direction or both."""
-        self._outer.shutdown(how)
-
-    def close(self) -> None:
-        """Close the stream once what was sent has left, or cannot leave."""
-        self._outer.close()
-        self._thread.join(2 * FLUSH_SECONDS)
-
 
 def connect_to_kernel(
     address: str,
@@ -514,6 +495,6 @@ def connect_to_kernel(
         AuthenticationError: The listener has another secret, or is none.
         OSError: The connection failed.
     """
-    channel = Channel(KernelConnection(address, port, secret, keep_alive, stopping))
+    channel = Channel(KernelConnection(address, port, secret, keep_alive, stopping).local_end)
     channel.send(hello)
     return channel
