@@ -98,7 +98,6 @@ class HostListener(Exchange):
         self._arrived.setblocking(False)
         self._arrival.setblocking(False)
         self._waiting: dict[int, str] = {}
-        self._reasons: dict[int, str] = {}
         self._refused, self._max_waiting = 0, _max_waiting()
         self._stopping, self._refusing = threading.Event(), threading.Event()
         self._allowed = derive_keys(secret).host_public
@@ -299,19 +298,17 @@ class HostListener(Exchange):
         if kind == zmq.EVENT_ACCEPTED:
             self._waiting.pop(descriptor, None)
             self._waiting[descriptor] = self._peer_address(descriptor)
-            if len(self._waiting) - len(self._reasons) > self._max_waiting:
-                self._end_oldest()
+            if len(self._waiting) > self._max_waiting:
+                oldest = next(iter(self._waiting))
+                self._refuse_waiting(oldest, _CROWDED)
+                self._use_accepted(oldest, lambda peer: peer.shutdown(socket.SHUT_RDWR))
+        elif kind == zmq.EVENT_DISCONNECTED and descriptor in self._waiting:
+            self._refuse_waiting(descriptor, _UNKNOWN_PEER)
         elif kind == zmq.EVENT_DISCONNECTED:
-            reason = self._reasons.pop(descriptor, _UNKNOWN_PEER)
-            if (address := self._waiting.pop(descriptor, None)) is not None:
-                self._refuse(f"a connection from {address} was refused: {reason}")
-            else:
-                self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
+            self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
 
-    def _end_oldest(self) -> None:
-        descriptor = next(each for each in self._waiting if each not in self._reasons)
-        self._reasons[descriptor] = _CROWDED
-        self._use_accepted(descriptor, lambda peer: peer.shutdown(socket.SHUT_RDWR))
+    def _refuse_waiting(self, descriptor: int, reason: str) -> None:
+        self._refuse(f"a connection from {self._waiting.pop(descriptor)} was refused: {reason}")
 
     def _peer_address(self, descriptor: int) -> str:
         """Return the address of the peer of a connection, if it is still connected."""
