@@ -64,15 +64,19 @@ class RunThread(ABC):
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def _main(self) -> None:
-        try:
-            ended = self._run(self._prepare())
-        except RunStoppedError as problem:  # before the ranks had started
-            ended = self._broken(problem, "stopped", "RunStoppedError", str(problem))
-        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
-            text = f"the launch failed: {type(problem).__name__}: {problem}"
-            ended = self._broken(problem, "failed", "WorkerError", text, cause=problem)
+        ended = self._outcome()
         self._call = None
         self._end(ended)
+
+    def _outcome(self) -> RunEnded:
+        """Run to the end and return how it ended; the frame of an error must not refer to the error."""
+        try:
+            return self._run(self._prepare())
+        except RunStoppedError as problem:  # before the ranks had started
+            return self._broken(problem, "stopped", "RunStoppedError", str(problem))
+        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
+            text = f"the launch failed: {type(problem).__name__}: {problem}"
+            return self._broken(problem, "failed", "WorkerError", text, cause=problem)
 
     @abstractmethod
     def _run(self, plan: LaunchPlan) -> RunEnded:
