@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 from notebook_accelerate.telemetry import FrameInfo, steady_time
@@ -48,6 +48,11 @@ class RankPosition:
                 return frame
         return self.frames[-1] if self.frames else None
 
+    def shifted(self, seconds: float) -> RankPosition:
+        """See `Diagnosis.shifted`."""
+        waiting = tuple(each._replace(since=each.since + seconds) for each in self.waiting)
+        return replace(self, moved=None if self.moved is None else self.moved + seconds, waiting=waiting)
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -81,6 +86,10 @@ class Diagnosis:
     def line_of(self, rank: int) -> str:
         """Return the position of one rank in a line."""
         return next(self._line(place) for place in self.places if place.rank == rank)
+
+    def shifted(self, seconds: float) -> Diagnosis:
+        """Return it with ``seconds`` added to its times, to convert them from another machine's clock."""
+        return replace(self, time=self.time + seconds, places=tuple(place.shifted(seconds) for place in self.places))
 
     def _line(self, place: RankPosition) -> str:
         if place.state not in ("running", "starting", "stopping"):

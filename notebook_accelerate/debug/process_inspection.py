@@ -20,10 +20,12 @@ class ProcessStacks(NamedTuple):
     Attributes:
         dump: The output of faulthandler; "" where the rank has not installed it.
         native: The main thread's frames by py-spy; empty where py-spy is missing or lacks permission.
+        suspended: How to resume the process, if a signal has suspended it; "" otherwise.
     """
 
     dump: str = ""
     native: tuple[str, ...] = ()
+    suspended: str = ""
 
 
 class ProcessInspector:
@@ -47,7 +49,17 @@ class ProcessInspector:
 
     def read_stacks(self, send_signal: Callable[[int], None]) -> ProcessStacks:
         """Let the rank's signal handler write its stacks, and read the native stack."""
-        return ProcessStacks(self._read_dump(send_signal), native_stacks.stack(self._pid))
+        native = native_stacks.stack(self._pid)
+        if self._is_suspended():  # its handler would not run
+            return ProcessStacks("", native, f"suspended (SIGSTOP); kill -CONT {self._pid} resumes it")
+        return ProcessStacks(self._read_dump(send_signal), native)
+
+    def _is_suspended(self) -> bool:
+        import psutil
+
+        with suppress(psutil.Error, OSError):  # it has ended, or this system has no /proc
+            return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def _read_dump(self, send_signal: Callable[[int], None]) -> str:
         with self._lock:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import RunInterrupted, WorkerError
 from notebook_accelerate.launch.processes.interrupts import handle_interrupts
@@ -16,22 +16,7 @@ from notebook_accelerate.launch.state.waits import wait_for
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.launch.state.prompts import Prompt
-
-
-class Runner(Protocol):
-    """What runs a launch on a thread of its own: its supervisor, or a host of another notebook's.
-
-    Attributes:
-        thread: The thread.
-        started: Set once all ranks have started, or failed to start.
-        over: Set once the thread has finished.
-        problem: The error that prevented the start of the ranks.
-    """
-
-    thread: threading.Thread
-    started: threading.Event
-    over: threading.Event
-    problem: BaseException | None
+    from notebook_accelerate.launch.supervisor.run_thread import RunThread
 
 
 class LaunchingCell:
@@ -43,11 +28,11 @@ class LaunchingCell:
 
     Args:
         run: The run to wait for.
-        runner: What runs it; its thread has not been started.
+        make_runner: Makes what runs it. It may open a listener, so no exception must cut it in two either.
     """
 
-    def __init__(self, run: Run, runner: Runner) -> None:
-        self._run, self._runner = run, runner
+    def __init__(self, run: Run, make_runner: Callable[[], RunThread]) -> None:
+        self._run, self._make_runner = run, make_runner
         self._interrupted = self._asking = False
 
     def launch(self) -> None:
@@ -58,32 +43,33 @@ class LaunchingCell:
             BaseException: The error that prevented the start of the ranks.
         """
         with handle_interrupts(self._on_signal):
-            self._runner.thread.start()
+            runner = self._make_runner()
+            runner.thread.start()
             try:
-                self._wait_for_run()
+                self._wait_for_run(runner)
             except BaseException:  # raised by a handler of the user, as SIGALRM's: it ends the cell and its run
                 self._run.commands.stop(DEFAULT_GRACE)
-                wait_for(self._runner.over)
+                wait_for(runner.over)
                 raise
         if self._interrupted:
             raise RunInterrupted(self._run)
-        if (problem := self._runner.problem) is not None:
+        if (problem := runner.problem) is not None:
             if isinstance(problem, WorkerError) and problem.run is None:  # stopped before the ranks had started
                 problem.run = self._run
             raise problem
 
-    def _wait_for_run(self) -> None:
-        wait_for(self._runner.started)
-        if self._runner.problem is not None or self._interrupted:
-            wait_for(self._runner.over)
+    def _wait_for_run(self, runner: RunThread) -> None:
+        wait_for(runner.started)
+        if runner.problem is not None or self._interrupted:
+            wait_for(runner.over)
         elif not self._run.config.block:
             self._run.show_live()  # after the start of the ranks: creating widgets takes as long as starting them
         else:
-            self._wait()
+            self._wait(runner)
         if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
-            wait_for(self._runner.over)
+            wait_for(runner.over)
 
-    def _wait(self) -> None:
+    def _wait(self, runner: RunThread) -> None:
         """Wait for the end of the run, or until its ranks are held, and show prompts and the live panel meanwhile."""
         show_at: float | None = time.monotonic() + LIVE_AFTER_SECONDS
         run = self._run
@@ -97,7 +83,7 @@ class LaunchingCell:
         if show_at is not None:
             self._run.show_live()
         if not self._run.held:
-            wait_for(self._runner.over)
+            wait_for(runner.over)
 
     def _ask(self, prompt: Prompt) -> None:
         self._asking = True
@@ -124,4 +110,4 @@ class LaunchingCell:
         self._interrupt()
 
 
-__all__ = ["LaunchingCell", "Runner"]
+__all__ = ["LaunchingCell"]

@@ -241,6 +241,6 @@ def ask_user(prompt: Prompt) -> None:
     except Exception:  # noqa: BLE001 - the front end cannot prompt, or the user's sys.stdin or sys.stdout is broken
         text = None
     if prompt.over:
-        stdout.write(f"{label}this was answered in another notebook\n")
+        stdout.write(f"{label}does not wait for this line any more\n")  # an interrupt has ended its prompt
         return
     prompt.answer(text)

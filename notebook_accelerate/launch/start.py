@@ -15,7 +15,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.errors import LaunchError, RunInterrupted
 from notebook_accelerate.hardware.ports_and_libraries import loopback_problem
 from notebook_accelerate.launch import run_registry
-from notebook_accelerate.launch.launching_cell import LaunchingCell, Runner
+from notebook_accelerate.launch.launching_cell import LaunchingCell
 from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for, running_kernel
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
@@ -27,6 +27,7 @@ from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.run_context import RunContext
+from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
 from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 from notebook_accelerate.telemetry import inherited_state, steady_time
 
@@ -125,21 +126,27 @@ def _supervise(
     run.reserve_output()
     context = RunContext(run.id, run.config, run.function_name, run.journal, commands, publisher_for(run.id))
 
-    inherited = inherited_state.capture()  # here, because some of it belongs to the cell's thread
-    prepare, release = partial(_prepare, run, context, plan), partial(_release, run)
-    runner: Runner
-    if run.config.num_nodes == 1:
-        here = partial(prepare, partial(_on_this_machine, context))
-        runner = Supervisor(context, function, arguments, inherited=inherited, prepare=here, release=release)
-    else:
+    prepare = partial(_prepare, run, context, plan)
+    launch = Launch(
+        context,
+        function,
+        arguments,
+        inherited=inherited_state.capture(),  # here, because some of it belongs to the cell's thread
+        prepare=partial(prepare, partial(_on_this_machine, context)),
+        release=partial(_release, run),
+    )
+
+    def runner() -> RunThread:
+        if run.config.num_nodes == 1:
+            return Supervisor(launch)
         from notebook_accelerate.launch.hosts.several import runner_of_several
 
         with ExitStack() as undo:
             undo.callback(commands.close)
-            runner = runner_of_several(
-                context, function, arguments, inherited=inherited, prepare=prepare, release=release
-            )
+            found = runner_of_several(launch, prepare)
             undo.pop_all()
+        return found
+
     LaunchingCell(run, runner).launch()
 
 

@@ -73,7 +73,7 @@ class Agent:
         try:
             self.sink.send(InputRequest(prompt, password, shown, kind, number))
             while (reply := self._replies.get()).number != number:
-                pass  # a second notebook's answer to an earlier prompt
+                pass  # an answer to an earlier prompt, which an interrupt has ended
         finally:  # an interrupt ends the prompt too
             self.sink.send(AnsweredEvent(number))
         if reply.text is None:

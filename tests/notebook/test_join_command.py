@@ -6,9 +6,10 @@ import os
 import platform
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,11 @@ def test_two_commands_join(first: Kernel, join: Start, secret_file: Path) -> Non
         "2 of 3 nodes have joined; waiting for 1 of nodes 1, 2",
         "3 of 3 nodes have joined",
         f"all 3 nodes have joined: {members.format('', ', here', '')}",
-        "starting 2 ranks",
+        "starting ranks 2, 3",
         "the ranks of this host have ended",
         "the run succeeded",
     ]
-    assert f"{members.format('', '', ', here')}\nstarting 1 rank\n" in other.err
+    assert f"{members.format('', '', ', here')}\nstarting rank 4\n" in other.err
 
 
 @pytest.mark.parametrize("by_file", [False, True])
@@ -186,6 +187,20 @@ def test_nothing_listens(join: Start) -> None:
     command = join(where, "--join_timeout", "2")
     assert command.exit_code() == 1
     assert f"join: node 0 did not join within 2 s: no run answers at {where} (" in command.err
+
+
+@pytest.mark.parametrize("name", ["nowhere.invalid", "a..b"])
+def test_a_name_without_an_address(join: Start, name: str) -> None:
+    with suppress(UnicodeError):
+        try:
+            socket.getaddrinfo(name, 29500)
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_AGAIN:
+                pytest.skip("no server answers for names here")
+    command = join(f"{name}:29500", "--join_timeout", "600")
+    assert command.exit_code() == 1
+    assert f"join: this machine knows no address of '{name}', where the first notebook is to listen (" in command.err
+    assert "; pass the address, as 10.0.0.1:29500\n" in command.err
 
 
 def test_the_run_waits_on_for_a_command_with_its_secret(first: Kernel, join: Start) -> None:
@@ -233,7 +248,18 @@ def test_a_commands_ranks_are_started_again(first: Kernel, join: Start) -> None:
     assert "attempt 1 failed (rank 1: KeyError: 'bad batch'" in cell.stderr
     assert first.value("run.results") == [1.0, 1.0]
     assert command.exit_code() == 0
-    assert command.err.count("starting 1 rank\n") == 2
+    assert "\nstarting rank 1\n" in command.err
+    assert command.err.count("\nattempt 2 starts here with rank 1\n") == 1
+
+
+def test_a_command_says_that_its_ranks_are_held_for_the_debugger(first: Kernel, join: Start) -> None:
+    cell, where = launch(first, "meet, 2", debug=True)
+    command = join(where, "--num_processes", "2")
+    first.finish(cell, LIMIT)
+    command.wait_until_it_prints("; its ranks are held for the debugger of the first notebook\n")
+    assert re.search(r"\nrun \d+.*: KeyError: 'bad batch' at Cell In\[\d+\], line 8; its ranks are held", command.err)
+    first.check("notebook_accelerate.runs()[-1].stop()", LIMIT)
+    assert command.exit_code() == 1
 
 
 def test_a_stop_in_the_notebook_ends_the_command(first: Kernel, join: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -275,6 +276,45 @@ def test_a_stop_in_one_notebook_ends_all(pair: Notebooks, stopping: int) -> None
     pair.kernels[other].wait_for(lambda: shown in cells[other].stdout, LIMIT, shown)
 
 
+def test_a_stop_while_the_ranks_of_another_notebook_start(pair: Notebooks) -> None:
+    server = "__import__('notebook_accelerate.launch.processes.zygote', fromlist=['zygote'])._zygote"
+    first, second = pair.kernels
+    second.check("launch(time.sleep, 0.1, start_method='zygote')", LIMIT)
+    second.check(f"os.kill({server}.pid, signal.SIGSTOP)")  # it is replaced after five seconds
+    options = f"num_processes=1, num_nodes=2, use_port={free_port()}, rdzv_conf={SECRET}, start_method="
+    begun = first.submit(f"launch(meet, -1, 600.0, {options}'fork')")
+    joined = second.submit(f"launch(meet, -1, 600.0, node_rank=1, {options}'zygote')")
+    second.wait_for(lambda: "all 2 nodes have joined" in joined.stdout, LIMIT)
+    second.interrupt()
+    assert "KeyboardInterrupt: run" in said(second.finish(joined, LIMIT))
+    shown = said(first.finish(begun, LIMIT))
+    assert f"RunStoppedError: node 1 ({HOST}): it was stopped while its ranks were started" in shown
+    assert pair.values("notebook_accelerate.runs()[-1].status") == ["stopped", "stopped"]
+
+
+def test_a_joined_notebook_has_the_times_of_its_own_clock(pair: Notebooks) -> None:
+    second = pair.kernels[1]
+    second.check(
+        "from notebook_accelerate.telemetry import steady_time\n"
+        "follow, steady_time.set_to_system_time = steady_time.set_to_system_time, lambda: None\n"
+        "steady_time.set_offset(steady_time.offset() + 3600)"
+    )
+    try:
+        for cell in pair.finish(pair.launch("meet, 1", *["num_processes=1"] * 2, rdzv_conf=SECRET)):
+            assert "KeyError" in said(cell)
+        second.check("run = notebook_accelerate.runs()[-1]")
+        times = second.value(
+            "[run.started, run.attempts[0].started, run.failures[0].time, run.attempts[0].ended, run.ended]", LIMIT
+        )
+        events = second.value("[record.time for record in run.journal.records]", LIMIT)
+    finally:
+        second.check("steady_time.set_to_system_time = follow\nsteady_time.set_to_system_time()")
+    rounding = 0.1
+    for earlier, later in [*itertools.pairwise(times), *itertools.pairwise(events)]:
+        assert earlier < later + rounding, (times, events)
+    assert times[-1] - times[0] < LIMIT
+
+
 def test_the_stop_button_works_while_waiting(pair: Notebooks) -> None:
     (cell,) = pair.launch("meet", "num_processes=1", num_nodes=2, rdzv_conf=SECRET)
     kernel = pair.kernels[0]
@@ -313,11 +353,17 @@ def test_the_first_notebook_is_lost(pair: Notebooks) -> None:
     with notebooks(1) as victim:
         left = Notebooks(pair.kernels[1:])
         two = Notebooks([*victim.kernels, *left.kernels])
-        cells = two.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1", rdzv_conf=SECRET)
-        two.wait_until_all_print(cells, "sum 1.0", [2, 1])
+        for kernel in two.kernels:
+            kernel.check(
+                "def unfinished():\n    group()\n    dist.barrier()\n"
+                "    print('begun\\nunfinished', end='', flush=True)\n    time.sleep(600)"
+            )
+        cells = two.launch("unfinished", "num_processes=1", "num_processes=1", rdzv_conf=SECRET)
+        two.wait_until_all_print(cells, "begun", [2, 1])
         os.kill(victim.kernels[0].pid, 9)
         left.finish(cells[1:])
         assert f"node 0 ({HOST}) was lost" in said(cells[1])
+        assert "unfinished" in cells[1].stdout
 
 
 TRAIN = """

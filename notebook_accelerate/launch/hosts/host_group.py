@@ -8,8 +8,7 @@ import selectors
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError, RunTimeoutError, WorkerError
@@ -22,7 +21,6 @@ from notebook_accelerate.launch.hosts.joining import interface_to
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, node_name
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     HostPlanEvent,
-    HostRefusedEvent,
     JournalEvent,
     RunOverEvent,
     StopRequest,
@@ -63,16 +61,19 @@ _KEPT_HERE = (RunCreated, RunPlanned, RankReturned, NoteAdded, RunEnded)
 """Events of the journal that are not sent to other notebooks: each has its own, or receives it in another message."""
 
 
-@dataclass
-class JoinedHost:
-    """One host of the run, and what it told when it joined."""
+class JoinedHost(HostConnection):
+    """The connection to one host of the run.
 
-    connection: HostConnection
-    facts: HostFacts
+    Args:
+        incoming: The host.
+        facts: What it told when it joined.
+    """
 
-    def send(self, *events: Event) -> None:
-        """Send events to the host."""
-        self.connection.send(*events)
+    def __init__(self, incoming: IncomingHost, facts: HostFacts) -> None:
+        super().__init__(incoming.channel, incoming.hello.node, incoming.hello.host)
+        self.facts = facts
+        if facts.kind == NOTEBOOK:
+            self.cells = ForeignCells(lambda: f" of node {self.node}")
 
 
 class HostGroup:
@@ -108,7 +109,7 @@ class HostGroup:
 
     # ---- before the ranks start
 
-    def gather(self, attempt: int) -> LaunchPlan | None:
+    def gather(self, attempt: int) -> LaunchPlan | StopReason:
         """See ``Hosts.gather``.
 
         Raises:
@@ -124,15 +125,15 @@ class HostGroup:
             selector.register(self._context.commands.wake, selectors.EVENT_READ, self._carry_out)
             selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(selector))
             for host in self._hosts:
-                self._listen(host, selector)
+                host.connect(selector, _NoRanks())
             dispatch(selector, 0)  # a host may have arrived, or been lost, since the last attempt
             self._drop_lost()
             while not self._is_complete(attempt, last_call):
                 dispatch(selector, WAIT_SECONDS)
                 self._context.publisher.flush()
                 self._drop_lost()
-                if self._stopped_waiting():
-                    return None
+                if reason := self._why_stopped():
+                    return reason
                 if len(self._hosts) + 1 < self._least:
                     last_call = 0.0
                 elif not last_call:
@@ -141,7 +142,7 @@ class HostGroup:
                     raise LaunchError(self._timeout_text())
                 self._show_waiting()
             for host in self._hosts:
-                host.connection.disconnect()
+                host.disconnect()
         return self._joined(attempt)
 
     @property
@@ -154,19 +155,17 @@ class HostGroup:
         enough = count >= self._least
         return count == self._config.num_nodes or (enough and (attempt > 0 or 0 < last_call <= time.monotonic()))
 
-    def _joined(self, attempt: int) -> LaunchPlan | None:
-        """Number the hosts and their ranks, and return the plan; None where the run is stopped meanwhile."""
+    def _joined(self, attempt: int) -> LaunchPlan | StopReason:
+        """Number the hosts and their ranks, and return the plan; a reason where the run is stopped meanwhile."""
         if self._config.rdzv_backend == "static":
             self._hosts = _in_asked_order(self._hosts)
         for index, host in enumerate(self._hosts, 1):
-            host.connection.node = index
-            if host.facts.kind == NOTEBOOK and host.connection.cells is None:
-                host.connection.cells = ForeignCells(partial(_suffix, host.connection))
+            host.node = index
             try:
-                host.connection.measure_clock()
+                host.measure_clock()
             except ChannelClosedError as error:
-                host.connection.lost = f"was lost: {error}"
-        if any(host.connection.lost for host in self._hosts):
+                host.lost = f"was lost: {error}"
+        if any(host.lost for host in self._hosts):
             self._drop_lost()
             return self.gather(attempt)
         sizes = [facts.processes for facts in self._members]
@@ -177,7 +176,8 @@ class HostGroup:
             self._context.note(note, shown_as=f"⚠ {note}")
         for index, host in enumerate(self._hosts, 1):
             text = self._members_text(plan, index)
-            host.send(HostPlanEvent(text, self._own.host, pickle.dumps(on_node(plan, index))))
+            offset, own_plan = host.clock_offset, pickle.dumps(on_node(plan, index))
+            host.send(HostPlanEvent(text, self._own.host, offset, own_plan))
         self._context.show(self._members_text(plan, 0))
         self._context.journal.append(RunPlanned(plan, 0, plan.world_size))
         return plan
@@ -214,7 +214,7 @@ class HostGroup:
             return
         if selector is not None:
             self._hosts.append(host)
-            self._listen(host, selector)
+            host.connect(selector, _NoRanks())
             self._show_waiting(again=True)
         elif self._has_room:
             members = self._members
@@ -222,27 +222,26 @@ class HostGroup:
             host.send(WaitingEvent(facts_of.late_join_text(members, self._config.num_nodes)))
             self._makes_room = self._makes_room or StopReason(WorkerError, facts_of.joining_text(host.facts))
             if self._group is not None:
-                host.connection.connect(self._group.selector, self._group.events)
+                host.connect(self._group.selector, self._group.events)
         else:
-            text = facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts)
-            host.connection.close(HostRefusedEvent(text))
+            host.close(facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts))
 
     def _made(self, incoming: IncomingHost) -> JoinedHost | None:
         """Return the host behind a connection; None if it cannot take part."""
-        connection = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
         try:
             facts = HostFacts.from_dict(incoming.hello.facts)
         except (TypeError, ValueError) as error:
-            connection.close(HostRefusedEvent(f"the first notebook does not understand this host: {error}"))
+            unknown = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+            unknown.close(f"the first notebook does not understand this host: {error}")
             return None
-        facts = _completed(facts, self._plan)
-        reason = self._refusal(facts)
-        if reason:
-            connection.close(HostRefusedEvent(reason))
+        if not facts.processes:
+            facts = replace(facts, processes=self._plan.num_processes)
+        host = JoinedHost(incoming, facts)
+        if reason := self._refusal(facts):
+            host.close(reason)
             self._context.note(f"{facts.title} was refused: {reason}")
             return None
-        host = JoinedHost(connection, facts)
-        connection.on_message = lambda event: self._handle(event, host)
+        host.on_message = lambda event: self._handle(event, host)
         return host
 
     def _refusal(self, facts: HostFacts) -> str:
@@ -253,14 +252,11 @@ class HostGroup:
             return facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts)
         return facts_of.problem(facts, self._members, self._config.rdzv_backend)
 
-    def _listen(self, host: JoinedHost, selector: DispatchSelector) -> None:
-        host.connection.connect(selector, _NoRanks())
-
     def _drop_lost(self) -> None:
-        for host in [host for host in self._hosts if host.connection.lost]:
+        for host in [host for host in self._hosts if host.lost]:
             self._hosts.remove(host)
-            host.connection.close()
-            reason = host.connection.lost.removeprefix(f"{host.connection.name} ")
+            host.close()
+            reason = host.lost.removeprefix(f"{host.name} ")
             self._context.note(f"{host.facts.title} does not join any more: it {reason}")
 
     def _show_waiting(self, *, again: bool = False) -> None:
@@ -279,25 +275,21 @@ class HostGroup:
     def _carry_out(self) -> None:
         self._context.commands.carry_out(self._wait)
 
-    def _stopped_waiting(self) -> bool:
+    def _why_stopped(self) -> StopReason | None:
+        """Return why the waiting stops, and record it; None while it continues."""
         limit, clock = self._config.timeout, self._context.clock
         if limit is not None and clock.now() > clock.started + limit:
             self._wait.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
-        if (reason := self._wait.stop_reason) is None:
-            return False
-        if self._context.state.stop_phase == "none" and self._context.state.ended is None:
+        state, reason = self._context.state, self._wait.stop_reason
+        if reason is not None and state.stop_phase == "none" and state.ended is None:
             self._context.journal.append(StopAdvanced("interrupting", reason.text))
-        return True
-
-    def why_stopped(self) -> StopReason:
-        """See ``Hosts.why_stopped``."""
-        return self._wait.stop_reason or USER_STOP
+        return reason
 
     # ---- while the ranks run
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
         """See ``Hosts.backend``."""
-        hosts = [(host.connection, host.facts.kind == COMMAND) for host in self._hosts]
+        hosts = [(host, host.facts.kind == COMMAND) for host in self._hosts]
         return HostBackend(own, self._plan.num_processes, hosts)
 
     def follow(self, group: RankGroup) -> None:
@@ -309,14 +301,14 @@ class HostGroup:
     def _stop_to_make_room(self, group: RankGroup) -> None:
         """Stop to let a late host join, unless a debugger is in use."""
         busy = self._context.clock.suspended or group.stops.failures or group.stops.held
-        late = any(not host.connection.lost and not host.connection.ranks for host in self._hosts)
+        late = any(not host.lost and not host.ranks for host in self._hosts)
         if late and self._makes_room is not None and not busy and group.stops.make_room(self._makes_room):
             self._context.show(self._makes_room.text)
 
     def _handle(self, event: Event, host: JoinedHost) -> None:
         """Handle what a host sends about the whole run."""
         if isinstance(event, StopRequest):
-            name = host.connection.name if host.connection.node > 0 else host.facts.title
+            name = host.name if host.node > 0 else host.facts.title
             reason = StopReason(RunStoppedError, f"{name}: it was stopped")
             target = self._wait if self._group is None else self._group
             self._context.show(reason.text)
@@ -326,11 +318,11 @@ class HostGroup:
         """See ``Hosts.can_restart``."""
         self._group = None
         for host in self._hosts:
-            host.connection.disconnect()
-        lost = [host for host in self._hosts if host.connection.lost]
+            host.disconnect()
+        lost = [host for host in self._hosts if host.lost]
         for host in lost:
             self._hosts.remove(host)
-            host.connection.close()
+            host.close()
         reason = group.stops.reason
         makes_room = (
             reason is not None and reason is self._makes_room and all(map(failures.looks_like_lost_peer, found))
@@ -384,28 +376,17 @@ class HostGroup:
             last.callback(self._listener.wait_until_free)
             last.callback(self._listener.close)
             for host in self._hosts:
-                last.callback(host.connection.close)
+                last.callback(host.close)
             self._send_end(ended)
 
 
 class _NoRanks:
     """The ``RankListener`` of hosts that have no ranks."""
 
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """See ``RankListener.take_output``."""
+    def _ignore(self, *_: object, **__: object) -> None:
+        """Nothing arrives of ranks."""
 
-    def take_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_frames``."""
-
-    def take_host_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_host_frames``."""
-
-    def take_end(self, rank: int) -> None:
-        """See ``RankListener.take_end``."""
-
-
-def _suffix(connection: HostConnection) -> str:
-    return f" of node {connection.node}"
+    take_output = take_frames = take_host_frames = take_end = _ignore
 
 
 def join_seconds(config: LaunchConfig) -> float:
@@ -421,11 +402,6 @@ def keep_alive(config: LaunchConfig) -> tuple[float, float]:
     """Return the seconds between two keep-alives, and those without one after which a host is lost."""
     interval = _setting(config, "keep_alive_interval", 5)
     return interval, interval * _setting(config, "keep_alive_max_attempt", 3)
-
-
-def _completed(facts: HostFacts, plan: LaunchPlan) -> HostFacts:
-    """Return a host's facts with the number of ranks that it leaves to the first notebook."""
-    return facts if facts.processes > 0 else replace(facts, processes=plan.num_processes)
 
 
 def _in_asked_order(hosts: list[JoinedHost]) -> list[JoinedHost]:

@@ -16,7 +16,6 @@ from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     FunctionEvent,
     HostPlanEvent,
-    HostRefusedEvent,
     RunOverEvent,
     StartOrder,
     WaitingEvent,
@@ -24,6 +23,7 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
 from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
 from notebook_accelerate.telemetry.pickling import anonymous_file
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Channel, Event
@@ -51,17 +51,15 @@ def join(
     host = CommandHost(connect(where, secret, facts, seconds, KEEP_ALIVE), where[0], show)
     try:
         while (message := host.next_message()) is not None:
-            if isinstance(message, RunOverEvent):
-                if not message.held:
-                    return _end(message, show)
-            else:
-                host.handle_message(message)
+            if isinstance(message, RunOverEvent) and not message.held:
+                return _end(message, show)
+            host.handle_message(message)
     except (KeyboardInterrupt, SystemExit):
         host.leave("its command was interrupted")
         raise
     finally:
         host.close()
-    raise LaunchError(f"the first notebook was lost: {host.lost or 'it has left'}")
+    raise LaunchError(host.refused or f"the first notebook was lost: {host.lost or 'it has left'}")
 
 
 def _end(over: RunOverEvent, show: Callable[[str], None]) -> None:
@@ -87,9 +85,7 @@ class CommandHost(Host):
         super().__init__(channel)
 
     def handle_message(self, message: Event) -> None:
-        """Handle a message of the first notebook about the whole run."""
-        if isinstance(message, HostRefusedEvent):
-            raise LaunchError(message.text)
+        """See ``Host.handle_message``."""
         if isinstance(message, (WaitingEvent, HostPlanEvent)):
             self._show(message.text)
             if isinstance(message, HostPlanEvent):
@@ -98,6 +94,10 @@ class CommandHost(Host):
             os.write(self._function, message.payload)
         elif isinstance(message, StartOrder):
             self._run_own(message)
+        elif isinstance(message, RunOverEvent):
+            self._show(
+                f"{message.message or 'the run failed'}; its ranks are held for the debugger of the first notebook"
+            )
 
     def _run_own(self, message: StartOrder) -> None:
         given = os.environ.get("OMP_NUM_THREADS", "")
@@ -106,7 +106,9 @@ class CommandHost(Host):
         for order in orders:
             adapt_to_machine(order)
         function, self._function = self._function, anonymous_file()
-        self._show(f"starting {'1 rank' if len(orders) == 1 else f'{len(orders)} ranks'}")
+        attempt = int(orders[0].environment["TORCHELASTIC_RESTART_COUNT"]) + 1
+        names = rank_names([order.rank for order in orders])
+        self._show(f"attempt {attempt} starts here with {names}" if attempt > 1 else f"starting {names}")
         self.run_ranks(PlacedBackend(function), orders)
         self._show("the ranks of this host have ended")
 

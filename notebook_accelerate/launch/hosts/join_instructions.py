@@ -26,11 +26,18 @@ def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> 
         function: Name of the training function.
         secret: The run's secret, to be shown; "" where the user has given it, and knows it.
     """
-    lines = [f"in another notebook: {cell_line(config, function, secret)}"]
+    in_config = bool((config.rdzv_conf or {}).get("secret"))
+    variable = "" if in_config else f"{SECRET_VARIABLE}={secret}" if secret else f"the same {SECRET_VARIABLE}"
     if function in SCRIPTS:
-        lines = [_script_line(config)]
-    elif config.rdzv_backend == "static" and config.num_nodes > 2:
-        lines[0] += f" (and node_rank=2 to {config.num_nodes - 1})" if config.num_nodes > 3 else " (and node_rank=2)"
+        lines = [_script_line(config, variable)]
+    else:
+        given = f", with the same {SECRET_VARIABLE}" if variable and not secret else ""
+        if variable and secret and function == WARM:  # the magic has no option for it
+            given = f", after %env {variable}"
+        lines = [f"in another notebook{given}: {cell_line(config, function, secret)}"]
+        if config.rdzv_backend == "static" and config.num_nodes > 2:
+            others = "2" if config.num_nodes == 3 else f"2 to {config.num_nodes - 1}"
+            lines[0] += f" (and node_rank={others})"
     lines.append(f"or on any machine: {command_line(config, secret)}")
     setting = "--main_process_ip" if function in SCRIPTS else "rdzv_endpoint" if config.rdzv_endpoint else "master_addr"
     return lines + _address_lines(config, setting)
@@ -55,10 +62,11 @@ def alone_lines(config: LaunchConfig, function: str) -> list[str]:
     return [f"in the other notebooks: {cell_line(config, function)}", why, *_address_lines(config, "master_addr")]
 
 
-def _script_line(config: LaunchConfig) -> str:
+def _script_line(config: LaunchConfig, secret: str = "") -> str:
     ranks = "=1" if config.num_nodes == 2 else f"=1 to {config.num_nodes - 1}"
-    rank = f" with --machine_rank{ranks}" if config.rdzv_backend == "static" else ""
-    return f"on the other machines: the same command{rank}"
+    parts = [f"--machine_rank{ranks}" if config.rdzv_backend == "static" else "", secret]
+    more = " and ".join(filter(None, parts))
+    return f"on the other machines: the same command{more and f' with {more}'}"
 
 
 def command_line(config: LaunchConfig, secret: str = "") -> str:

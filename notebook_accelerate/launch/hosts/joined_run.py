@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,6 @@ from notebook_accelerate.launch.hosts.remote.host_connection import node_name
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     CellsEvent,
     HostPlanEvent,
-    HostRefusedEvent,
     JournalEvent,
     RunOverEvent,
     StartOrder,
@@ -38,11 +36,11 @@ from notebook_accelerate.launch.state.run_events import (
     RankExited,
     RankFailed,
     RankReturned,
-    RanksReleased,
     RunEnded,
     RunPlanned,
     StopAdvanced,
 )
+from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
 from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
 from notebook_accelerate.telemetry import Decoder, DisplayEvent, LogEvent, ResultEvent, steady_time
 from notebook_accelerate.telemetry.store import Record
@@ -51,90 +49,35 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.launch.supervisor.run_context import RunContext
-    from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
     from notebook_accelerate.telemetry import Channel, Event
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
-class JoinedRun:
+class JoinedRun(RunThread):
     """Runs the ranks of this notebook for the first one; stands in a launch where its supervisor would.
 
     Args:
-        context: This notebook's run.
-        function: The launched function.
-        arguments: Its arguments.
-        inherited: State that ranks inherit from the launching thread.
-        prepare: Makes this notebook's plan; called on the run's thread.
-        release: Called once when the run is over, before that is announced.
+        launch: See `RunThread`.
         secret: The run's secret.
-
-    Attributes:
-        started: Set once the first notebook knows this one, or the run is over.
-        over: Set once the thread has finished.
-        problem: The error that prevented the start of the ranks.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        *,
-        inherited: InheritedState,
-        prepare: Callable[[], LaunchPlan],
-        release: Callable[[], None],
-        secret: str,
-    ) -> None:
-        self._context, self._call, self._inherited = context, (function, arguments), inherited
-        self._prepare, self._release, self._secret = prepare, release, secret
-        self._journal = context.journal
+    def __init__(self, launch: Launch, secret: str) -> None:
+        super().__init__(launch)
+        self._secret = secret
         self._host: NotebookHost | None = None
-        self._target = _JoinedTarget(context, self._send_stop)
-        self._ended: RunEnded | None = None
-        self.started, self.over = threading.Event(), threading.Event()
-        self.problem: BaseException | None = None
-        self.thread = threading.Thread(target=self._main, name=f"notebook-accelerate-run-{context.id}", daemon=True)
+        self._target = WaitingTarget(self._context, self._send_stop)
+        self._stops = 0
 
-    def _main(self) -> None:
-        ended = RunEnded("failed", "WorkerError", "the launch failed")
-        try:
-            ended = self._run()
-        except RunStoppedError as problem:
-            ended = self._broken(problem, RunEnded("stopped", "RunStoppedError", str(problem)))
-        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
-            text = f"the launch failed: {type(problem).__name__}: {problem}"
-            ended = self._broken(problem, RunEnded("failed", "WorkerError", text, problem))
-        finally:
-            self._end(ended)
+    def _disconnect(self, ended: RunEnded) -> None:
+        if self._host is not None:
+            self._host.close()
 
-    def _broken(self, problem: BaseException, ended: RunEnded) -> RunEnded:
-        if not self.started.is_set():
-            self.problem = problem
-        return ended
+    def _record_end(self, ended: RunEnded) -> None:
+        if self._context.state.attempt_status == "running":
+            self._leave_ranks()
+        super()._record_end(ended)
 
-    def _end(self, ended: RunEnded) -> None:
-        try:
-            if self._host is not None:
-                self._host.close()
-            self._context.commands.close()
-            self._release()
-            self._context.publisher.flush(force=True)
-        finally:
-            try:
-                state = self._context.state
-                if state.attempt_status == "running":
-                    self._leave_ranks(ended)
-                    self._journal.append(AttemptEnded(ended.message or ended.status))
-                if state.ended is None:
-                    self._journal.append(ended)
-                if self._context.state.held:
-                    self._journal.append(RanksReleased())
-            finally:
-                self._context.commands.prompts.close()
-                self.started.set()
-                self.over.set()
-
-    def _leave_ranks(self, ended: RunEnded) -> None:
+    def _leave_ranks(self) -> None:
         """Record the ends that the first notebook, which is lost, does not report."""
         for info in self._context.state.ranks:
             if not info.exited:
@@ -143,8 +86,8 @@ class JoinedRun:
 
     # ---- on the run's thread
 
-    def _run(self) -> RunEnded:
-        plan, config = self._prepare(), self._context.config
+    def _run(self, plan: LaunchPlan) -> RunEnded:
+        config = self._context.config
         facts = own_facts(
             node_rank=config.node_rank if config.rdzv_backend == "static" else -1,
             processes=plan.num_processes,
@@ -158,12 +101,11 @@ class JoinedRun:
         stopping = self._context.commands.stopping
         self._context.show(f"joining the run at {where[0]}:{where[1]}")
         channel = connect(where, self._secret, facts, join_seconds(config), keep_alive(config), stopping)
+        assert self._call is not None, "dropped at the end only"
         self._host = host = NotebookHost(channel, self._context, plan, self._call, self._inherited, self._end_held)
         host.watch(self._context.commands.wake, lambda: self._context.commands.carry_out(self._target))
         self._context.commands.carry_out(self._target)
         while (message := host.next_message()) is not None:
-            if isinstance(message, HostRefusedEvent):
-                raise LaunchError(message.text)
             if isinstance(message, RunOverEvent) and not message.held:
                 return self._verdict(message)
             if isinstance(message, HostPlanEvent):
@@ -183,34 +125,21 @@ class JoinedRun:
         return RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {self._context.id} ", over.message))
 
     def _without_first(self, host: NotebookHost) -> RunEnded:
-        if self._target.killed or (self._context.commands.stopping() and not self._context.state.attempts):
+        if self._stops > 1 or (self._context.commands.stopping() and not self._context.state.attempts):
             raise RunStoppedError(f"run {self._context.id} was stopped")
-        text = f"{host.first} was lost: {host.lost or 'it has left'}"
+        text = host.refused or f"{host.first} was lost: {host.lost or 'it has left'}"
         if not self._context.state.attempts:
             raise LaunchError(text)
         return RunEnded("failed", "WorkerDiedError", f"run {self._context.id} failed: {text}")
 
     def _send_stop(self, grace: float) -> None:
         """Have the first notebook stop the run; a second time, leave it."""
-        if self._host is not None and self._target.killed:
-            self._host.leave("it was stopped")
-        elif self._host is not None:
+        self._stops += 1
+        assert self._host is not None, "commands are carried out once it is there"
+        if self._stops > 1:
+            self._host.leave("it was stopped", stopped=True)
+        else:
             self._host.send(StopRequest(grace))
-
-
-class _JoinedTarget(WaitingTarget):
-    """Passes this notebook's stop on to the first one."""
-
-    def __init__(self, context: RunContext, send_stop: Callable[[float], None]) -> None:
-        super().__init__(context)
-        self._send_stop = send_stop
-        self.killed = False
-
-    def stop(self, grace: float, reason: StopReason) -> None:
-        """See ``RunCommands.stop``."""
-        self.killed = self.stop_reason is not None
-        super().stop(grace, reason)
-        self._send_stop(grace)
 
 
 class NotebookHost(Host):
@@ -243,7 +172,7 @@ class NotebookHost(Host):
         self._results: dict[int, rank_result.RankResult] = {}
         self._cells: dict[str, list[str]] = {}
         self._own, self._node = range(0), 0
-        self.first = node_name(0, "")
+        self.first, self._clock_offset = node_name(0, ""), 0.0
         super().__init__(channel)
 
     # ---- from the first notebook
@@ -255,15 +184,14 @@ class NotebookHost(Host):
     def take_step(self) -> None:
         """See ``Host.take_step``."""
         self._publisher.flush()
-        while self._messages and _is_urgent(self._messages[0]):
-            self.handle_message(self._messages.popleft())
+        super().take_step()
 
     def handle_message(self, message: Event) -> None:
-        """Handle a message of the first notebook about the whole run, on the run's thread."""
+        """See ``Host.handle_message``."""
         if isinstance(message, WaitingEvent):
             self._context.show(message.text)
         elif isinstance(message, HostPlanEvent):
-            self.first = node_name(0, message.first)
+            self.first, self._clock_offset = node_name(0, message.first), message.clock_offset
             self._context.show(message.text)
             self._context.show("the first notebook has all ranks: stop, ask and debug them there")
             self._context.commands.requests.elsewhere = (
@@ -277,7 +205,8 @@ class NotebookHost(Host):
             self._end_held(message)
         elif isinstance(message, JournalEvent):
             for record in pickle.loads(message.payload):
-                self._follow(record)
+                record.event.shift(-self._clock_offset)
+                self._follow(record._replace(time=record.time - self._clock_offset))
 
     def _take_plan(self, plan: LaunchPlan) -> None:
         own = replace(plan, start_method=self._plan.start_method, reason=self._plan.reason, threads=self._plan.threads)
@@ -363,16 +292,11 @@ class NotebookHost(Host):
         super().sampled(records)
         self._journal.add(records)
 
-    def ended(self, rank: int, end: Any) -> None:
-        """See ``Host.ended``."""
-        self._outputs[rank].finish()
+    def release(self, process: RankProcess) -> None:
+        """See ``Host.release``."""
+        super().release(process)
+        self._outputs[process.rank].finish()
         self._publisher.flush(force=True)
-        super().ended(rank, end)
-
-
-def _is_urgent(message: Event) -> bool:
-    """Whether a message cannot wait for the end of the ranks."""
-    return isinstance(message, JournalEvent) or (isinstance(message, RunOverEvent) and message.held)
 
 
 __all__ = ["JoinedRun", "NotebookHost"]

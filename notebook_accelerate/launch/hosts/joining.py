@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.hardware.addresses import interface_of, own_address
-from notebook_accelerate.launch.hosts.host_facts import HostFacts
+from notebook_accelerate.launch.hosts.host_facts import COMMAND, HostFacts
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 0.3
 """Seconds between two tries to reach the first notebook, which may not have begun to listen."""
-END_SECONDS = 2.0
-"""Seconds that an earlier run at the same port has to end."""
+SURE_SECONDS = 2.0
+"""Seconds after which an error that another try is unlikely to change is final: a wrong secret, which an earlier run at
+the same port has too until it ends, and an unknown name."""
+UNKNOWN_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
+"""Errors of the resolver that are no temporary failures, as `EAI_AGAIN` is."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -45,7 +49,7 @@ def connect(
         stopping: Returns whether to give up.
 
     Raises:
-        LaunchError: The first notebook has another secret, or does not listen.
+        LaunchError: The first notebook has another secret, has no known address, or does not listen.
         RunStoppedError: The run is ``stopping``.
     """
     address, port = where
@@ -58,13 +62,10 @@ def connect(
             channel = connect_to_kernel(address, port, secret.encode(), hello, keep_alive, stopping)
             if _answers(channel, deadline, stopping):
                 return channel
-        except AuthenticationError as error:  # or an earlier run at this port has not ended yet
-            if time.monotonic() > begin + END_SECONDS:
-                raise LaunchError(
-                    f"the run at {address}:{port} has another secret, or is none; pass the secret of the first notebook"
-                ) from None
-            problem = error
-        except OSError as error:
+        except (AuthenticationError, OSError, UnicodeError) as error:  # UnicodeError: not a name
+            final = _final_text(error, where, facts)
+            if final and time.monotonic() > begin + SURE_SECONDS:
+                raise LaunchError(final) from None
             problem = error
         if stopping():
             raise RunStoppedError("the run was stopped before all nodes had joined")
@@ -73,6 +74,20 @@ def connect(
                 f"node 0 did not join within {seconds:g} s: no run answers at {address}:{port} ({problem})"
             )
         time.sleep(RETRY_SECONDS)
+
+
+def _final_text(error: Exception, where: tuple[str, int], facts: HostFacts) -> str:
+    """Return the message of an error that another try is unlikely to change; "" for others."""
+    address, port = where
+    if isinstance(error, AuthenticationError):
+        return f"the run at {address}:{port} has another secret, or is none; pass the secret of the first notebook"
+    if isinstance(error, UnicodeError) or (isinstance(error, socket.gaierror) and error.errno in UNKNOWN_NAME):
+        example = f"10.0.0.1:{port}" if facts.kind == COMMAND else "master_addr='10.0.0.1' (or rdzv_endpoint)"
+        return (
+            f"this machine knows no address of {address!r}, where the first notebook is to listen ({error}); "
+            f"pass the address, as {example}"
+        )
+    return ""
 
 
 def _answers(channel: Channel, deadline: float, stopping: Callable[[], bool]) -> bool:

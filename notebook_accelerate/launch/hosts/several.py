@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import errno
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError, PortInUseError
 from notebook_accelerate.launch.hosts.host_group import HostGroup, keep_alive
@@ -19,81 +18,42 @@ from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.run_secret import SECRET_VARIABLE, shared_secret
 from notebook_accelerate.launch.processes import ports
 from notebook_accelerate.launch.state.run_events import NoteAdded
+from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
 from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.supervisor.run_context import RunContext
-    from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
-class Role(enum.Enum):
-    """The part of a notebook."""
-
-    ALONE = "alone"
-    """It runs its own ranks, as one of several torchrun commands would: without a secret, notebooks do not talk."""
-    FIRST = "first"
-    """It supervises all ranks of the run."""
-    HOST = "host"
-    """It runs ranks for the first notebook."""
-
-
-class Part(NamedTuple):
-    """A notebook's role, with the run's secret ("" without one) and the first one's listener."""
-
-    role: Role
-    secret: str = ""
-    listener: HostListener | None = None
-
-
-def runner_of_several(
-    context: RunContext,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    *,
-    inherited: InheritedState,
-    prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan],
-    release: Callable[[], None],
-) -> Supervisor | JoinedRun:
+def runner_of_several(launch: Launch, prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan]) -> RunThread:
     """Return what runs this notebook's part of a run on several machines.
 
     Args:
-        context: This notebook's run.
-        function: The launched function.
-        arguments: Its arguments.
-        inherited: State that ranks inherit from the launching thread.
+        launch: This notebook's launch; its ``prepare`` is replaced.
         prepare: Completes this notebook's plan with a function and appends it to the journal; called on the run's
             thread.
-        release: Releases what ``prepare`` reserved.
 
     Raises:
         PortInUseError: See `part_of`.
         LaunchError: See `part_of`.
     """
-    part = part_of(context)
-    as_it_is = partial(prepare, lambda plan: plan)
-    if part.role is Role.HOST:
-        return JoinedRun(
-            context, function, arguments, inherited=inherited, prepare=as_it_is, release=release, secret=part.secret
-        )
-    if (listener := part.listener) is None:
-        alone = partial(_prepare_alone, context, prepare)
-        return Supervisor(context, function, arguments, inherited=inherited, prepare=alone, release=release)
-    shown = "" if shared_secret(context.config) else part.secret
+    context = launch.context
+    secret, listener = part_of(context)
+    if not secret:
+        return Supervisor(replace(launch, prepare=partial(_prepare_alone, context, prepare)))
+    launch = replace(launch, prepare=partial(prepare, lambda plan: plan))
+    if listener is None:
+        return JoinedRun(launch, secret)
+    shown = "" if shared_secret(context.config) else secret
+    release = launch.release
 
     def release_all() -> None:
         listener.close()
         release()
 
-    return Supervisor(
-        context,
-        function,
-        arguments,
-        inherited=inherited,
-        prepare=as_it_is,
-        hosts=lambda plan: HostGroup(context, plan, listener, shown),
-        release=release_all,
-    )
+    launch = replace(launch, release=release_all)
+    return Supervisor(launch, lambda plan: HostGroup(context, plan, listener, shown))
 
 
 def _prepare_alone(
@@ -112,8 +72,11 @@ def _alone(context: RunContext, plan: LaunchPlan) -> LaunchPlan:
     return replace(plan, run_name=context.config.rdzv_id, interface=interface_to(plan.master_addr))
 
 
-def part_of(context: RunContext) -> Part:
-    """Return the part of this notebook; the first one listens from now on.
+def part_of(context: RunContext) -> tuple[str, HostListener | None]:
+    """Return the run's secret, and the listener if this is the first notebook, which supervises all ranks.
+
+    Another notebook runs its ranks for the first one. Without a secret, "", notebooks do not talk: each runs its own
+    ranks, as one of several torchrun commands would.
 
     With ``rdzv_backend="c10d"`` the first notebook is the one that can listen at the address.
 
@@ -124,20 +87,20 @@ def part_of(context: RunContext) -> Part:
     config, secret = context.config, shared_secret(context.config)
     static, is_host = config.rdzv_backend == "static", (config.rdzv_conf or {}).get("is_host")
     if static and not secret:
-        return Part(Role.ALONE)
+        return "", None
     must = is_host or (static and config.node_rank == 0)
     if not must and (static or is_host is False):
-        return Part(Role.HOST, _needed(secret))
+        return _needed(secret), None
     made = secret or secrets.token_urlsafe(16)
     address, port = config.rendezvous_address
     try:
-        return Part(Role.FIRST, made, _listener(context, address, port, made, must=bool(must)))
+        return made, _listener(context, address, port, made, must=bool(must))
     except OSError as error:
         if error.errno == errno.EADDRINUSE and must:
             raise PortInUseError(f"port {port} is taken on this machine; pass another everywhere") from None
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) or must:
             raise
-        return Part(Role.HOST, _needed(secret))
+        return _needed(secret), None
 
 
 def _listener(context: RunContext, address: str, port: int, secret: str, *, must: bool) -> HostListener:

@@ -83,9 +83,11 @@ class Zygote:
         self._unread = 0  # replies to requests whose run was stopped before them
         self.ranks: set[int] = set()
         call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
-        with uninterrupted():
+        with theirs, ExitStack() as undo, uninterrupted():
+            undo.callback(ours.close)
+            undo.callback(self._log.close)
             self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
-        theirs.close()
+            undo.pop_all()
         ours.setblocking(False)
 
     @property

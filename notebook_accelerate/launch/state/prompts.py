@@ -23,7 +23,7 @@ class Prompt:
         request: The rank's request.
         channel: The channel to the rank.
         on_answer: Called with the rank as soon as the prompt is answered here.
-        over: Whether it has been answered.
+        over: Whether the rank does not wait for it any more.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class PromptQueue:
             self._changed.notify_all()
 
     def give_back(self, prompt: Prompt) -> None:
-        """Return a prompt that was taken and not answered, unless it has been answered elsewhere."""
+        """Return a prompt that was taken and not answered, unless its rank does not wait for it any more."""
         with self._changed:
             if self._last.get(prompt.rank) is prompt and not prompt.over:
                 self._open[prompt.rank] = prompt
@@ -84,7 +84,7 @@ class PromptQueue:
             self._changed.notify_all()
 
     def withdraw(self, rank: int, number: int) -> None:
-        """Remove prompt ``number`` of a rank after it was answered."""
+        """Remove prompt ``number`` of a rank that does not wait for it any more: answered, or ended by an interrupt."""
         with self._changed:
             last = self._last.get(rank)
             if last is not None and last.request.number == number:

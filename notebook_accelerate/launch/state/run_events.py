@@ -7,7 +7,7 @@ The supervisor emits them; `RunState` is the fold over them. The journal also co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.telemetry import Event, RankFailure
@@ -62,6 +62,10 @@ class DiagnosisAdded(RunEvent):
 
     diagnosis: Diagnosis
 
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.diagnosis = self.diagnosis.shifted(seconds)
+
 
 @dataclass(slots=True)
 class AttemptStarted(RunEvent):
@@ -100,6 +104,10 @@ class RankFailed(RunEvent):
     """A rank has failed; its process may still exist."""
 
     failure: RankFailure
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.failure = replace(self.failure, time=self.failure.time + seconds)
 
 
 @dataclass(slots=True)
@@ -154,6 +162,10 @@ class FailuresRecorded(RunEvent):
     """The failures of the attempt, the first one first, with explanations where they are known."""
 
     failures: Sequence[RankFailure]
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.failures = [replace(failure, time=failure.time + seconds) for failure in self.failures]
 
 
 @dataclass(slots=True)

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from notebook_accelerate.errors import RunStoppedError
 from notebook_accelerate.launch.processes import process_backend
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     AttemptStarted,
     FailuresRecorded,
-    RanksReleased,
     RunEnded,
 )
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
-from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
+from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
+from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
-    from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.telemetry import RankFailure
-    from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
 class Hosts(Protocol):
     """The other hosts of a run: processes on other machines that run ranks for this supervisor."""
 
-    def gather(self, attempt: int) -> LaunchPlan | None:
-        """Wait until the hosts of an attempt are there and return the plan; None when the run is stopped meanwhile."""
+    def gather(self, attempt: int) -> LaunchPlan | StopReason:
+        """Wait until the hosts of an attempt are there and return the plan, or why the run is stopped meanwhile."""
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
         """Return the backend that starts the ranks here, by ``own``, and those of the hosts."""
@@ -48,117 +44,41 @@ class Hosts(Protocol):
         That is also so where it was stopped to include a late host. Called once at the end of every attempt.
         """
 
-    def why_stopped(self) -> StopReason:
-        """Return why `gather` stopped waiting."""
-
     def close(self, ended: RunEnded) -> None:
         """Let the hosts know how the run ended, and close the connections to them."""
 
 
-class Supervisor:
-    """Supervises one run, on a separate thread.
+class Supervisor(RunThread):
+    """Supervises one run.
 
     Args:
-        context: The run.
-        function: The launched function.
-        arguments: Its arguments.
-        inherited: State that ranks inherit from the launching thread.
-        prepare: Makes the plan and appends it to the journal; called on the supervisor's thread.
-        release: Called once when the run is over, before that is announced: releases the run's resources.
+        launch: See `RunThread`.
         hosts: Creates the `Hosts` of a run on several machines; None otherwise.
-
-    Attributes:
-        started: Set once all ranks have started, or failed to start.
-        over: Set once the thread has finished.
-        problem: The error that prevented the start of the ranks.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        *,
-        inherited: InheritedState,
-        prepare: Callable[[], LaunchPlan],
-        release: Callable[[], None],
-        hosts: Callable[[LaunchPlan], Hosts] | None = None,
-    ) -> None:
-        self._context = context
-        self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = (function, arguments)
-        self._inherited, self._prepare, self._make_hosts, self._release = inherited, prepare, hosts, release
-        self._journal = context.journal
+    def __init__(self, launch: Launch, hosts: Callable[[LaunchPlan], Hosts] | None = None) -> None:
+        super().__init__(launch)
+        self._make_hosts = hosts
         self._hosts: Hosts | None = None
         self._backend: ProcessBackend | None = None
-        self.started, self.over = threading.Event(), threading.Event()
-        self.problem: BaseException | None = None
-        self.thread = threading.Thread(target=self._main, name=f"notebook-accelerate-run-{context.id}", daemon=True)
-
-    # ---- the run's thread
 
     def _main(self) -> None:
-        ended = RunEnded("failed", "WorkerError", "the launch failed")
-        try:
-            ended = self._run()
-        finally:
-            self._call = None
-            self._end(ended)
+        super()._main()
         if self._backend is not None:
             self._backend.prepare_next()
 
-    def _run(self) -> RunEnded:
-        """Run to the end and return how it ended."""
-        try:
-            return self._attempts(self._prepare())
-        except RunStoppedError as problem:  # before the ranks had started
-            return self._broken(problem, "stopped", "RunStoppedError", str(problem))
-        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
-            text = f"the launch failed: {type(problem).__name__}: {problem}"
-            return self._broken(problem, "failed", "WorkerError", text, cause=problem)
-
-    def _broken(
-        self, problem: BaseException, status: str, error: str, text: str, cause: BaseException | None = None
-    ) -> RunEnded:
-        if not self.started.is_set():
-            self.problem = error_messages.system_error(problem) if isinstance(problem, OSError) else problem
-        return RunEnded(status, error, text, cause)
-
-    def _end(self, ended: RunEnded) -> None:
-        """Release the run's resources and end it, even if showing or closing fails: other threads wait for the end."""
-        try:
-            self._leave(ended)
-        finally:
-            try:
-                self._record_end(ended)
-            finally:
-                self._context.commands.prompts.close()
-                self.started.set()
-                self.over.set()
-
-    def _record_end(self, ended: RunEnded) -> None:
-        if self._context.state.attempt_status == "running":
-            self._journal.append(AttemptEnded(ended.message or ended.status))
-        if self._context.state.ended is None:
-            self._journal.append(ended)
-        if self._context.state.held:
-            self._journal.append(RanksReleased())
-
-    def _leave(self, ended: RunEnded) -> None:
-        try:
-            if self._hosts is not None:
-                self._hosts.close(ended)
-            self._context.commands.close()
-            self._release()
-        finally:
-            self._context.publisher.flush(force=True)
+    def _disconnect(self, ended: RunEnded) -> None:
+        if self._hosts is not None:
+            self._hosts.close(ended)
 
     # ---- attempts
 
-    def _attempts(self, plan: LaunchPlan) -> RunEnded:
+    def _run(self, plan: LaunchPlan) -> RunEnded:
         for number in itertools.count():
             gathered = self._gathered(plan, number)
-            if gathered is None:
-                return self._stopped_while_gathering()
+            if isinstance(gathered, StopReason):
+                text = f"{self._ended_text()}, before all nodes had joined: {gathered.text}"
+                return RunEnded("stopped", gathered.error.__name__, text)
             group = self._supervised(gathered, number)
             if self._context.state.ended is not None:  # its ranks were held after a failure, and are released now
                 return RunEnded(self._context.state.status, self._context.state.error, self._context.state.message)
@@ -166,8 +86,8 @@ class Supervisor:
                 return self._verdict(group)
         raise AssertionError("every run has a last attempt")
 
-    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | None:
-        """Return the plan once the hosts of the run have joined; None when it was stopped before."""
+    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
+        """Return the plan once the hosts of the run have joined, or why it was stopped before."""
         if self._make_hosts is None:
             return plan
         if self._hosts is None:
@@ -175,11 +95,6 @@ class Supervisor:
         if not self._context.config.block:
             self.started.set()  # the hosts may take minutes; the run can be stopped meanwhile
         return self._hosts.gather(number)
-
-    def _stopped_while_gathering(self) -> RunEnded:
-        why = self._hosts.why_stopped() if self._hosts else USER_STOP
-        text = f"{self._ended_text()}, before all nodes had joined: {why.text}"
-        return RunEnded("stopped", why.error.__name__, text)
 
     def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:
         """Start the ranks of an attempt and supervise them until they have ended."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,14 +16,15 @@ class WaitingTarget:
 
     Args:
         context: The run.
+        on_stop: Called with the grace period of every stop.
 
     Attributes:
         stop_reason: Why the waiting stops; None while it continues. It is never reset: a stop that arrives together
             with the awaited event must be seen by the next wait.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = context
+    def __init__(self, context: RunContext, on_stop: Callable[[float], None] = lambda _: None) -> None:
+        self._context, self._on_stop = context, on_stop
         self.stop_reason: StopReason | None = None
 
     @property
@@ -34,6 +35,7 @@ class WaitingTarget:
     def stop(self, grace: float, reason: StopReason) -> None:
         """See ``RunCommands.stop``."""
         self.stop_reason = self.stop_reason or reason
+        self._on_stop(grace)
 
     def show_under(self, cell: object) -> None:
         """See ``RunCommands.show_under``."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 
 from notebook_accelerate.debug.process_inspection import ProcessInspector, ProcessStacks
 from notebook_accelerate.debug.rank_requests import RankRequests
+from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.supervisor import pausable_clock
 from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
@@ -96,6 +99,35 @@ def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:
     assert sent == [signal.SIGUSR1]
     inspector.close()
     assert inspector.read_stacks(write).dump == ""
+
+
+def test_a_suspended_process_is_sent_no_signal_and_named(tmp_path: Path) -> None:
+    path, sent = tmp_path / "dump", []
+    path.touch()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        inspector = ProcessInspector(process.pid)
+        inspector.open_dump(str(path))
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        found = inspector.read_stacks(sent.append)
+        process.kill()
+    inspector.close()
+    assert (found.dump, found.suspended) == ("", f"suspended (SIGSTOP); kill -CONT {process.pid} resumes it")
+    assert sent == []
+
+
+def test_a_line_for_a_prompt_that_an_interrupt_has_ended_is_not_sent(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue, answered = PromptQueue(), []
+    queue.put(_question(ends, 1, "input", answered, 7))
+    prompt = queue.take(1.0)
+    assert prompt is not None
+    queue.withdraw(1, 7)
+    monkeypatch.setattr("sys.stdin", io.StringIO("late\n"))
+    ask_user(prompt)
+    assert capsys.readouterr().out.endswith("[rank 1] does not wait for this line any more\n")
+    assert answered == []
 
 
 def _question(ends: tuple[Channel, Channel], rank: int, kind: str, answered: list[int], number: int = 0) -> Prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import psutil
 import pytest
 
 from notebook_accelerate import LaunchConfig
@@ -163,6 +165,34 @@ def test_ranks_are_asked_inspected_sampled_and_stopped() -> None:
     until(lambda: set(run.store.resources) >= {0, 1})
     run.stop()
     assert run.status == "stopped"
+
+
+def test_a_suspended_rank_is_named_as_such() -> None:
+    run = _launch(_sleep, block=False)
+    until(lambda: len(run.logs()) == 2)
+    pid = run.ranks[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        assert f"rank 1: suspended (SIGSTOP); kill -CONT {pid} resumes it on machine-1" in run.diagnose().text
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        run.stop()
+
+
+def test_a_host_looks_after_its_orphan_guard() -> None:
+    run = _launch(_sleep, block=False)
+    until(lambda: len(run.logs()) == 2)
+    host = psutil.Process(HostedBackend.hosts[0].pid)
+
+    def shells() -> list[int]:
+        return [child.pid for child in host.children() if child.name() == "sh"]
+
+    (first,) = shells()
+    os.kill(first, signal.SIGKILL)
+    until(lambda: (found := shells()) != [] and found != [first])
+    run.stop()
 
 
 def test_a_lost_host_is_named() -> None:

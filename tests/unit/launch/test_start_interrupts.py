@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,7 +19,9 @@ import notebook_accelerate
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.errors import RunInterrupted
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.state.journal import Journal
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -163,3 +166,17 @@ def test_an_interrupt_as_an_inline_run_ends_leaves_it_done(press: Press) -> None
     assert run.done
     assert run.status == "succeeded"
     assert Run.rebuilt(run.config, run.function_name, run.journal.records).status == "succeeded"
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_an_interrupt_while_the_first_notebook_begins_to_listen(press: Press, backend: str) -> None:
+    port = free_port()
+    press(HostListener._bind.__code__)
+    with pytest.raises(RunInterrupted) as caught:
+        notebook_launcher(
+            time.sleep, (600,), num_nodes=2, use_port=port, rdzv_backend=backend, rdzv_conf={"secret": "hush"}
+        )
+    assert caught.value.run.status == "stopped"
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "notebook-accelerate-listener"]
+    with socket.create_server(("127.0.0.1", port)):
+        pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import struct
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -13,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from notebook_accelerate.launch.hosts.remote.stream import DATA, Link, ProtocolError
 from notebook_accelerate.launch.processes.rank_process import Ends
@@ -35,7 +35,6 @@ libzmq 4.3.5 emits it for a forged message of an established connection, too. Th
 reading the connection instead of ending it; if the peer then disconnects, the next heartbeat fails the assertion
 `!_io_error`, and the process aborts (compare zeromq/libzmq#4841).
 """
-_EVENT = struct.Struct("=Hi")
 
 
 class Exchange(ABC):
@@ -177,12 +176,20 @@ class Exchange(ABC):
 
 
 class KernelSideSocket(socket.socket):
-    """A local socket of the kernel, which forked ranks do not keep open."""
+    """A local socket of the kernel, which forked ranks do not keep open.
+
+    Attributes:
+        after_close: Called once it is closed.
+    """
+
+    after_close: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Close it; closing twice does nothing."""
         Ends.kernel_side.discard(self.fileno())
         super().close()
+        if self.after_close is not None:
+            self.after_close()
 
 
 def local_pair() -> tuple[KernelSideSocket, KernelSideSocket]:
@@ -192,12 +199,7 @@ def local_pair() -> tuple[KernelSideSocket, KernelSideSocket]:
     return first, second
 
 
-def monitor(zmq_socket: Any) -> Any:
-    """Return a socket with the events of another one, to be read with `read_event`."""
-    return zmq_socket.get_monitor_socket(EVENTS)
-
-
 def read_event(monitor_socket: Any) -> tuple[int, int]:
     """Return the next event of a monitor and its value, for most events a descriptor."""
-    kind, value = _EVENT.unpack(monitor_socket.recv_multipart()[0])
-    return kind, value
+    event = recv_monitor_message(monitor_socket)
+    return event["event"], event["value"]

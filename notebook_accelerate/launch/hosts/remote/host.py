@@ -6,11 +6,13 @@ import selectors
 import signal
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     CapturedStacksEvent,
     CaptureStacksOrder,
@@ -19,23 +21,28 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     EndedEvent,
     FramesEvent,
     HostFramesEvent,
+    JournalEvent,
     LeaveEvent,
     OutputEvent,
+    RunOverEvent,
     SignalOrder,
     StartedEvent,
 )
+from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, dispatch
+from notebook_accelerate.launch.processes.zygote import guards_orphans
 from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
-    from notebook_accelerate.launch.state.rank_exit import Exit
     from notebook_accelerate.telemetry.store import Record
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 POLL_SECONDS = 0.1
 """Seconds between polls of the ranks, on systems that cannot notify of the end of a process."""
+GUARD_SECONDS = 1.0
+"""Seconds between two looks whether the orphan guard runs."""
 LEAVE_SECONDS = 10.0
 """Seconds that the kernel has to receive the exit of the last rank, before the host leaves without its reply."""
 
@@ -48,13 +55,15 @@ class Host:
 
     Attributes:
         lost: Why the stream has ended without the kernel's leave; "" while it has not.
+        refused: Why the kernel has refused this host; "" if it has not.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._ranks: dict[int, RankProcess] = {}
         self._left = threading.Event()
-        self.lost = ""
+        self.lost = self.refused = ""
+        self._guard_due = 0.0
         self._messages: deque[Event] = deque()
         self._wake, self._waker = socket.socketpair()
         self._selector = DispatchSelector()
@@ -106,9 +115,9 @@ class Host:
         finally:
             self.close()
 
-    def leave(self, reason: str = "") -> None:
+    def leave(self, reason: str = "", *, stopped: bool = False) -> None:
         """Let the kernel know why this host leaves; safe from any thread. The ranks are killed."""
-        self.send(LeaveEvent(reason))
+        self.send(LeaveEvent(reason, stopped))
         self._leave()
 
     def close(self) -> None:
@@ -125,7 +134,7 @@ class Host:
         try:
             backend.start_ranks(orders, self.started)
         except BaseException as error:
-            self.send(LeaveEvent(f"{type(error).__name__}: {error}"))
+            self.send(LeaveEvent(f"{type(error).__name__}: {error}", isinstance(error, RunStoppedError)))
             self._kill()
             raise
         finally:
@@ -134,12 +143,15 @@ class Host:
     def _relay(self) -> None:
         while self._ranks and not self._left.is_set():
             polled = [rank for rank, process in self._ranks.items() if process.needs_polling]
-            waits = [POLL_SECONDS] if polled else []
+            waits = [POLL_SECONDS if polled else GUARD_SECONDS]
             if (due := self.seconds_until_due()) is not None:
                 waits.append(due)
-            dispatch(self._selector, min(waits, default=None))
+            dispatch(self._selector, min(waits))
             for rank in polled:
                 self.take_end(rank)
+            if time.monotonic() >= self._guard_due:
+                self._guard_due = time.monotonic() + GUARD_SECONDS
+                orphan_guard.ensure(needed=not guards_orphans())
             self.take_step()
 
     def seconds_until_due(self) -> float | None:
@@ -147,15 +159,19 @@ class Host:
         return None
 
     def take_step(self) -> None:
-        """Do what cannot wait for the end of the ranks; called repeatedly while they run."""
+        """Handle messages that cannot wait for the end of the ranks; called repeatedly while they run."""
+        while self._messages and _is_urgent(self._messages[0]):
+            self.handle_message(self._messages.popleft())
+
+    def handle_message(self, message: Event) -> None:
+        """Handle a message about the whole run, on the thread that uses the host."""
 
     def _kill(self) -> None:
-        for process in self._ranks.values():
+        for process in list(self._ranks.values()):
             process.send_signal(signal.SIGKILL, group=True)
             process.await_end(5.0)
-            process.disconnect(self._selector)
-            process.close()
-        self._ranks.clear()
+            process.drain(self, channel=True)  # the last output: nothing is lost
+            self.release(process)
 
     # ---- from the ranks: RankListener
 
@@ -186,14 +202,14 @@ class Host:
         if process is None or end is None:
             return
         process.drain(self, channel=True)
+        self.release(process)
+        self.send(EndedEvent(rank, end.code, end.signal, end.max_rss))
+
+    def release(self, process: RankProcess) -> None:
+        """Close a rank that has ended, and whose output was read."""
         process.disconnect(self._selector)
         process.close()
-        self.ended(rank, end)
-
-    def ended(self, rank: int, end: Exit) -> None:
-        """Report that a rank has ended."""
-        self._ranks.pop(rank, None)
-        self.send(EndedEvent(rank, end.code, end.signal, end.max_rss))
+        self._ranks.pop(process.rank, None)
 
     def sampled(self, records: list[Record]) -> None:
         """Send samples of the ranks' resource use."""
@@ -201,7 +217,9 @@ class Host:
             self.take_host_frames(record.rank, encode([Stamped(record.time, record.event)]))
 
     def send(self, event: Event) -> None:
-        """Send an event to the kernel; a lost kernel is no error. Safe from any thread."""
+        """Send an event to the kernel, unless it or this host has left. Safe from any thread."""
+        if self._left.is_set():
+            return
         try:
             self._channel.send(event)
         except ChannelClosedError:
@@ -232,37 +250,35 @@ class Host:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, LeaveEvent):
+            self.refused = event.reason
             self._leave()
         elif isinstance(event, ClockEvent):
             self.send(event)
-        elif (order := self._orders.get(type(event))) is None:
+        elif not isinstance(event, (SignalOrder, FramesEvent, DumpOrder, CaptureStacksOrder)):
             self._messages.append(event)
             self._wake_up()
-        elif (process := self._ranks.get(event.rank)) is not None:  # type: ignore[attr-defined]
-            order(self, process, event)
+        elif (process := self._ranks.get(event.rank)) is not None:
+            self._carry_out(event, process)
 
-    def _on_signal(self, process: RankProcess, event: SignalOrder) -> None:
-        process.send_signal(event.number, group=event.group)
+    def _carry_out(self, order: SignalOrder | FramesEvent | DumpOrder | CaptureStacksOrder, rank: RankProcess) -> None:
+        if isinstance(order, SignalOrder):
+            rank.send_signal(order.number, group=order.group)
+        elif isinstance(order, FramesEvent):
+            rank.send_frames(order.payload)
+        elif isinstance(order, DumpOrder):
+            rank.open_dump(order.path)
+        else:
+            capture = partial(self._capture_stacks, order.number, rank)
+            threading.Thread(target=capture, name="notebook-accelerate-stacks", daemon=True).start()
 
-    def _on_frames(self, process: RankProcess, event: FramesEvent) -> None:
-        process.send_frames(event.payload)
+    def _capture_stacks(self, number: int, rank: RankProcess) -> None:
+        stacks = rank.capture_stacks()
+        self.send(CapturedStacksEvent(number, stacks.dump, list(stacks.native), stacks.suspended))
 
-    def _on_dump(self, process: RankProcess, event: DumpOrder) -> None:
-        process.open_dump(event.path)
 
-    def _on_capture_stacks(self, process: RankProcess, event: CaptureStacksOrder) -> None:
-        def capture_stacks() -> None:
-            stacks = process.capture_stacks()
-            self.send(CapturedStacksEvent(event.number, stacks.dump, list(stacks.native)))
-
-        threading.Thread(target=capture_stacks, name="notebook-accelerate-stacks", daemon=True).start()
-
-    _orders: ClassVar[Mapping[type[Event], Callable[[Any, RankProcess, Any], None]]] = {
-        SignalOrder: _on_signal,
-        FramesEvent: _on_frames,
-        DumpOrder: _on_dump,
-        CaptureStacksOrder: _on_capture_stacks,
-    }
+def _is_urgent(message: Event) -> bool:
+    """Whether a message cannot wait for the end of the ranks."""
+    return isinstance(message, JournalEvent) or (isinstance(message, RunOverEvent) and message.held)
 
 
 __all__ = ["Host"]

@@ -28,6 +28,7 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     OutputEvent,
     SignalOrder,
     StartedEvent,
+    StopRequest,
 )
 from notebook_accelerate.launch.processes.rank_process import RankListener, RankProcess
 from notebook_accelerate.launch.state.rank_exit import Exit
@@ -39,6 +40,9 @@ CLOSE_SECONDS = 5.0
 """Seconds that the last messages to a host have to leave."""
 SLICE_SECONDS = 0.2
 """Seconds between two looks whether the run is to be stopped."""
+
+
+_START_REPLIES = (StartedEvent, LeaveEvent, StopRequest)
 
 
 class HostLostError(LaunchError):
@@ -134,14 +138,16 @@ class HostConnection:
         Raises:
             HostLostError: The host is lost.
             LaunchError: The host reports a failure, or sends nothing for ``timeout`` seconds.
-            RunStoppedError: The run is ``stopping``.
+            RunStoppedError: The run is ``stopping``, or its user has stopped it on the host.
         """
         try:
-            found = self._await(lambda event: isinstance(event, (StartedEvent, LeaveEvent)), timeout, stopping)
+            found = self._await(lambda event: isinstance(event, _START_REPLIES), timeout, stopping)
         except ChannelClosedError as error:
             raise HostLostError(f"{self.name} was lost while its ranks started: {error}") from None
         if found is None:
             raise LaunchError(f"{self.name} did not start its ranks within {timeout:g} s")
+        if isinstance(found.event, StopRequest) or (isinstance(found.event, LeaveEvent) and found.event.stopped):
+            raise RunStoppedError(f"{self.name}: it was stopped while its ranks were started")
         if isinstance(found.event, LeaveEvent):
             raise LaunchError(f"{self.name} could not start its ranks: {found.event.reason or 'it has left'}")
         assert isinstance(found.event, StartedEvent)
@@ -250,9 +256,9 @@ class HostConnection:
         """Forget a rank that has ended."""
         self.ranks.pop(rank, None)
 
-    def close(self, *last: Event) -> None:
-        """Send the ``last`` events and close the connection; the host then kills the ranks it still runs."""
-        self.send(*last, LeaveEvent())
+    def close(self, reason: str = "") -> None:
+        """Close the connection, for a ``reason`` if the host is refused; it then kills the ranks it still runs."""
+        self.send(LeaveEvent(reason))
         self.disconnect()
         self._outbox.close()
         self.channel.close()
@@ -273,7 +279,7 @@ class HostConnection:
         if answer is None:
             return ProcessStacks()
         dump = answer.dump if self.cells is None else self.cells.in_text(answer.dump)
-        return ProcessStacks(dump, tuple(answer.native))
+        return ProcessStacks(dump, tuple(answer.native), answer.suspended and f"{answer.suspended} on {self.host}")
 
 
 class TransientConnection(HostConnection):

@@ -34,24 +34,19 @@ class WaitingEvent(Event):
 
 
 @dataclass(slots=True)
-class HostRefusedEvent(Event):
-    """The host cannot take part, with the reason; the kernel then closes the stream."""
-
-    text: str
-
-
-@dataclass(slots=True)
 class HostPlanEvent(Event):
     """All hosts of an attempt have joined.
 
     Attributes:
         text: Who they are, for the user.
         first: Name of the first notebook's machine.
+        clock_offset: Seconds to add to this host's time to get the first notebook's.
         payload: The host's ``LaunchPlan``, pickled.
     """
 
     text: str
     first: str
+    clock_offset: float
     payload: bytes
 
 
@@ -182,15 +177,22 @@ class CaptureStacksOrder(Event):
 
 @dataclass(slots=True)
 class CapturedStacksEvent(Event):
-    """The stacks of a rank: faulthandler's dump, and native frames."""
+    """The stacks of a rank; see ``debug.process_inspection.ProcessStacks``."""
 
     number: int
     dump: str
     native: list[str] = field(default_factory=list)
+    suspended: str = ""
 
 
 @dataclass(slots=True)
 class LeaveEvent(Event):
-    """The sender leaves, for ``reason``; "" when its part of the run is over."""
+    """The sender leaves.
+
+    Attributes:
+        reason: Why; "" when its part of the run is over. From the kernel: why the host cannot take part.
+        stopped: Whether its user has stopped the run.
+    """
 
     reason: str = ""
+    stopped: bool = False

@@ -19,12 +19,12 @@ from zmq.utils import z85
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.exchange import (
+    EVENTS,
     FLUSH_SECONDS,
     MESSAGES,
     SOON_SECONDS,
     Exchange,
     local_pair,
-    monitor,
     read_event,
 )
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
@@ -98,14 +98,13 @@ class HostListener(Exchange):
         self._arrived.setblocking(False)
         self._arrival.setblocking(False)
         self._waiting: dict[int, str] = {}
-        self._reasons: dict[int, str] = {}
         self._refused, self._max_waiting = 0, _max_waiting()
         self._stopping, self._refusing = threading.Event(), threading.Event()
         self._allowed = derive_keys(secret).host_public
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._open_router(secret, keep_alive)
-        self._monitor = monitor(self._router)
+        self._monitor = self._router.get_monitor_socket(EVENTS)
         self.address, self.port = address, self._bind(address, port)
         self._handle(self._zap, self._authorize)
         self._handle(self._monitor, self._observe)
@@ -299,19 +298,17 @@ class HostListener(Exchange):
         if kind == zmq.EVENT_ACCEPTED:
             self._waiting.pop(descriptor, None)
             self._waiting[descriptor] = self._peer_address(descriptor)
-            if len(self._waiting) - len(self._reasons) > self._max_waiting:
-                self._end_oldest()
+            if len(self._waiting) > self._max_waiting:
+                oldest = next(iter(self._waiting))
+                self._refuse_waiting(oldest, _CROWDED)
+                self._use_accepted(oldest, lambda peer: peer.shutdown(socket.SHUT_RDWR))
+        elif kind == zmq.EVENT_DISCONNECTED and descriptor in self._waiting:
+            self._refuse_waiting(descriptor, _UNKNOWN_PEER)
         elif kind == zmq.EVENT_DISCONNECTED:
-            reason = self._reasons.pop(descriptor, _UNKNOWN_PEER)
-            if (address := self._waiting.pop(descriptor, None)) is not None:
-                self._refuse(f"a connection from {address} was refused: {reason}")
-            else:
-                self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
+            self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
 
-    def _end_oldest(self) -> None:
-        descriptor = next(each for each in self._waiting if each not in self._reasons)
-        self._reasons[descriptor] = _CROWDED
-        self._use_accepted(descriptor, lambda peer: peer.shutdown(socket.SHUT_RDWR))
+    def _refuse_waiting(self, descriptor: int, reason: str) -> None:
+        self._refuse(f"a connection from {self._waiting.pop(descriptor)} was refused: {reason}")
 
     def _peer_address(self, descriptor: int) -> str:
         """Return the address of the peer of a connection, if it is still connected."""
@@ -341,7 +338,7 @@ def _max_waiting() -> int:
 
 
 class KernelConnection(Exchange):
-    """A host's connection to the kernel; has the socket methods that a channel uses.
+    """A host's connection to the kernel.
 
     Args:
         address: Where the kernel listens.
@@ -349,6 +346,9 @@ class KernelConnection(Exchange):
         secret: The run's secret.
         keep_alive: Seconds between two keep-alives, and those without one after which the kernel is lost.
         stopping: Returns whether to give up.
+
+    Attributes:
+        local_end: A socket with the stream; closing it waits until what was sent has left, or cannot leave.
 
     Raises:
         AuthenticationError: The listener has another secret, or is none.
@@ -376,7 +376,8 @@ class KernelConnection(Exchange):
         except BaseException:
             self._destroy(0)
             raise
-        self._outer, inner = local_pair()
+        self.local_end, inner = local_pair()
+        self.local_end.after_close = partial(self._thread.join, 2 * FLUSH_SECONDS)
         self._link = Link(inner, self._send)
         self._watch(self._link)
         self._handle(self._monitor, self._observe)
@@ -404,7 +405,7 @@ class KernelConnection(Exchange):
         dealer.curve_publickey, dealer.curve_secretkey = self._keys.host_public, self._keys.host_secret
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         dealer.ipv6 = True
-        self._monitor = monitor(dealer)
+        self._monitor = dealer.get_monitor_socket(EVENTS)
 
     def _await_handshake(self, where: str) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
@@ -412,7 +413,7 @@ class KernelConnection(Exchange):
         while (left := deadline - time.monotonic()) > 0:
             if self._stopping():
                 raise InterruptedError("the connection is not wanted any more")
-            if not self._monitor.poll(1000 * min(left, LOOK_SECONDS)):
+            if not self._monitor.poll(int(1000 * min(left, LOOK_SECONDS))):
                 continue
             kind, _ = read_event(self._monitor)
             connected = connected or kind == zmq.EVENT_CONNECTED
@@ -468,29 +469,6 @@ class KernelConnection(Exchange):
             self._link.end()
             self._watch(self._link)
 
-    # ---- the local end
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-        return self._outer.fileno()
-
-    def sendall(self, data: bytes, /) -> None:
-        """Send everything."""
-        self._outer.sendall(data)
-
-    def recv(self, size: int, flags: int, /) -> bytes:
-        """Return the available bytes, ``b""`` at the end; raise ``BlockingIOError`` when there are none."""
-        return self._outer.recv(size, flags)
-
-    def shutdown(self, how: int, /) -> None:
-        """End the stream in one direction or both."""
-        self._outer.shutdown(how)
-
-    def close(self) -> None:
-        """Close the stream once what was sent has left, or cannot leave."""
-        self._outer.close()
-        self._thread.join(2 * FLUSH_SECONDS)
-
 
 def connect_to_kernel(
     address: str,
@@ -514,6 +492,6 @@ def connect_to_kernel(
         AuthenticationError: The listener has another secret, or is none.
         OSError: The connection failed.
     """
-    channel = Channel(KernelConnection(address, port, secret, keep_alive, stopping))
+    channel = Channel(KernelConnection(address, port, secret, keep_alive, stopping).local_end)
     channel.send(hello)
     return channel
