@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accelerate import hardware
@@ -12,9 +12,8 @@ from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
 from notebook_accelerate.hardware.detection import cpu_count
 from notebook_accelerate.launch.hosts.host_facts import COMMAND, own_facts
 from notebook_accelerate.launch.hosts.joining import connect, own_orders
-from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host import FunctionHost
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    FunctionEvent,
     HostPlanEvent,
     HostRefusedEvent,
     RunOverEvent,
@@ -22,11 +21,10 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     WaitingEvent,
 )
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
-from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
-from notebook_accelerate.telemetry.pickling import anonymous_file
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Channel, Event
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 def join(
@@ -71,8 +69,8 @@ def _end(over: RunOverEvent, show: Callable[[str], None]) -> None:
     raise (RunStoppedError if over.status == "stopped" else WorkerError)(over.message or f"the run {over.status}")
 
 
-class CommandHost(Host):
-    """The host of a command; receives the function with its orders.
+class CommandHost(FunctionHost):
+    """The host of a command.
 
     Args:
         channel: The stream to the first notebook.
@@ -82,7 +80,6 @@ class CommandHost(Host):
 
     def __init__(self, channel: Channel, address: str, show: Callable[[str], None]) -> None:
         self._address, self._show = address, show
-        self._function = anonymous_file()
         self._ranks_planned = 1
         super().__init__(channel)
 
@@ -94,26 +91,20 @@ class CommandHost(Host):
             self._show(message.text)
             if isinstance(message, HostPlanEvent):
                 self._ranks_planned = pickle.loads(message.payload).num_processes
-        elif isinstance(message, FunctionEvent):
-            os.write(self._function, message.payload)
-        elif isinstance(message, StartOrder):
-            self._run_own(message)
+        else:
+            super().handle_message(message)
 
-    def _run_own(self, message: StartOrder) -> None:
+    def orders_in(self, message: StartOrder) -> list[WorkerOrder]:
+        """See ``FunctionHost.orders_in``."""
         given = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() else cpu_count() // max(1, self._ranks_planned)
-        orders = own_orders(message, self._address, max(1, threads))
-        for order in orders:
-            adapt_to_machine(order)
-        function, self._function = self._function, anonymous_file()
-        self._show(f"starting {'1 rank' if len(orders) == 1 else f'{len(orders)} ranks'}")
-        self.run_ranks(PlacedBackend(function), orders)
-        self._show("the ranks of this host have ended")
+        return own_orders(message, self._address, max(1, threads))
 
-    def close(self) -> None:
-        """See ``Host.close``."""
-        super().close()
-        os.close(self._function)
+    def run_function(self, orders: Sequence[WorkerOrder]) -> None:
+        """See ``FunctionHost.run_function``."""
+        self._show(f"starting {'1 rank' if len(orders) == 1 else f'{len(orders)} ranks'}")
+        super().run_function(orders)
+        self._show("the ranks of this host have ended")
 
 
 __all__ = ["CommandHost", "join"]

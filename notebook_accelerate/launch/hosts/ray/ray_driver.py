@@ -3,18 +3,24 @@
 Ray's driver installs a handler for SIGTERM, sets environment variables, and keeps threads for gRPC, after which forking
 that process is not safe. A separate process leaves the kernel unchanged, and its end, for whatever reason, ends the
 actors and releases their resources.
+
+The ranks' resources are reserved by a placement group with a bundle for each rank. Once Ray has placed it, one actor is
+started for each node, in one of its bundles and without resources of its own: the ranks use those of the bundles. Ray
+assigns devices to the bundles when it reserves them, for as long as the group exists, and shows them only to what runs
+in a bundle, so a short task in each reports them. A second group, with a bundle for each node, would need no tasks,
+but others could take the resources between the two groups.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -34,24 +40,23 @@ CONNECT_TRIES = 3
 NOTE_SECONDS = 10.0
 """Seconds between two notes of a launch that waits for resources."""
 CALLS = 16
-"""Concurrent calls of an actor: one that lasts as long as its rank, the others short."""
+"""Concurrent calls of an actor: one that lasts as long as its ranks, the others short."""
 UNPLACED_STATES = ("NO_RESOURCES", "INFEASIBLE")
 """Ray's states of a placement group that it could not place."""
 
 
-def main(control: int, payload: int, parent: int) -> NoReturn:
+def main(control: int, parent: int) -> NoReturn:
     """Run the driver; never returns.
 
     Args:
         control: Descriptor of the socket to the kernel.
-        payload: Descriptor of the file with the function and its arguments.
         parent: Process id of the kernel.
     """
     die_with_parent(parent)
     channel = Channel(socket.socket(fileno=control))
     code = 0
     try:
-        Driver(channel, payload).run()
+        Driver(channel).run()
     except ChannelClosedError:
         code = 1  # the kernel is lost
     except LaunchError as error:
@@ -70,16 +75,15 @@ class Driver:
 
     Args:
         channel: The stream to the kernel.
-        payload: Descriptor of the file with the function and its arguments.
     """
 
-    def __init__(self, channel: Channel, payload: int) -> None:
-        self._channel, self._payload = channel, payload
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._order: protocol.PlaceOrder
         self._received: deque[Event] = deque()
         self._group: Any = None
         self._actors: list[Any] = []
-        self._slots: list[dict[str, Any]] = []
+        self._nodes: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Carry out the kernel's orders until it leaves."""
@@ -201,130 +205,113 @@ class Driver:
     # ---- the actors
 
     def _place(self) -> None:
-        """Start an actor for each rank, compare versions, and report the placement of the ranks."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        order = self._order
-        options = {
-            "num_cpus": order.cpus,
-            "num_gpus": order.gpus,
-            "resources": order.resources or None,
-            "max_concurrency": CALLS,
-            "runtime_env": order.runtime_env or None,
-        }
-        actor = ray.remote(_actor_class())
-        actors = []
-        for index in range(order.ranks):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            actors.append(actor.options(scheduling_strategy=strategy, **options).remote())
-        facts = self._call_actors(actors, "facts")
-        if wrong := mismatches(order.versions, facts):
-            raise LaunchError(wrong)
-        self._order_by_node(actors, facts)
-        port = self._call_actors(self._actors[:1], "call_slot", "hold_port")[0]
-        self._channel.send(protocol.PlacedEvent(self._slots, port))
-
-    def _order_by_node(self, actors: list[Any], facts: list[dict[str, Any]]) -> None:
-        """Number the ranks so that those of a node are consecutive."""
-        nodes = list(dict.fromkeys(fact["node"] for fact in facts))
-        by_node = {node: [index for index, fact in enumerate(facts) if fact["node"] == node] for node in nodes}
-        placed = [index for node in nodes for index in by_node[node]]
-        self._actors = [actors[index] for index in placed]
-        machines = self._call_actors(self._actors, "machine_facts")
-        for rank, index in enumerate(placed):
-            local = by_node[facts[index]["node"]]
-            devices = [machines[placed.index(neighbour)]["devices"] for neighbour in local]
-            self._slots.append(
-                {
-                    "id": facts[index]["node"],
-                    "node": nodes.index(facts[index]["node"]),
-                    "host": f"{facts[index]['host']}, {facts[index]['address']}",
-                    "address": facts[index]["address"],
-                    "local_rank": local.index(index),
-                    "local_size": len(local),
-                    "environment": {**machines[rank]["network"], **merge_devices(devices)},
-                }
-            )
-
-    def _call_actors(self, actors: list[Any], method: str, *arguments: Any) -> list[Any]:
-        """Call a method of actors and return their results.
+        """Start an actor on each node, compare versions, and report the nodes.
 
         Raises:
-            LaunchError: An actor could not be started, or has ended.
+            LaunchError: An actor could not be started, or has other versions.
         """
         import ray
 
-        try:
-            return list(ray.get([getattr(actor, method).remote(*arguments) for actor in actors]))
-        except Exception as error:
-            raise LaunchError(f"Ray could not start the ranks: {cause(error)}") from error
+        bundles: dict[str, list[int]] = {}
+        while bundles != (bundles := self._bundles_by_node()):  # again where Ray has moved bundles off a dead node
+            actor, options = ray.remote(_actor_class()), {"num_cpus": 0, "num_gpus": 0, "max_concurrency": CALLS}
+            self._actors = [actor.options(**options, **self._within(own[0])).remote() for own in bundles.values()]
+            facts = _results(each.facts.remote() for each in self._actors)
+            if wrong := mismatches(self._order.versions, facts):
+                raise LaunchError(wrong)
+            devices = self._devices()
+        self._nodes = [
+            {
+                "id": node,
+                "host": f"{fact['host']}, {fact['address']}",
+                "address": fact["address"],
+                "ranks": len(own),
+                "environment": merge_devices([devices[index] for index in own]),
+            }
+            for (node, own), fact in zip(bundles.items(), facts, strict=True)
+        ]
+        calls = [actor.call.remote("network", each["address"]) for actor, each in self._each()]
+        for each, network in zip(self._nodes, _results(calls), strict=True):
+            each["environment"].update(network)
+        port = _results([self._actors[0].call.remote("hold_port")])[0]
+        self._channel.send(protocol.PlacedEvent(self._nodes, port))
 
-    # ---- the ranks
+    def _bundles_by_node(self) -> dict[str, list[int]]:
+        """Return the indices of the bundles on each node."""
+        from ray.util.placement_group import placement_group_table
 
-    def _serve(self, order: protocol.ServeOrder) -> None:
-        self._distribute_payload()
-        secret, orders = pickle.loads(order.payload)
-        for rank, (actor, slot, rank_order) in enumerate(zip(self._actors, self._slots, orders, strict=True)):
-            if self._order.address.startswith("ray://"):
-                self._call_actors([actor], "call_slot", "open_tunnel")
-                threading.Thread(target=run_tunnel, args=(actor, order.address, order.port), daemon=True).start()
-            place = (slot["node"], slot["host"])
-            serving = actor.call_slot.remote("serve", order.address, order.port, secret, *place, rank_order)
-            threading.Thread(target=self._watch, args=(rank, serving), daemon=True).start()
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        found: dict[str, list[int]] = {}
+        for index in range(self._order.ranks):
+            found.setdefault(nodes[index], []).append(index)
+        return found
 
-    def _distribute_payload(self) -> None:
-        """Send the payload to each node once: through the object store to one actor, as a file to the others."""
-        import numpy as np
+    def _within(self, bundle: int) -> dict[str, Any]:
+        """Return Ray's options for what runs in a bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"scheduling_strategy": strategy, "runtime_env": self._order.runtime_env or None}
+
+    def _devices(self) -> list[dict[str, str]]:
+        """Return for each bundle the variables in which Ray lists its devices."""
         import ray
 
-        with os.fdopen(self._payload, "rb") as file:
-            stored = ray.put(np.memmap(file, dtype=np.uint8, mode="r"))
-        first = [rank for rank, slot in enumerate(self._slots) if slot["local_rank"] == 0]
-        received = self._call_actors([self._actors[rank] for rank in first], "call_slot", "receive", stored)
-        files = {self._slots[rank]["node"]: file for rank, file in zip(first, received, strict=True)}
-        for rank, slot in enumerate(self._slots):
-            if rank in first:
-                continue
-            actor = self._actors[rank : rank + 1]
-            if not self._call_actors(actor, "call_slot", "share", *files[slot["node"]])[0]:
-                self._call_actors(actor, "call_slot", "receive", stored)
+        order, task = self._order, ray.remote(_device_task())
+        if not order.gpus and not order.resources:
+            return [{}] * order.ranks
+        all_of_it = {"num_cpus": order.cpus, "num_gpus": order.gpus, "resources": order.resources}
+        return _results(task.options(**all_of_it, **self._within(index)).remote() for index in range(order.ranks))
 
-    def _watch(self, rank: int, serving: Any) -> None:
-        """Report to the kernel why a rank's actor has ended."""
+    def _each(self) -> Iterable[tuple[Any, dict[str, Any]]]:
+        """Return each actor and its node."""
+        return zip(self._actors, self._nodes, strict=True)
+
+    def _serve(self, order: protocol.ServeOrder) -> None:
+        """Have the actors connect to the kernel and run their ranks."""
+        address, port, secret = order.address, order.port, order.payload
+        for number, (actor, node) in enumerate(self._each()):
+            if self._order.address.startswith("ray://"):
+                _results([actor.call.remote("open_tunnel")])
+                threading.Thread(target=run_tunnel, args=(actor, address, port), daemon=True).start()
+            serving = actor.call.remote("serve", address, port, secret, number, node["host"])
+            threading.Thread(target=self._watch, args=(number, serving), daemon=True).start()
+
+    def _watch(self, node: int, serving: Any) -> None:
+        """Report to the kernel why a node's actor has ended."""
         import ray
 
         reason = ""
         try:
             ray.get(serving)
         except Exception as error:  # noqa: BLE001 - any error is reported to the kernel as the reason
-            reason = self._end_reason(rank, error)
+            reason = self._end_reason(node, error)
         with suppress(ChannelClosedError):
-            self._channel.send(protocol.ActorEndedEvent(rank, reason))
+            self._channel.send(protocol.ActorEndedEvent(node, reason))
 
-    def _end_reason(self, rank: int, error: Exception) -> str:
-        """Return why a rank's actor has ended; poll Ray while it reports the actor as unavailable only."""
+    def _end_reason(self, node: int, error: Exception) -> str:
+        """Return why a node's actor has ended; poll Ray while it reports the actor as unavailable only."""
         import ray
 
         deadline = time.monotonic() + CONFIRM_SECONDS
         while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             try:
-                ray.get(self._actors[rank].facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
+                ray.get(self._actors[node].facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
             except ray.exceptions.GetTimeoutError:
                 continue  # not confirmed yet
             except Exception as later:  # noqa: BLE001 - as above
                 error = later
-        return self._node_death(rank) or cause(error)
+        return self._node_death(node) or cause(error)
 
-    def _node_death(self, rank: int) -> str:
-        """Return a text if a rank's node has died; the cluster reports the node's death after the actor's."""
-        slot = self._slots[rank]
+    def _node_death(self, node: int) -> str:
+        """Return a text if a node has died; the cluster reports the node's death after the actor's."""
+        found = self._nodes[node]
         deadline = time.monotonic() + NODE_SECONDS
         with suppress(Exception):  # a lost cluster does not answer
             while time.monotonic() < deadline:
-                if slot["id"] not in _alive_nodes():
-                    return f"the Ray node at {slot['address']} has died"
+                if found["id"] not in _alive_nodes():
+                    return f"the Ray node at {found['address']} has died"
                 time.sleep(POLL_SECONDS / 5)
         return ""
 
@@ -348,6 +335,32 @@ def _alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def _results(references: Iterable[Any]) -> list[Any]:
+    """Return the results of calls of actors and tasks.
+
+    Raises:
+        LaunchError: One could not be started, or has ended.
+    """
+    import ray
+
+    try:
+        return list(ray.get(list(references)))
+    except Exception as error:
+        raise LaunchError(f"Ray could not start the ranks: {cause(error)}") from error
+
+
+def _device_task() -> Callable[[], dict[str, str]]:
+    """Return the function of the tasks that report devices, which is pickled by value, as the actors' class is."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+
+    def devices() -> dict[str, str]:
+        import os
+
+        return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+    return devices
+
+
 def _actor_class() -> type[Any]:
     """Return the class of the actors.
 
@@ -355,11 +368,11 @@ def _actor_class() -> type[Any]:
     package can report that.
     """
 
-    class Rank:
-        """One rank's actor."""
+    class Host:
+        """The host of one node."""
 
         def facts(self) -> dict[str, Any]:
-            """Return the machine's versions, host name, address and node id."""
+            """Return the machine's versions, host name and address."""
             import importlib.metadata
             import platform
             import socket
@@ -376,26 +389,17 @@ def _actor_class() -> type[Any]:
                 "versions": versions,
                 "host": socket.gethostname(),
                 "address": ray.util.get_node_ip_address(),
-                "node": ray.get_runtime_context().get_node_id(),
             }
 
-        def machine_facts(self) -> dict[str, Any]:
-            """Return devices and network interface; see ``ray_actor.machine_facts``."""
-            import ray
-
+        def call(self, method: str, *arguments: Any) -> Any:
+            """Call a method of the node's host; see ``ray_actor.NodeHost``."""
             from notebook_accelerate.launch.hosts.ray import ray_actor
 
-            return ray_actor.machine_facts(ray.util.get_node_ip_address())
+            if not hasattr(self, "_host"):
+                self._host = ray_actor.NodeHost()
+            return getattr(self._host, method)(*arguments)
 
-        def call_slot(self, method: str, *arguments: Any) -> Any:
-            """Call a method of the rank's slot; see ``ray_actor.RankSlot``."""
-            from notebook_accelerate.launch.hosts.ray import ray_actor
-
-            if not hasattr(self, "_slot"):
-                self._slot = ray_actor.RankSlot()
-            return getattr(self._slot, method)(*arguments)
-
-    return Rank
+    return Host
 
 
 def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
@@ -423,13 +427,13 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
             with suppress(Exception):  # either end is lost
                 while True:
                     data = connection.recv(1 << 20)
-                    ray.get(actor.call_slot.remote("push", data))
+                    ray.get(actor.call.remote("push", data))
                     if not data:
                         return
 
         threading.Thread(target=down, daemon=True).start()
         with suppress(Exception):  # the actor is lost: the kernel sees the connection close
-            while (data := ray.get(actor.call_slot.remote("pull"))) != b"":
+            while (data := ray.get(actor.call.remote("pull"))) != b"":
                 if data:
                     connection.sendall(data)
         with suppress(OSError):  # close() is not enough: the other thread still blocks on it

@@ -67,25 +67,25 @@ class RefusedEvent(Event):
 
 @dataclass(slots=True)
 class PlacedEvent(Event):
-    """Every rank is placed.
+    """Every rank has its node, and every node an actor.
 
     Attributes:
-        slots: One for each rank, in order: node, host, address, local_rank, local_size, and environment variables.
-        port: A port on the first rank's node, held there.
+        nodes: One for each node, in order: id, host, address, ranks (their number), and their environment variables.
+        port: A port on the first node, held there.
     """
 
-    slots: list[dict[str, Any]]
+    nodes: list[dict[str, Any]]
     port: int
 
 
 @dataclass(slots=True)
 class ServeOrder(Event):
-    """Start the ranks, and have them connect to the kernel.
+    """Have the actors connect to the kernel as hosts.
 
     Attributes:
         address: Address of the kernel's listener.
         port: Port of the kernel's listener.
-        payload: The run's secret and an order for each rank, pickled.
+        payload: The run's secret.
     """
 
     address: str
@@ -95,9 +95,9 @@ class ServeOrder(Event):
 
 @dataclass(slots=True)
 class ActorEndedEvent(Event):
-    """A rank's actor has ended, with the reason."""
+    """A node's actor has ended, with the reason."""
 
-    rank: int
+    node: int
     reason: str
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import selectors
 import signal
 import socket
@@ -18,14 +20,18 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     DumpOrder,
     EndedEvent,
     FramesEvent,
+    FunctionEvent,
     HostFramesEvent,
     LeaveEvent,
     OutputEvent,
     SignalOrder,
     StartedEvent,
+    StartOrder,
 )
+from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, dispatch
 from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
+from notebook_accelerate.telemetry.pickling import anonymous_file
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -36,8 +42,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 """Seconds between polls of the ranks, on systems that cannot notify of the end of a process."""
-LEAVE_SECONDS = 10.0
-"""Seconds that the kernel has to receive the exit of the last rank, before the host leaves without its reply."""
 
 
 class Host:
@@ -93,18 +97,6 @@ class Host:
         finally:
             self._kill()
             sampler.stop()
-
-    def serve(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
-        """Run ranks for a kernel that has no more orders, and close the stream.
-
-        Raises:
-            LaunchError: See `run_ranks`.
-        """
-        try:
-            self.run_ranks(backend, orders)
-            self._left.wait(LEAVE_SECONDS)
-        finally:
-            self.close()
 
     def leave(self, reason: str = "") -> None:
         """Let the kernel know why this host leaves; safe from any thread. The ranks are killed."""
@@ -265,4 +257,40 @@ class Host:
     }
 
 
-__all__ = ["Host"]
+class FunctionHost(Host):
+    """A host without a notebook, which receives the function before the orders of its ranks.
+
+    Args:
+        channel: The stream to the kernel.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._function = anonymous_file()
+        super().__init__(channel)
+
+    def handle_message(self, message: Event) -> None:
+        """Handle a message of the kernel that is not for a rank; returns when the ranks that it starts have ended."""
+        if isinstance(message, FunctionEvent):
+            os.write(self._function, message.payload)
+        elif isinstance(message, StartOrder):
+            self.run_function(self.orders_in(message))
+
+    def orders_in(self, message: StartOrder) -> list[WorkerOrder]:
+        """Return the orders of this host's ranks."""
+        orders: list[WorkerOrder] = pickle.loads(message.payload)
+        return orders
+
+    def run_function(self, orders: Sequence[WorkerOrder]) -> None:
+        """Run ranks with the function that was received; see `run_ranks`."""
+        for order in orders:
+            adapt_to_machine(order)
+        function, self._function = self._function, anonymous_file()
+        self.run_ranks(PlacedBackend(function), orders)
+
+    def close(self) -> None:
+        """See `Host.close`."""
+        super().close()
+        os.close(self._function)
+
+
+__all__ = ["FunctionHost", "Host"]
