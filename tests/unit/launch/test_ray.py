@@ -16,15 +16,18 @@ from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch import KernelFacts, make_plan
+from notebook_accelerate.launch.hosts.host_backend import take_ranks
 from notebook_accelerate.launch.hosts.ray import ray_actor
 from notebook_accelerate.launch.hosts.ray.ray_actor import NodeHost
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
 from notebook_accelerate.launch.hosts.ray.ray_driver import merge_devices, run_tunnel
 from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
-from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.placed import adapt_to_machine
+from notebook_accelerate.launch.processes.rank_process import RankProcess
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.telemetry import Channel, inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.widgets.cell_code import launch_cell
@@ -276,17 +279,43 @@ class _Driver:
     def opened(self, node: int) -> None:
         pass
 
+    def closed(self, node: int) -> None:
+        pass
+
     def end_reason(self, node: int) -> str:
         return "its actor's process has died" if node == 2 else ""
 
 
+class _Listener:
+    """Keeps the ends of ranks."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    def take_end(self, rank: int) -> None:
+        self.ended.append(rank)
+
+
 def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     channel, actor = Channel.pair()
-    connection = RayHostConnection(channel, 2, "c3-n07", _Driver())  # type: ignore[arg-type]
+    incoming = IncomingHost(channel, HelloEvent(2, "c3-n07", {"port": 29500}))
+    connection = RayHostConnection(incoming, _Driver())  # type: ignore[arg-type]
     actor.close()
-    with pytest.raises(LaunchError, match=r"node 2 \(c3-n07\) was lost .* its actor's process has died"):
-        connection.measure_clock()
-    connection.close()
+    orders = [WorkerOrder(rank, {"LOCAL_RANK": str(rank - 4)}, 1, inherited_state.capture()) for rank in (4, 5)]
+    ranks: list[RankProcess] = []
+    take_ranks(connection, orders, ranks.append, 60.0, lambda: False)
+    assert [(rank.rank, rank.local_rank, rank.node) for rank in ranks] == [(4, 0, 2), (5, 1, 2)]
+    listener = _Listener()
+    with DispatchSelector() as selector:
+        for rank in ranks:
+            rank.connect(selector, listener)  # type: ignore[arg-type]
+        dispatch(selector, 60.0)
+    assert listener.ended == [4, 5]
+    for rank in ranks:
+        end = rank.poll()
+        assert end is not None
+        assert end.lost == "node 2 (c3-n07) was lost: its actor's process has died"
+        rank.close()
 
 
 def test_errors_of_ray_in_a_sentence() -> None:

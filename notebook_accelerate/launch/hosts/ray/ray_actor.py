@@ -38,21 +38,14 @@ class NodeHost:
     def __init__(self) -> None:
         self._tunnel: Tunnel | None = None
 
-    def network(self, address: str) -> dict[str, str]:
-        """Return the variables that select the interface of this node's address."""
-        interface = interface_of(address)
-        return {name: interface for name in INTERFACE_VARIABLES if interface and name not in os.environ}
-
-    def hold_port(self) -> int:
-        """Take a free port for the process group's rendezvous, and hold it until the actor ends."""
-        return ports.reserve(os.getpid(), 0, fixed=False)[0]
-
     def open_tunnel(self) -> None:
         """Send the stream to the kernel through calls of this actor instead of a connection of its own."""
         self._tunnel = Tunnel()
         self.push, self.pull = self._tunnel.push, self._tunnel.pull
 
-    def serve(self, address: str, port: int, secret: bytes, node: int, host: str) -> None:
+    def serve(
+        self, address: str, port: int, secret: bytes, node: int, host: str, own_address: str, devices: dict[str, str]
+    ) -> None:
         """Run ranks for the kernel until it leaves or is lost.
 
         Args:
@@ -61,9 +54,15 @@ class NodeHost:
             secret: The run's secret.
             node: Index of this machine in the run.
             host: Name of this machine.
+            own_address: Address of this machine.
+            devices: The variables in which its ranks find their devices.
         """
         where = self._tunnel.address if self._tunnel else (address, port)
-        with closing(FunctionHost(connect_to_kernel(*where, secret, HelloEvent(node, host)))) as serving:
+        rendezvous, _ = ports.reserve(os.getpid(), 0, fixed=False)  # held until the actor ends
+        interface = interface_of(own_address)
+        network = {name: interface for name in INTERFACE_VARIABLES if interface and name not in os.environ}
+        channel = connect_to_kernel(*where, secret, HelloEvent(node, host, {"port": rendezvous}))
+        with closing(FunctionHost(channel, {**network, **devices})) as serving:
             while (message := serving.next_message()) is not None:
                 serving.handle_message(message)
 

@@ -27,7 +27,7 @@ from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_
 from notebook_accelerate.launch.hosts.host_facts import own_versions
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
 from notebook_accelerate.launch.hosts.remote.host_connection import TransientConnection
-from notebook_accelerate.launch.hosts.remote.listener import HostListener
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter
 from notebook_accelerate.launch.processes.rank_process import Ends, RankListener, RankProcess
@@ -92,16 +92,13 @@ class DriverProcess:
 
     def _receive(self, seconds: float, what: str) -> list[Event]:
         try:
-            return [self._redacted(event) for _, event in self.channel.receive(seconds)]
+            events = [event for _, event in self.channel.receive(seconds)]
         except ChannelClosedError:
             raise LaunchError(f"{what} failed: the driver process ended{self._log_tail()}") from None
-
-    def _redacted(self, event: Event) -> Event:
-        if isinstance(event, protocol.RefusedEvent | protocol.ClusterNoteEvent):
-            event.text = redact(event.text, self._cluster)
-        elif isinstance(event, protocol.ActorEndedEvent):
-            event.reason = redact(event.reason, self._cluster)
-        return event
+        for event in events:
+            if isinstance(event, protocol.RefusedEvent | protocol.ClusterNoteEvent | protocol.ActorEndedEvent):
+                event.text = redact(event.text, self._cluster)
+        return events
 
     def check(self) -> None:
         """Handle the events that the driver has sent.
@@ -121,7 +118,7 @@ class DriverProcess:
                 self._received += self._receive(left, "the run on Ray")
             except LaunchError as error:
                 return str(error)
-        return found[0].reason if found else ""
+        return found[0].text if found else ""
 
     def _reported_ends(self, node: int) -> list[protocol.ActorEndedEvent]:
         return [event for event in self._received if isinstance(event, protocol.ActorEndedEvent) and event.node == node]
@@ -158,36 +155,26 @@ class DriverProcess:
 def _raise_failure(event: Event) -> None:
     if isinstance(event, protocol.RefusedEvent):
         raise LaunchError(event.text)
-    if isinstance(event, protocol.ActorEndedEvent) and event.reason:
-        raise LaunchError(f"the host of node {event.node} could not be started on Ray: {event.reason}")
+    if isinstance(event, protocol.ActorEndedEvent) and event.text:
+        raise LaunchError(f"the host of node {event.node} could not be started on Ray: {event.text}")
 
 
 class RayHostConnection(TransientConnection):
     """The connection to one node's actor; when it breaks, Ray reports the reason.
 
     Args:
-        channel: The stream to the actor.
-        node: Index of the node in the run.
-        host: Name of the node.
+        incoming: The actor's stream and first message.
         driver: Returns Ray's reason.
+
+    Attributes:
+        port: A port on the node, held there.
     """
 
-    def __init__(self, channel: Channel, node: int, host: str, driver: DriverProcess) -> None:
-        super().__init__(channel, node, host)
+    def __init__(self, incoming: IncomingHost, driver: DriverProcess) -> None:
+        super().__init__(incoming.channel, incoming.hello.node, incoming.hello.host)
+        self.port = int(incoming.hello.facts["port"])
         self._driver = driver
-        driver.opened(node)
-
-    def measure_clock(self) -> None:
-        """See ``HostConnection.measure_clock``.
-
-        Raises:
-            LaunchError: The actor has ended since it connected.
-        """
-        try:
-            super().measure_clock()
-        except ChannelClosedError as error:
-            reason = self._driver.end_reason(self.node) or error
-            raise LaunchError(f"{self.name} was lost before its ranks started: {reason}") from None
+        driver.opened(self.node)
 
     def mark_lost(self, reason: str, listener: RankListener) -> None:
         """See ``HostConnection.mark_lost``."""
@@ -222,26 +209,26 @@ class RayBackend(FunctionBackend):
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
         driver = DriverProcess(self._cluster)
-        connections: list[RayHostConnection] = []
+        connections: dict[int, RayHostConnection] = {}
         try:
-            address, placed = self._place(driver, len(orders))
-            by_node = _by_node(orders, placed)
+            address, nodes = self._place(driver, len(orders))
             secret = new_secret()
             with closing(HostListener(address or "127.0.0.1", secret, report=self._note)) as listener:
                 driver.channel.send(protocol.ServeOrder(listener.address, listener.port, secret))
-                connections = self._await_connections(listener, driver, placed.nodes)
-            for connection, own in zip(connections, by_node, strict=True):
-                self.send(connection, own)
-            for connection, own in zip(connections, by_node, strict=True):
-                take_ranks(connection, own, started, self._cluster.start_timeout, self._stopping)
+                self._await_connections(listener, driver, nodes, connections)
+            by_node = _by_node(orders, nodes, connections[0].port)
+            for node, own in enumerate(by_node):
+                self.send(connections[node], own)
+            for node, own in enumerate(by_node):
+                take_ranks(connections[node], own, started, self._cluster.start_timeout, self._stopping)
         except BaseException:
-            for connection in connections:
+            for connection in connections.values():
                 connection.close()
             driver.end(GIVE_UP_SECONDS)
             raise
 
-    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, protocol.PlacedEvent]:
-        """Have the driver place the ranks; return this machine's address as seen by the nodes, and the placement."""
+    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, list[tuple[str, int]]]:
+        """Have the driver place the ranks; return this machine's address as seen by the nodes, and these."""
         cluster = self._cluster
         wait = cluster.wait if cluster.when_full == "wait" else 0.0
         driver.channel.send(
@@ -260,7 +247,8 @@ class RayBackend(FunctionBackend):
         limit = cluster.start_timeout
         connected = driver.next(protocol.ConnectedEvent, limit, f"reaching {cluster.description}", self._handle_note)
         driver.next(protocol.ReservedEvent, wait + limit, "reserving resources", self._handle_note)
-        return connected.address, driver.next(protocol.PlacedEvent, limit, "starting Ray's actors", self._handle_note)
+        placed = driver.next(protocol.PlacedEvent, limit, "starting Ray's actors", self._handle_note)
+        return connected.address, placed.nodes
 
     def _handle_note(self, event: Event) -> None:
         """Show the driver's notes to the user, and check whether the run is to be stopped."""
@@ -277,48 +265,45 @@ class RayBackend(FunctionBackend):
         return order
 
     def _await_connections(
-        self, listener: HostListener, driver: DriverProcess, nodes: Sequence[dict[str, Any]]
-    ) -> list[RayHostConnection]:
-        """Wait until every node's actor has connected; return the connections in the order of the nodes."""
-        found: dict[int, RayHostConnection] = {}
+        self,
+        listener: HostListener,
+        driver: DriverProcess,
+        nodes: Sequence[tuple[str, int]],
+        found: dict[int, RayHostConnection],
+    ) -> None:
+        """Wait until every node's actor has connected; add the connections to ``found``."""
         deadline = time.monotonic() + self._cluster.start_timeout
         while len(found) < len(nodes):
             self._handle_note(protocol.ClusterNoteEvent(""))
             driver.check()
             if time.monotonic() > deadline:
-                missing = ", ".join(each["address"] for node, each in enumerate(nodes) if node not in found)
+                missing = ", ".join(address for node, (address, _) in enumerate(nodes) if node not in found)
                 raise LaunchError(
                     f"the actors on {missing} did not connect to {listener.address}:{listener.port} within "
                     f"{self._cluster.start_timeout:g} s; if a firewall blocks the nodes' connections, "
                     "pass on='ray://host:10001'"
                 )
-            incoming = listener.next_host(POLL_SECONDS)
-            if incoming is not None:
-                node = incoming.hello.node
-                found[node] = RayHostConnection(incoming.channel, node, incoming.hello.host, driver)
-        for connection in found.values():
-            connection.measure_clock()
-        return [found[node] for node in range(len(nodes))]
+            if (incoming := listener.next_host(POLL_SECONDS)) is not None:
+                connection = found[incoming.hello.node] = RayHostConnection(incoming, driver)
+                with suppress(ChannelClosedError):  # noticed when its ranks are awaited
+                    connection.measure_clock()
 
 
-def _by_node(orders: Sequence[WorkerOrder], placed: protocol.PlacedEvent) -> list[list[WorkerOrder]]:
-    """Return the orders of each node's ranks, which follow each other, with the variables of the node."""
+def _by_node(orders: Sequence[WorkerOrder], nodes: Sequence[tuple[str, int]], port: int) -> list[list[WorkerOrder]]:
+    """Return the orders of each node's ranks, which follow each other, with the variables of their placement."""
     remaining = iter(orders)
-    by_node = []
-    for node, each in enumerate(placed.nodes):
-        own = list(itertools.islice(remaining, each["ranks"]))
+    by_node = [list(itertools.islice(remaining, size)) for _, size in nodes]
+    for node, own in enumerate(by_node):
         for local_rank, order in enumerate(own):
-            placement = {
+            order.environment |= {
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(len(own)),
                 "NODE_RANK": str(node),
                 "GROUP_RANK": str(node),
-                "GROUP_WORLD_SIZE": str(len(placed.nodes)),
-                "MASTER_ADDR": placed.nodes[0]["address"],
-                "MASTER_PORT": str(placed.port),
+                "GROUP_WORLD_SIZE": str(len(nodes)),
+                "MASTER_ADDR": nodes[0][0],
+                "MASTER_PORT": str(port),
             }
-            order.environment = {**each["environment"], **order.environment, **placement}
-        by_node.append(own)
     return by_node
 
 

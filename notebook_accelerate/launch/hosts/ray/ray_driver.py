@@ -22,7 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
@@ -70,6 +70,29 @@ def main(control: int, parent: int) -> NoReturn:
         os._exit(code)
 
 
+class Node(NamedTuple):
+    """A node of the run.
+
+    Attributes:
+        id: Its id in the cluster.
+        actor: The actor there.
+        facts: Its host name, address and versions.
+        ranks: Number of its ranks.
+        devices: The variables that list their devices.
+    """
+
+    id: str
+    actor: Any
+    facts: dict[str, Any]
+    ranks: int
+    devices: dict[str, str]
+
+    @property
+    def address(self) -> str:
+        """Its address."""
+        return str(self.facts["address"])
+
+
 class Driver:
     """Reserves resources for the ranks of one attempt, and releases them.
 
@@ -82,8 +105,7 @@ class Driver:
         self._order: protocol.PlaceOrder
         self._received: deque[Event] = deque()
         self._group: Any = None
-        self._actors: list[Any] = []
-        self._nodes: list[dict[str, Any]] = []
+        self._nodes: list[Node] = []
 
     def run(self) -> None:
         """Carry out the kernel's orders until it leaves."""
@@ -215,26 +237,16 @@ class Driver:
         bundles: dict[str, list[int]] = {}
         while bundles != (bundles := self._bundles_by_node()):  # again where Ray has moved bundles off a dead node
             actor, options = ray.remote(_actor_class()), {"num_cpus": 0, "num_gpus": 0, "max_concurrency": CALLS}
-            self._actors = [actor.options(**options, **self._within(own[0])).remote() for own in bundles.values()]
-            facts = _results(each.facts.remote() for each in self._actors)
+            actors = [actor.options(**options, **self._within(own[0])).remote() for own in bundles.values()]
+            facts = _results(each.facts.remote() for each in actors)
             if wrong := mismatches(self._order.versions, facts):
                 raise LaunchError(wrong)
             devices = self._devices()
         self._nodes = [
-            {
-                "id": node,
-                "host": f"{fact['host']}, {fact['address']}",
-                "address": fact["address"],
-                "ranks": len(own),
-                "environment": merge_devices([devices[index] for index in own]),
-            }
-            for (node, own), fact in zip(bundles.items(), facts, strict=True)
+            Node(node, actor, fact, len(own), merge_devices([devices[index] for index in own]))
+            for (node, own), actor, fact in zip(bundles.items(), actors, facts, strict=True)
         ]
-        calls = [actor.call.remote("network", each["address"]) for actor, each in self._each()]
-        for each, network in zip(self._nodes, _results(calls), strict=True):
-            each["environment"].update(network)
-        port = _results([self._actors[0].call.remote("hold_port")])[0]
-        self._channel.send(protocol.PlacedEvent(self._nodes, port))
+        self._channel.send(protocol.PlacedEvent([(node.address, node.ranks) for node in self._nodes]))
 
     def _bundles_by_node(self) -> dict[str, list[int]]:
         """Return the indices of the bundles on each node."""
@@ -263,21 +275,18 @@ class Driver:
         all_of_it = {"num_cpus": order.cpus, "num_gpus": order.gpus, "resources": order.resources}
         return _results(task.options(**all_of_it, **self._within(index)).remote() for index in range(order.ranks))
 
-    def _each(self) -> Iterable[tuple[Any, dict[str, Any]]]:
-        """Return each actor and its node."""
-        return zip(self._actors, self._nodes, strict=True)
-
     def _serve(self, order: protocol.ServeOrder) -> None:
         """Have the actors connect to the kernel and run their ranks."""
-        address, port, secret = order.address, order.port, order.payload
-        for number, (actor, node) in enumerate(self._each()):
+        where = (order.address, order.port)
+        for index, node in enumerate(self._nodes):
             if self._order.address.startswith("ray://"):
-                _results([actor.call.remote("open_tunnel")])
-                threading.Thread(target=run_tunnel, args=(actor, address, port), daemon=True).start()
-            serving = actor.call.remote("serve", address, port, secret, number, node["host"])
-            threading.Thread(target=self._watch, args=(number, serving), daemon=True).start()
+                _results([node.actor.call.remote("open_tunnel")])
+                threading.Thread(target=run_tunnel, args=(node.actor, *where), daemon=True).start()
+            own = (index, f"{node.facts['host']}, {node.address}", node.address, node.devices)
+            serving = node.actor.call.remote("serve", *where, order.payload, *own)
+            threading.Thread(target=self._watch, args=(index, serving), daemon=True).start()
 
-    def _watch(self, node: int, serving: Any) -> None:
+    def _watch(self, index: int, serving: Any) -> None:
         """Report to the kernel why a node's actor has ended."""
         import ray
 
@@ -285,35 +294,9 @@ class Driver:
         try:
             ray.get(serving)
         except Exception as error:  # noqa: BLE001 - any error is reported to the kernel as the reason
-            reason = self._end_reason(node, error)
+            reason = _end_reason(self._nodes[index], error)
         with suppress(ChannelClosedError):
-            self._channel.send(protocol.ActorEndedEvent(node, reason))
-
-    def _end_reason(self, node: int, error: Exception) -> str:
-        """Return why a node's actor has ended; poll Ray while it reports the actor as unavailable only."""
-        import ray
-
-        deadline = time.monotonic() + CONFIRM_SECONDS
-        while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            try:
-                ray.get(self._actors[node].facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
-            except ray.exceptions.GetTimeoutError:
-                continue  # not confirmed yet
-            except Exception as later:  # noqa: BLE001 - as above
-                error = later
-        return self._node_death(node) or cause(error)
-
-    def _node_death(self, node: int) -> str:
-        """Return a text if a node has died; the cluster reports the node's death after the actor's."""
-        found = self._nodes[node]
-        deadline = time.monotonic() + NODE_SECONDS
-        with suppress(Exception):  # a lost cluster does not answer
-            while time.monotonic() < deadline:
-                if found["id"] not in _alive_nodes():
-                    return f"the Ray node at {found['address']} has died"
-                time.sleep(POLL_SECONDS / 5)
-        return ""
+            self._channel.send(protocol.ActorEndedEvent(index, reason))
 
     def _release(self) -> None:
         """Release all resources."""
@@ -326,6 +309,33 @@ class Driver:
 
                 remove_placement_group(self._group)
             ray.shutdown()
+
+
+def _end_reason(node: Node, error: Exception) -> str:
+    """Return why a node's actor has ended; poll Ray while it reports the actor as unavailable only."""
+    import ray
+
+    deadline = time.monotonic() + CONFIRM_SECONDS
+    while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        try:
+            ray.get(node.actor.facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            continue  # not confirmed yet
+        except Exception as later:  # noqa: BLE001 - any error is the reason
+            error = later
+    return _node_death(node) or cause(error)
+
+
+def _node_death(node: Node) -> str:
+    """Return a text if a node has died; the cluster reports the node's death after the actor's."""
+    deadline = time.monotonic() + NODE_SECONDS
+    with suppress(Exception):  # a lost cluster does not answer
+        while time.monotonic() < deadline:
+            if node.id not in _alive_nodes():
+                return f"the Ray node at {node.address} has died"
+            time.sleep(POLL_SECONDS / 5)
+    return ""
 
 
 def _alive_nodes() -> set[str]:

@@ -70,12 +70,10 @@ class PlacedEvent(Event):
     """Every rank has its node, and every node an actor.
 
     Attributes:
-        nodes: One for each node, in order: id, host, address, ranks (their number), and their environment variables.
-        port: A port on the first node, held there.
+        nodes: The address of each node and the number of its ranks, in order.
     """
 
-    nodes: list[dict[str, Any]]
-    port: int
+    nodes: list[tuple[str, int]]
 
 
 @dataclass(slots=True)
@@ -95,10 +93,10 @@ class ServeOrder(Event):
 
 @dataclass(slots=True)
 class ActorEndedEvent(Event):
-    """A node's actor has ended, with the reason."""
+    """A node's actor has ended, with the reason; "" when its ranks have ended."""
 
     node: int
-    reason: str
+    text: str
 
 
 @dataclass(slots=True)

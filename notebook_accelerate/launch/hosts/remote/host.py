@@ -262,10 +262,11 @@ class FunctionHost(Host):
 
     Args:
         channel: The stream to the kernel.
+        environment: This machine's variables for ranks; those of an order replace them.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._function = anonymous_file()
+    def __init__(self, channel: Channel, environment: Mapping[str, str] | None = None) -> None:
+        self._function, self._environment = anonymous_file(), environment or {}
         super().__init__(channel)
 
     def handle_message(self, message: Event) -> None:
@@ -283,6 +284,7 @@ class FunctionHost(Host):
     def run_function(self, orders: Sequence[WorkerOrder]) -> None:
         """Run ranks with the function that was received; see `run_ranks`."""
         for order in orders:
+            order.environment = {**self._environment, **order.environment}
             adapt_to_machine(order)
         function, self._function = self._function, anonymous_file()
         self.run_ranks(PlacedBackend(function), orders)
