@@ -384,9 +384,8 @@ def test_a_launch_placed_on_a_dead_node_moves_to_another(cluster: LocalCluster) 
 
 
 def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalCluster) -> None:
-    def place() -> tuple[str, str]:
-        devices = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-        return os.environ["NODE_RANK"], devices[int(os.environ["LOCAL_RANK"])]
+    def place() -> tuple[str, list[str], int]:
+        return os.environ["NODE_RANK"], os.environ["CUDA_VISIBLE_DEVICES"].split(","), os.getppid()
 
     found: list[Any] = []
     on = RayCluster(resources={"late": 1}, gpus=1, strategy="STRICT_PACK")
@@ -397,10 +396,11 @@ def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalClus
     address = cluster.add_node(2, gpus=3, late=2)  # nobody looks whether it has them
     thread.join(300)
     run = found[0]
-    assert [node for node, _ in run.results] == ["0", "0"]
-    devices = {device for _, device in run.results}
+    assert run.results[0] == run.results[1], "both ranks see both devices, each its own at its local rank"
+    node, devices, _ = run.results[0]
+    assert node == "0"
     assert len(devices) == 2
-    assert devices < {"0", "1", "2"}
+    assert set(devices) < {"0", "1", "2"}
     assert {info.host.rpartition(", ")[2] for info in run.ranks} == {address}
     cluster.kill_node(address)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -18,13 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.hidden_values import redact
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_ranks
-from notebook_accelerate.launch.hosts.host_facts import own_versions
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
 from notebook_accelerate.launch.hosts.remote.host_connection import TransientConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
@@ -230,23 +231,12 @@ class RayBackend(FunctionBackend):
     def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, list[tuple[str, int]]]:
         """Have the driver place the ranks; return this machine's address as seen by the nodes, and these."""
         cluster = self._cluster
-        wait = cluster.wait if cluster.when_full == "wait" else 0.0
-        driver.channel.send(
-            protocol.PlaceOrder(
-                address_of(cluster),
-                ranks,
-                cluster.cpus,
-                0 if self._cpu and cluster.gpus is None else cluster.gpus,
-                dict(cluster.resources or {}),
-                cluster.strategy,
-                dict(cluster.runtime_env or {}),
-                wait,
-                own_versions(),
-            )
-        )
+        gpus = 0 if self._cpu and cluster.gpus is None else cluster.gpus
+        wanted = pickle.dumps(replace(cluster, address=address_of(cluster), gpus=gpus))
+        driver.channel.send(protocol.PlaceOrder(ranks, wanted))
         limit = cluster.start_timeout
         connected = driver.next(protocol.ConnectedEvent, limit, f"reaching {cluster.description}", self._handle_note)
-        driver.next(protocol.ReservedEvent, wait + limit, "reserving resources", self._handle_note)
+        driver.next(protocol.ReservedEvent, cluster.seconds_to_wait + limit, "reserving resources", self._handle_note)
         placed = driver.next(protocol.PlacedEvent, limit, "starting Ray's actors", self._handle_note)
         return connected.address, placed.nodes
 

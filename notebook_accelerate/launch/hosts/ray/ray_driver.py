@@ -13,7 +13,9 @@ but others could take the resources between the two groups.
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -24,7 +26,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
+from notebook_accelerate.config.cluster import RAY_CLIENT, RayCluster
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
+from notebook_accelerate.launch.hosts.host_facts import own_versions
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
 from notebook_accelerate.launch.hosts.ray.ray_errors import amounts, cause, mismatches, unreachable
 from notebook_accelerate.launch.processes.pickled_start import die_with_parent
@@ -102,7 +106,7 @@ class Driver:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._order: protocol.PlaceOrder
+        self._ranks, self._cluster = 0, RayCluster()
         self._received: deque[Event] = deque()
         self._group: Any = None
         self._nodes: list[Node] = []
@@ -111,7 +115,7 @@ class Driver:
         """Carry out the kernel's orders until it leaves."""
         order = self._next()
         assert isinstance(order, protocol.PlaceOrder)
-        self._order = order
+        self._ranks, self._cluster = order.ranks, pickle.loads(order.payload)
         try:
             self._connect()
             self._reserve()
@@ -135,7 +139,7 @@ class Driver:
         """Connect to the cluster."""
         import ray
 
-        address = self._order.address
+        address = self._cluster.address
         for left in reversed(range(CONNECT_TRIES)):
             try:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
@@ -145,7 +149,7 @@ class Driver:
                 if not left or "Initialization failure from server" not in str(error):
                     raise LaunchError(reason) from error
                 self._channel.send(protocol.ClusterNoteEvent(f"{reason}; trying again"))
-        by_client = address.startswith("ray://")
+        by_client = address.startswith(RAY_CLIENT)
         self._channel.send(protocol.ConnectedEvent("" if by_client else ray.util.get_node_ip_address()))
 
     def _reserve(self) -> None:
@@ -156,10 +160,9 @@ class Driver:
         """
         from ray.util.placement_group import placement_group_table
 
-        order = self._order
         nodes = self._request_placement_group()
         noted = 0.0
-        deadline = time.monotonic() + max(order.wait, REFUSE_SECONDS)
+        deadline = time.monotonic() + max(self._cluster.seconds_to_wait, REFUSE_SECONDS)
         while not self._group.wait(POLL_SECONDS):
             self._check_still_wanted()
             alive = _alive_nodes()
@@ -181,7 +184,7 @@ class Driver:
         nodes = _alive_nodes()
         if self._group is not None:
             remove_placement_group(self._group)
-        self._group = placement_group([self._bundle()] * self._order.ranks, strategy=self._order.strategy)
+        self._group = placement_group([self._bundle] * self._ranks, strategy=self._cluster.strategy)
         return nodes
 
     def _check_still_wanted(self) -> None:
@@ -189,14 +192,15 @@ class Driver:
         if any(isinstance(event, protocol.ReleaseOrder) for event in self._received):
             raise LaunchError("the kernel stopped waiting")
 
+    @functools.cached_property
     def _bundle(self) -> dict[str, float]:
-        """Return the resources of one rank."""
+        """The resources of one rank."""
         import ray
 
-        order = self._order
-        if order.gpus is None:
-            order.gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
-        bundle = {"CPU": order.cpus, "GPU": float(order.gpus), **order.resources}
+        cluster, gpus = self._cluster, self._cluster.gpus
+        if gpus is None:
+            gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
+        bundle = {"CPU": cluster.cpus, "GPU": float(gpus), **(cluster.resources or {})}
         return {name: amount for name, amount in bundle.items() if amount}
 
     def _resources_text(self) -> str:
@@ -204,22 +208,22 @@ class Driver:
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        names = list(self._bundle())
+        names = list(self._bundle)
         free = ray.available_resources()
         each = ", ".join(f"{node['NodeManagerAddress']} ({amounts(node['Resources'], names)})" for node in nodes)
         count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-        requested = f"{self._order.ranks} ranks with {amounts(self._bundle(), names)} each"
-        if self._order.strategy != "PACK":
-            requested += f" placed {self._order.strategy}"
+        requested = f"{self._ranks} ranks with {amounts(self._bundle, names)} each"
+        if self._cluster.strategy != "PACK":
+            requested += f" placed {self._cluster.strategy}"
         return (
             f"{requested} are requested; there are {amounts(ray.cluster_resources(), names)} on {count}: {each}; "
             f"currently free: {amounts(free, names)}"
         )
 
     def _too_small_text(self) -> str:
-        resources, order = self._resources_text(), self._order
-        if order.wait:
-            text = f"the Ray cluster did not have the resources within {order.wait:g} s: {resources}"
+        resources, wait = self._resources_text(), self._cluster.seconds_to_wait
+        if wait:
+            text = f"the Ray cluster did not have the resources within {wait:g} s: {resources}"
             return f"{text}. Pass fewer num_processes, a smaller RayCluster(cpus=...), or a longer wait"
         text = f"the Ray cluster is too small or too busy: {resources}"
         return f"{text}. Pass fewer num_processes, or RayCluster(when_full='wait', wait=600) to wait for resources"
@@ -239,7 +243,7 @@ class Driver:
             actor, options = ray.remote(_actor_class()), {"num_cpus": 0, "num_gpus": 0, "max_concurrency": CALLS}
             actors = [actor.options(**options, **self._within(own[0])).remote() for own in bundles.values()]
             facts = _results(each.facts.remote() for each in actors)
-            if wrong := mismatches(self._order.versions, facts):
+            if wrong := mismatches(own_versions(), facts):
                 raise LaunchError(wrong)
             devices = self._devices()
         self._nodes = [
@@ -254,7 +258,7 @@ class Driver:
 
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         found: dict[str, list[int]] = {}
-        for index in range(self._order.ranks):
+        for index in range(self._ranks):
             found.setdefault(nodes[index], []).append(index)
         return found
 
@@ -263,23 +267,24 @@ class Driver:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return {"scheduling_strategy": strategy, "runtime_env": self._order.runtime_env or None}
+        return {"scheduling_strategy": strategy, "runtime_env": dict(self._cluster.runtime_env or {}) or None}
 
     def _devices(self) -> list[dict[str, str]]:
         """Return for each bundle the variables in which Ray lists its devices."""
         import ray
 
-        order, task = self._order, ray.remote(_device_task())
-        if not order.gpus and not order.resources:
-            return [{}] * order.ranks
-        all_of_it = {"num_cpus": order.cpus, "num_gpus": order.gpus, "resources": order.resources}
-        return _results(task.options(**all_of_it, **self._within(index)).remote() for index in range(order.ranks))
+        others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
+        if "GPU" not in self._bundle and not others:
+            return [{}] * self._ranks
+        task, cpus, gpus = ray.remote(_device_task()), self._bundle.get("CPU", 0), self._bundle.get("GPU", 0)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": others or None}
+        return _results(task.options(**options, **self._within(index)).remote() for index in range(self._ranks))
 
     def _serve(self, order: protocol.ServeOrder) -> None:
         """Have the actors connect to the kernel and run their ranks."""
         where = (order.address, order.port)
         for index, node in enumerate(self._nodes):
-            if self._order.address.startswith("ray://"):
+            if self._cluster.address.startswith(RAY_CLIENT):
                 _results([node.actor.call.remote("open_tunnel")])
                 threading.Thread(target=run_tunnel, args=(node.actor, *where), daemon=True).start()
             own = (index, f"{node.facts['host']}, {node.address}", node.address, node.devices)

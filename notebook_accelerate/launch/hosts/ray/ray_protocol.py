@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from notebook_accelerate.telemetry import Event
 
@@ -13,26 +12,12 @@ class PlaceOrder(Event):
     """Reserve resources for ranks and place them.
 
     Attributes:
-        address: Address of the cluster.
         ranks: Number of ranks.
-        cpus: Processors per rank.
-        gpus: GPUs per rank; None: one if the cluster has GPUs.
-        resources: Custom resources per rank.
-        strategy: Ray's placement strategy.
-        runtime_env: Ray's runtime environment.
-        wait: Seconds to wait for free resources; 0 fails at once.
-        versions: The kernel's versions, by name: python, torch, notebook_accelerate.
+        payload: The ``RayCluster``, with its address, pickled.
     """
 
-    address: str
     ranks: int
-    cpus: float
-    gpus: int | None
-    resources: dict[str, float]
-    strategy: str
-    runtime_env: dict[str, Any]
-    wait: float
-    versions: dict[str, str]
+    payload: bytes
 
 
 @dataclass(slots=True)
