@@ -276,11 +276,12 @@ def test_the_kernel_sees_that_an_actor_behind_a_tunnel_has_died(monkeypatch: pyt
 class _Driver:
     """The part of the driver process that a connection uses."""
 
-    def opened(self, node: int) -> None:
-        pass
+    def __init__(self) -> None:
+        self.connected: set[int] = set()
+        self.ended = False
 
-    def closed(self, node: int) -> None:
-        pass
+    def end(self) -> None:
+        self.ended = True
 
     def end_reason(self, node: int) -> str:
         return "its actor's process has died" if node == 2 else ""
@@ -299,7 +300,8 @@ class _Listener:
 def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     channel, actor = Channel.pair()
     incoming = IncomingHost(channel, HelloEvent(2, "c3-n07", {"port": 29500}))
-    connection = RayHostConnection(incoming, _Driver())  # type: ignore[arg-type]
+    driver = _Driver()
+    connection = RayHostConnection(incoming, driver)  # type: ignore[arg-type]
     actor.close()
     orders = [WorkerOrder(rank, {"LOCAL_RANK": str(rank - 4)}, 1, inherited_state.capture()) for rank in (4, 5)]
     ranks: list[RankProcess] = []
@@ -315,7 +317,10 @@ def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
         end = rank.poll()
         assert end is not None
         assert end.lost == "node 2 (c3-n07) was lost: its actor's process has died"
+        assert not driver.ended
+    for rank in ranks:
         rank.close()
+    assert driver.ended
 
 
 def test_errors_of_ray_in_a_sentence() -> None:

@@ -49,6 +49,10 @@ class DriverProcess:
 
     Args:
         cluster: Its secrets are removed from the texts of Ray.
+
+    Attributes:
+        channel: Sends orders to it.
+        connected: The nodes whose connections are open; the last one ends it.
     """
 
     def __init__(self, cluster: RayCluster) -> None:
@@ -63,7 +67,7 @@ class DriverProcess:
         self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
         theirs.close()
         self._received: deque[Event] = deque()
-        self._open: set[int] = set()
+        self.connected: set[int] = set()
 
     def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[Event], None]) -> Any:
         """Wait for the driver's next event of a kind.
@@ -124,16 +128,6 @@ class DriverProcess:
     def _reported_ends(self, node: int) -> list[protocol.ActorEndedEvent]:
         return [event for event in self._received if isinstance(event, protocol.ActorEndedEvent) and event.node == node]
 
-    def opened(self, node: int) -> None:
-        """Record that a connection to a node's actor is in use."""
-        self._open.add(node)
-
-    def closed(self, node: int) -> None:
-        """Record that a node's connection is closed; the driver ends with the last one."""
-        self._open.discard(node)
-        if not self._open:
-            self.end()
-
     def end(self, seconds: float = LEAVE_SECONDS) -> None:
         """Have the driver release its resources and end; kill it when that takes longer than ``seconds``.
 
@@ -175,7 +169,7 @@ class RayHostConnection(TransientConnection):
         super().__init__(incoming.channel, incoming.hello.node, incoming.hello.host)
         self.port = int(incoming.hello.facts["port"])
         self._driver = driver
-        driver.opened(self.node)
+        driver.connected.add(self.node)
 
     def mark_lost(self, reason: str, listener: RankListener) -> None:
         """See ``HostConnection.mark_lost``."""
@@ -187,7 +181,9 @@ class RayHostConnection(TransientConnection):
         """See ``HostConnection.remove``."""
         super().remove(rank)
         if not self.ranks:
-            self._driver.closed(self.node)
+            self._driver.connected.discard(self.node)
+        if not self._driver.connected:
+            self._driver.end()
 
 
 class RayBackend(FunctionBackend):
@@ -231,9 +227,14 @@ class RayBackend(FunctionBackend):
     def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, list[tuple[str, int]]]:
         """Have the driver place the ranks; return this machine's address as seen by the nodes, and these."""
         cluster = self._cluster
-        gpus = 0 if self._cpu and cluster.gpus is None else cluster.gpus
-        wanted = pickle.dumps(replace(cluster, address=address_of(cluster), gpus=gpus))
-        driver.channel.send(protocol.PlaceOrder(ranks, wanted))
+        wanted = replace(
+            cluster,
+            address=address_of(cluster),
+            gpus=0 if self._cpu and cluster.gpus is None else cluster.gpus,
+            resources=dict(cluster.resources or {}),
+            runtime_env=dict(cluster.runtime_env or {}),
+        )
+        driver.channel.send(protocol.PlaceOrder(ranks, pickle.dumps(wanted)))
         limit = cluster.start_timeout
         connected = driver.next(protocol.ConnectedEvent, limit, f"reaching {cluster.description}", self._handle_note)
         driver.next(protocol.ReservedEvent, cluster.seconds_to_wait + limit, "reserving resources", self._handle_note)

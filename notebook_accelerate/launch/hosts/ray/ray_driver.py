@@ -267,7 +267,7 @@ class Driver:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return {"scheduling_strategy": strategy, "runtime_env": dict(self._cluster.runtime_env or {}) or None}
+        return {"scheduling_strategy": strategy, "runtime_env": self._cluster.runtime_env or None}
 
     def _devices(self) -> list[dict[str, str]]:
         """Return for each bundle the variables in which Ray lists its devices."""
