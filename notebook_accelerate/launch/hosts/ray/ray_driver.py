@@ -420,8 +420,8 @@ def _actor_class() -> type[Any]:
 def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
     """Return the variables that show a rank all devices of its node's ranks, its own at the index of its local rank.
 
-    Ray shows an actor only its own device, which would be number 0 on every rank; frameworks use the device whose
-    number is the local rank, and NCCL accesses a neighbour's memory only if its device is visible.
+    With the device of its bundle only, every rank would have number 0; frameworks use the device whose number is the
+    local rank, and NCCL accesses a neighbour's memory only if its device is visible.
     """
     names = dict.fromkeys(name for each in devices for name in each)
     found = {}
