@@ -58,6 +58,11 @@ class RayCluster:
         _check_runtime_env(self.runtime_env)
 
     @property
+    def seconds_to_wait(self) -> float:
+        """Seconds to wait for free resources; 0 where the launch is refused then."""
+        return self.wait if self.when_full == "wait" else 0.0
+
+    @property
     def description(self) -> str:
         """The cluster, as a part of a message."""
         return "a Ray cluster" if self.address == "auto" else f"the Ray cluster at {hide_credentials(self.address)}"

@@ -186,6 +186,34 @@ def test_a_killed_actor_is_reported_and_the_group_restarts(cluster: LocalCluster
     assert re.search(words, run.attempts[0].outcome)
 
 
+def test_the_ranks_of_a_node_have_one_host(cluster: LocalCluster, tmp_path: Path) -> None:
+    def fragile(started: Path) -> tuple[int, int, int]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        (started / str(os.getpid())).touch()
+        dist.barrier()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if (os.environ["NODE_RANK"], os.environ["LOCAL_RANK"]) == ("1", "1"):
+                os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(600)
+        return int(os.environ["NODE_RANK"]), int(os.environ["GROUP_WORLD_SIZE"]), os.getppid()
+
+    run = notebook_launcher(fragile, (tmp_path,), 5, on="ray", max_restarts=1)
+
+    nodes = [node for node, _, _ in run.results]
+    assert sorted(map(nodes.count, (0, 1))) == [2, 3]
+    assert nodes == sorted(nodes)
+    hosts = {node: host for node, _, host in run.results}
+    assert [(node, 2, hosts[node]) for node in nodes] == list(run.results)
+    assert hosts[0] != hosts[1]
+    words = r"ranks .*, 4: node 1 \(.*127\.0\.0\.\d\) was lost: its actor's process has died"
+    assert re.search(words, run.attempts[0].outcome)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2 * 5
+    until(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *hosts.values()]))
+
+
 def test_a_cluster_that_is_too_small_is_refused(cluster: LocalCluster) -> None:
     on = RayCluster(when_full="refuse")
     with pytest.raises(LaunchError, match="too small or too busy: 50 ranks with CPU 1 each are requested") as caught:
@@ -356,9 +384,8 @@ def test_a_launch_placed_on_a_dead_node_moves_to_another(cluster: LocalCluster) 
 
 
 def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalCluster) -> None:
-    def place() -> tuple[str, str]:
-        devices = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-        return os.environ["NODE_RANK"], devices[int(os.environ["LOCAL_RANK"])]
+    def place() -> tuple[str, list[str], int]:
+        return os.environ["NODE_RANK"], os.environ["CUDA_VISIBLE_DEVICES"].split(","), os.getppid()
 
     found: list[Any] = []
     on = RayCluster(resources={"late": 1}, gpus=1, strategy="STRICT_PACK")
@@ -369,10 +396,11 @@ def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalClus
     address = cluster.add_node(2, gpus=3, late=2)  # nobody looks whether it has them
     thread.join(300)
     run = found[0]
-    assert [node for node, _ in run.results] == ["0", "0"]
-    devices = {device for _, device in run.results}
+    assert run.results[0] == run.results[1], "both ranks see both devices, each its own at its local rank"
+    node, devices, _ = run.results[0]
+    assert node == "0"
     assert len(devices) == 2
-    assert devices < {"0", "1", "2"}
+    assert set(devices) < {"0", "1", "2"}
     assert {info.host.rpartition(", ")[2] for info in run.ranks} == {address}
     cluster.kill_node(address)
 

@@ -58,7 +58,7 @@ def test_the_debugging_notebook_runs_unchanged(kernel: Kernel) -> None:
 @pytest.mark.nightly
 def test_the_example_of_clusters(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "07_cluster.ipynb")
-    assert "64 ranks with CPU 1 each are asked for" in find(cells, "num_processes=64").stdout
+    assert "64 ranks with CPU 1 each are requested" in find(cells, "num_processes=64").stdout
     assert "was lost" in find(cells, "def fragile").stdout
     assert cells[-1].stdout == "The cluster example is complete: 2 ranks on Ray, 2 attempts.\n"
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from notebook_accelerate.errors import ChannelClosedError
@@ -276,9 +276,10 @@ class _VoiceBackend(ProcessBackend):
 
 def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_second: float) -> None:
     hello = HelloEvent(node, f"worker-{node:02}", {"ranks": len(ranks)})
-    host = Host(connect_to_kernel("127.0.0.1", port, secret, hello))
     orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in ranks]
-    host.serve(_VoiceBackend(events_per_second), orders)
+    with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
+        host.run_ranks(_VoiceBackend(events_per_second), orders)
+        host.next_message()  # none: the kernel leaves
 
 
 def be_hosts(port: int, first: int, count: int, each: int, events_per_second: float) -> None:

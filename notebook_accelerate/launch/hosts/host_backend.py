@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from notebook_accelerate.launch.hosts.remote.host_connection import HostLostError, RemoteRank
 from notebook_accelerate.launch.hosts.remote.host_protocol import FunctionEvent, StartOrder
@@ -51,26 +51,20 @@ class HostBackend(ProcessBackend):
         self._order_ranks(theirs)
         self._own.start_ranks(orders[: self._count], started)
         for connection, _ in self._hosts:
-            for order in theirs[connection.node]:
-                try:
-                    started(connection.await_started(START_SECONDS, self._stopping))
-                except HostLostError:  # its ranks end at once, and with them the attempt
-                    started(RemoteRank(connection, order.rank, 0, int(order.environment["LOCAL_RANK"])))
+            take_ranks(connection, theirs[connection.node], started, START_SECONDS, self._stopping)
 
     def _order_ranks(self, orders: dict[int, list[WorkerOrder]]) -> None:
         pickled = None
         if any(needs_function for _, needs_function in self._hosts):
-            pickled = _Payload(self.function, self.arguments)
+            pickled = FunctionBackend(self.function, self.arguments)
         try:
             for connection, needs_function in self._hosts:
                 own = orders[connection.node]
-                if not needs_function:  # it has arguments for the Accelerator too, which need not be picklable
+                if needs_function and pickled is not None:
+                    pickled.send(connection, own)
+                else:  # it has arguments for the Accelerator too, which need not be picklable
                     own = [replace(order, accelerator=None) for order in own]
-                elif pickled is not None:
-                    own = [completed_for_another_machine(pickled.complete(order)) for order in own]
-                    for part in pickled.parts():
-                        connection.send(FunctionEvent(part))
-                connection.send(StartOrder(pickle.dumps(own)))
+                    connection.send(StartOrder(pickle.dumps(own)))
         finally:
             if pickled is not None:
                 pickled.close()
@@ -89,19 +83,58 @@ class HostBackend(ProcessBackend):
         self._own.prepare_next()
 
 
-class _Payload(PickledBackend):
-    """The function and its arguments, pickled."""
+class FunctionBackend(PickledBackend):
+    """Sends hosts the function and its arguments, pickled, with the orders of their ranks."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """Not supported: it only makes the payload and completes the orders."""
+        """Not supported: hosts start the ranks."""
         raise NotImplementedError
 
-    def parts(self) -> Iterator[bytes]:
-        """Yield the payload in parts."""
+    def send(self, connection: HostConnection, orders: Sequence[WorkerOrder]) -> None:
+        """Send a host the function and its orders; the function once, whatever the number of its ranks."""
+        file = os.fdopen(os.dup(self._payload), "rb")  # it is read when this object may be closed
+        connection.send_each(map(FunctionEvent, _parts(file)))
+        orders = [completed_for_another_machine(self.complete(order)) for order in orders]
+        connection.send(StartOrder(pickle.dumps(orders)))
+
+
+def _parts(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of a file in parts, and close the file; other descriptors of it may be read meanwhile."""
+    with file:
         position = 0
-        while part := os.pread(self._payload, PART_BYTES, position):
+        while part := os.pread(file.fileno(), PART_BYTES, position):
             yield part
             position += len(part)
 
 
-__all__ = ["HostBackend"]
+def take_ranks(
+    connection: HostConnection,
+    orders: Sequence[WorkerOrder],
+    started: Callable[[RankProcess], None],
+    seconds: float,
+    stopping: Callable[[], bool],
+) -> None:
+    """Wait until a host has started its ranks; those of a host that is lost end at once, and with them the attempt.
+
+    Args:
+        connection: The connection to the host.
+        orders: The orders of its ranks.
+        started: Called with the ranks when all have started: a connection for one attempt closes with its last rank.
+        seconds: Seconds that each rank has to start.
+        stopping: Returns whether the run is being stopped.
+
+    Raises:
+        LaunchError: The host could not start a rank, or not in time.
+        RunStoppedError: The run is ``stopping``.
+    """
+    found: list[RankProcess] = []
+    for order in orders:
+        try:
+            found.append(connection.await_started(seconds, stopping))
+        except HostLostError:
+            found.append(RemoteRank(connection, order.rank, 0, int(order.environment["LOCAL_RANK"])))
+    for process in found:
+        started(process)
+
+
+__all__ = ["FunctionBackend", "HostBackend", "take_ranks"]

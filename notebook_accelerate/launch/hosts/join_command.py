@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accelerate import hardware
@@ -12,21 +12,19 @@ from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
 from notebook_accelerate.hardware.detection import cpu_count
 from notebook_accelerate.launch.hosts.host_facts import COMMAND, own_facts
 from notebook_accelerate.launch.hosts.joining import connect, own_orders
-from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.function_host import FunctionHost
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    FunctionEvent,
     HostPlanEvent,
     RunOverEvent,
     StartOrder,
     WaitingEvent,
 )
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
-from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
-from notebook_accelerate.telemetry.pickling import anonymous_file
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Channel, Event
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 def join(
@@ -69,8 +67,8 @@ def _end(over: RunOverEvent, show: Callable[[str], None]) -> None:
     raise (RunStoppedError if over.status == "stopped" else WorkerError)(over.message or f"the run {over.status}")
 
 
-class CommandHost(Host):
-    """The host of a command; receives the function with its orders.
+class CommandHost(FunctionHost):
+    """The host of a command.
 
     Args:
         channel: The stream to the first notebook.
@@ -80,7 +78,6 @@ class CommandHost(Host):
 
     def __init__(self, channel: Channel, address: str, show: Callable[[str], None]) -> None:
         self._address, self._show = address, show
-        self._function = anonymous_file()
         self._ranks_planned = 1
         super().__init__(channel)
 
@@ -90,32 +87,26 @@ class CommandHost(Host):
             self._show(message.text)
             if isinstance(message, HostPlanEvent):
                 self._ranks_planned = pickle.loads(message.payload).num_processes
-        elif isinstance(message, FunctionEvent):
-            os.write(self._function, message.payload)
-        elif isinstance(message, StartOrder):
-            self._run_own(message)
         elif isinstance(message, RunOverEvent):
             self._show(
                 f"{message.message or 'the run failed'}; its ranks are held for the debugger of the first notebook"
             )
+        else:
+            super().handle_message(message)
 
-    def _run_own(self, message: StartOrder) -> None:
+    def orders_in(self, message: StartOrder) -> list[WorkerOrder]:
+        """See ``FunctionHost.orders_in``."""
         given = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() else cpu_count() // max(1, self._ranks_planned)
-        orders = own_orders(message, self._address, max(1, threads))
-        for order in orders:
-            adapt_to_machine(order)
-        function, self._function = self._function, anonymous_file()
+        return own_orders(message, self._address, max(1, threads))
+
+    def run_function(self, orders: Sequence[WorkerOrder]) -> None:
+        """See ``FunctionHost.run_function``."""
         attempt = int(orders[0].environment["TORCHELASTIC_RESTART_COUNT"]) + 1
         names = rank_names([order.rank for order in orders])
         self._show(f"attempt {attempt} starts here with {names}" if attempt > 1 else f"starting {names}")
-        self.run_ranks(PlacedBackend(function), orders)
+        super().run_function(orders)
         self._show("the ranks of this host have ended")
-
-    def close(self) -> None:
-        """See ``Host.close``."""
-        super().close()
-        os.close(self._function)
 
 
 __all__ = ["CommandHost", "join"]

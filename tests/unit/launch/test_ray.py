@@ -16,14 +16,18 @@ from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch import KernelFacts, make_plan
+from notebook_accelerate.launch.hosts.host_backend import take_ranks
 from notebook_accelerate.launch.hosts.ray import ray_actor
-from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, adapt_to_machine
+from notebook_accelerate.launch.hosts.ray.ray_actor import NodeHost
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
 from notebook_accelerate.launch.hosts.ray.ray_driver import merge_devices, run_tunnel
 from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
-from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
+from notebook_accelerate.launch.processes.placed import adapt_to_machine
+from notebook_accelerate.launch.processes.rank_process import RankProcess
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.telemetry import Channel, inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.widgets.cell_code import launch_cell
@@ -85,7 +89,7 @@ def test_the_config_panel_takes_a_cluster() -> None:
 
 
 def facts(node: str, **versions: str) -> dict[str, object]:
-    return {"node": node, "host": "host", "address": node, "versions": versions}
+    return {"host": "host", "address": node, "versions": versions}
 
 
 def test_versions_that_match() -> None:
@@ -93,7 +97,7 @@ def test_versions_that_match() -> None:
     same = facts("10.0.0.1", python="3.11.9", torch="2.13.0+cu128", notebook_accelerate="0.1.0")
     assert mismatches(ours, [same, same]) == ""
     other = facts("10.0.0.2", python="3.12.1", torch="2.12.0", notebook_accelerate="")
-    text = mismatches(ours, [same, other, other])
+    text = mismatches(ours, [same, other])
     assert text.count("10.0.0.2") == 3
     assert "10.0.0.1)" not in text
     for part in ("has python 3.12.1; the notebook has 3.11.7", "has torch 2.12.0", "has no notebook_accelerate"):
@@ -127,88 +131,77 @@ def test_an_order_is_adapted_to_its_machine(monkeypatch: pytest.MonkeyPatch, tmp
     assert order.sys_path == [*sys.path, str(tmp_path)]
 
 
-def test_actors_of_a_node_share_one_file() -> None:
-    first, second = RankSlot(), RankSlot()
-    process, descriptor = first.receive(bytearray(b"payload"))
-    assert second.share(process, descriptor)
-    assert os.fstat(second._payload).st_ino == os.fstat(first._payload).st_ino
-    assert os.pread(second._payload, 100, 0) == b"payload"
-    assert not RankSlot().share(process, 1 << 20)
-    for slot in (first, second):
-        os.close(slot._payload)
+def _tunnel() -> tuple[NodeHost, socket.socket]:
+    """Return the host of a node with a tunnel, and the rank's end of the tunnel."""
+    node = NodeHost()
+    node.open_tunnel()
+    assert node._tunnel is not None
+    return node, socket.create_connection(node._tunnel.address)
 
 
-def _tunnel() -> tuple[RankSlot, socket.socket]:
-    """Return the slot of an actor with a tunnel, and the rank's end of the tunnel."""
-    slot = RankSlot()
-    slot.open_tunnel()
-    assert slot._tunnel is not None
-    return slot, socket.create_connection(slot._tunnel.address)
-
-
-def _close(slot: RankSlot, rank_end: socket.socket) -> None:
+def _close(node: NodeHost, rank_end: socket.socket) -> None:
     rank_end.close()
-    assert slot._tunnel is not None
-    assert slot._tunnel._connection is not None
-    slot._tunnel._connection.close()
+    assert node._tunnel is not None
+    assert node._tunnel._connection is not None
+    node._tunnel._connection.close()
 
 
 def test_a_tunnel_carries_both_ways_and_ends() -> None:
-    slot, rank_end = _tunnel()
-    slot.push(b"down")
+    node, rank_end = _tunnel()
+    node.push(b"down")
     assert rank_end.recv(10) == b"down"
     rank_end.sendall(b"up")
-    assert slot.pull() == b"up"
-    slot.push(b"")
+    assert node.pull() == b"up"
+    node.push(b"")
     assert rank_end.recv(10) == b""
     rank_end.close()
-    assert slot.pull() == b""
-    _close(slot, rank_end)
+    assert node.pull() == b""
+    _close(node, rank_end)
 
 
 def test_a_push_waits_for_the_connection_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
-    slot = RankSlot()
-    slot.open_tunnel()
-    assert slot._tunnel is not None
-    assert slot.pull() is None
-    pushing = threading.Thread(target=slot.push, args=(b"early",))
+    node = NodeHost()
+    node.open_tunnel()
+    assert node._tunnel is not None
+    assert node.pull() is None
+    pushing = threading.Thread(target=node.push, args=(b"early",))
     pushing.start()
-    rank_end = socket.create_connection(slot._tunnel.address)
+    rank_end = socket.create_connection(node._tunnel.address)
     assert rank_end.recv(10) == b"early"
     pushing.join()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(slot._tunnel.address)
-    _close(slot, rank_end)
+        socket.create_connection(node._tunnel.address)
+    _close(node, rank_end)
 
 
 def test_a_blocked_push_is_not_truncated_by_a_concurrent_pull(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
-    slot, rank_end = _tunnel()
-    assert slot.pull() is None
+    node, rank_end = _tunnel()
+    assert node.pull() is None
     sent = os.urandom(32 << 20)  # more than the buffers of a connection on loopback take
-    pushing = threading.Thread(target=slot.push, args=(sent,))
+    pushing = threading.Thread(target=node.push, args=(sent,))
     pushing.start()
     for _ in range(5):  # while the rank reads nothing
-        assert slot.pull() is None
+        assert node.pull() is None
     assert pushing.is_alive()
     received = bytearray()
     while len(received) < len(sent) and (part := rank_end.recv(1 << 20)):
         received += part
     pushing.join()
     assert received == sent
-    _close(slot, rank_end)
+    _close(node, rank_end)
 
 
-class _ActorOfSlot:
-    """An actor with a slot, called without Ray."""
+class _CalledHere:
+    """An actor, called without Ray."""
 
-    def __init__(self, slot: RankSlot) -> None:
-        self._slot = slot
-        self.call_slot = self
+    def __init__(self, node: NodeHost) -> None:
+        self._node = node
+        self.call = self
 
     def remote(self, method: str, *arguments: object) -> object:
-        return getattr(self._slot, method)(*arguments)
+        return getattr(self._node, method)(*arguments)
 
     def get(self, result: object) -> object:
         """Stand for ``ray.get``."""
@@ -217,15 +210,15 @@ class _ActorOfSlot:
 
 def test_a_host_connects_to_the_kernel_through_a_tunnel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
-    secret, slot = new_secret(), RankSlot()
+    secret, node = new_secret(), NodeHost()
     listener = HostListener("127.0.0.1", secret)
-    actor = _ActorOfSlot(slot)
+    actor = _CalledHere(node)
     monkeypatch.setitem(sys.modules, "ray", actor)  # type: ignore[arg-type]
-    slot.open_tunnel()
-    assert slot._tunnel is not None
+    node.open_tunnel()
+    assert node._tunnel is not None
     tunnel = threading.Thread(target=run_tunnel, args=(actor, "127.0.0.1", listener.port))
     tunnel.start()
-    host = connect_to_kernel(*slot._tunnel.address, secret, HelloEvent(1, "c3-n07"))
+    host = connect_to_kernel(*node._tunnel.address, secret, HelloEvent(1, "c3-n07"))
     incoming = listener.next_host(60)
     assert incoming is not None
     sent = [OutputEvent(0, "stdout", os.urandom(1 << 20)) for _ in range(8)]
@@ -245,8 +238,8 @@ def test_a_host_connects_to_the_kernel_through_a_tunnel(monkeypatch: pytest.Monk
     listener.close()
     tunnel.join(60)
     assert not tunnel.is_alive()
-    assert slot._tunnel._connection is not None
-    slot._tunnel._connection.close()
+    assert node._tunnel._connection is not None
+    node._tunnel._connection.close()
 
 
 class _Actor:
@@ -254,7 +247,7 @@ class _Actor:
 
     def __init__(self) -> None:
         self.dies = threading.Event()
-        self.call_slot = self
+        self.call = self
 
     def remote(self, method: str, *_: object) -> str:
         return method
@@ -283,20 +276,51 @@ def test_the_kernel_sees_that_an_actor_behind_a_tunnel_has_died(monkeypatch: pyt
 class _Driver:
     """The part of the driver process that a connection uses."""
 
-    def opened(self, rank: int) -> None:
-        pass
+    def __init__(self) -> None:
+        self.connected: set[int] = set()
+        self.ended = False
 
-    def end_reason(self, rank: int) -> str:
-        return "its actor's process has died" if rank == 1 else ""
+    def end(self) -> None:
+        self.ended = True
+
+    def end_reason(self, node: int) -> str:
+        return "its actor's process has died" if node == 2 else ""
+
+
+class _Listener:
+    """Keeps the ends of ranks."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    def take_end(self, rank: int) -> None:
+        self.ended.append(rank)
 
 
 def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     channel, actor = Channel.pair()
-    connection = RayHostConnection(channel, 2, "c3-n07", 1, _Driver())  # type: ignore[arg-type]
+    incoming = IncomingHost(channel, HelloEvent(2, "c3-n07", {"port": 29500}))
+    driver = _Driver()
+    connection = RayHostConnection(incoming, driver)  # type: ignore[arg-type]
     actor.close()
-    with pytest.raises(LaunchError, match=r"node 2 \(c3-n07\) was lost .* its actor's process has died"):
-        connection.measure_clock()
-    connection.close()
+    orders = [WorkerOrder(rank, {"LOCAL_RANK": str(rank - 4)}, 1, inherited_state.capture()) for rank in (4, 5)]
+    ranks: list[RankProcess] = []
+    take_ranks(connection, orders, ranks.append, 60.0, lambda: False)
+    assert [(rank.rank, rank.local_rank, rank.node) for rank in ranks] == [(4, 0, 2), (5, 1, 2)]
+    listener = _Listener()
+    with DispatchSelector() as selector:
+        for rank in ranks:
+            rank.connect(selector, listener)  # type: ignore[arg-type]
+        dispatch(selector, 60.0)
+    assert listener.ended == [4, 5]
+    for rank in ranks:
+        end = rank.poll()
+        assert end is not None
+        assert end.lost == "node 2 (c3-n07) was lost: its actor's process has died"
+        assert not driver.ended
+    for rank in ranks:
+        rank.close()
+    assert driver.ended
 
 
 def test_errors_of_ray_in_a_sentence() -> None:

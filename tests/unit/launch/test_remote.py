@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -91,7 +92,9 @@ def be_a_host() -> None:
             return order
 
     hello = HelloEvent(node, f"machine-{node}", {"ranks": len(orders)})
-    Host(connect_to_kernel("127.0.0.1", port, secret, hello)).serve(Given(), orders)
+    with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
+        host.run_ranks(Given(), orders)
+        assert host.next_message() is None, "the kernel leaves"
 
 
 @pytest.fixture(autouse=True)

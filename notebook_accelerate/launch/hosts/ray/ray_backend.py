@@ -1,13 +1,14 @@
-"""Ranks on a Ray cluster: one actor per rank, which starts the rank as a separate process on its machine.
+"""Ranks on a Ray cluster: one actor per node, which is the host of the ranks there.
 
-This is the kernel's part. It starts a driver process (see ``ray_driver``), listens until every actor's host has
-connected, and passes the ranks behind those connections to the supervisor. The kernel itself never imports Ray;
+This is the kernel's part. It starts a driver process (see ``ray_driver``), listens until every node's actor has
+connected, and then has them start their ranks as it has other hosts. The kernel itself never imports Ray;
 ``ray_driver`` gives the reason.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import pickle
 import socket
@@ -18,18 +19,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.hidden_values import redact
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
-from notebook_accelerate.launch.hosts.host_facts import own_versions
+from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_ranks
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
-from notebook_accelerate.launch.hosts.remote.host_connection import RemoteRank, TransientConnection
-from notebook_accelerate.launch.hosts.remote.listener import HostListener
+from notebook_accelerate.launch.hosts.remote.host_connection import TransientConnection
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.pickled_start import PickledBackend, log_tail, start_interpreter
-from notebook_accelerate.launch.processes.placed import completed_for_another_machine
+from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter
 from notebook_accelerate.launch.processes.rank_process import Ends, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -47,24 +48,26 @@ class DriverProcess:
     """The kernel's driver process.
 
     Args:
-        payload: Descriptor of the file with the function and its arguments.
         cluster: Its secrets are removed from the texts of Ray.
+
+    Attributes:
+        channel: Sends orders to it.
+        connected: The nodes whose connections are open; the last one ends it.
     """
 
-    def __init__(self, payload: int, cluster: RayCluster) -> None:
+    def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         Ends.kernel_side.add(ours.fileno())
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the process
         call = (
-            "from notebook_accelerate.launch.hosts.ray.ray_driver import main; "
-            f"main({theirs.fileno()}, {payload}, {os.getpid()})"
+            f"from notebook_accelerate.launch.hosts.ray.ray_driver import main; main({theirs.fileno()}, {os.getpid()})"
         )
-        self._process = start_interpreter(call, [theirs.fileno(), payload], self._log.fileno())
+        self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
         theirs.close()
         self._received: deque[Event] = deque()
-        self._open: set[int] = set()
+        self.connected: set[int] = set()
 
     def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[Event], None]) -> Any:
         """Wait for the driver's next event of a kind.
@@ -94,16 +97,13 @@ class DriverProcess:
 
     def _receive(self, seconds: float, what: str) -> list[Event]:
         try:
-            return [self._redacted(event) for _, event in self.channel.receive(seconds)]
+            events = [event for _, event in self.channel.receive(seconds)]
         except ChannelClosedError:
             raise LaunchError(f"{what} failed: the driver process ended{self._log_tail()}") from None
-
-    def _redacted(self, event: Event) -> Event:
-        if isinstance(event, protocol.RefusedEvent | protocol.ClusterNoteEvent):
-            event.text = redact(event.text, self._cluster)
-        elif isinstance(event, protocol.ActorEndedEvent):
-            event.reason = redact(event.reason, self._cluster)
-        return event
+        for event in events:
+            if isinstance(event, protocol.RefusedEvent | protocol.ClusterNoteEvent | protocol.ActorEndedEvent):
+                event.text = redact(event.text, self._cluster)
+        return events
 
     def check(self) -> None:
         """Handle the events that the driver has sent.
@@ -115,28 +115,18 @@ class DriverProcess:
         for event in self._received:
             _raise_failure(event)
 
-    def end_reason(self, rank: int) -> str:
-        """Return why a rank's actor has ended; "" when Ray does not report it in time."""
+    def end_reason(self, node: int) -> str:
+        """Return why a node's actor has ended; "" when Ray does not report it in time."""
         deadline = time.monotonic() + REASON_SECONDS
-        while not (found := self._reported_ends(rank)) and (left := deadline - time.monotonic()) > 0:
+        while not (found := self._reported_ends(node)) and (left := deadline - time.monotonic()) > 0:
             try:
                 self._received += self._receive(left, "the run on Ray")
             except LaunchError as error:
                 return str(error)
-        return found[0].reason if found else ""
+        return found[0].text if found else ""
 
-    def _reported_ends(self, rank: int) -> list[protocol.ActorEndedEvent]:
-        return [event for event in self._received if isinstance(event, protocol.ActorEndedEvent) and event.rank == rank]
-
-    def opened(self, rank: int) -> None:
-        """Record that a connection to a rank's actor is in use."""
-        self._open.add(rank)
-
-    def closed(self, rank: int) -> None:
-        """Record that a rank's connection is closed; the driver ends with the last one."""
-        self._open.discard(rank)
-        if not self._open:
-            self.end()
+    def _reported_ends(self, node: int) -> list[protocol.ActorEndedEvent]:
+        return [event for event in self._received if isinstance(event, protocol.ActorEndedEvent) and event.node == node]
 
     def end(self, seconds: float = LEAVE_SECONDS) -> None:
         """Have the driver release its resources and end; kill it when that takes longer than ``seconds``.
@@ -160,59 +150,43 @@ class DriverProcess:
 def _raise_failure(event: Event) -> None:
     if isinstance(event, protocol.RefusedEvent):
         raise LaunchError(event.text)
-    if isinstance(event, protocol.ActorEndedEvent) and event.reason:
-        raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
+    if isinstance(event, protocol.ActorEndedEvent) and event.text:
+        raise LaunchError(f"the host of node {event.node} could not be started on Ray: {event.text}")
 
 
 class RayHostConnection(TransientConnection):
-    """The connection to one actor; when it breaks, Ray reports the reason.
+    """The connection to one node's actor; when it breaks, Ray reports the reason.
 
     Args:
-        channel: The stream to the actor.
-        node: Index of its machine.
-        host: Name of its machine.
-        rank: The actor's rank.
+        incoming: The actor's stream and first message.
         driver: Returns Ray's reason.
+
+    Attributes:
+        port: A port on the node, held there.
     """
 
-    def __init__(self, channel: Channel, node: int, host: str, rank: int, driver: DriverProcess) -> None:
-        super().__init__(channel, node, host)
-        self._rank, self._driver = rank, driver
-        driver.opened(rank)
-
-    def measure_clock(self) -> None:
-        """See ``HostConnection.measure_clock``.
-
-        Raises:
-            LaunchError: The actor has ended since it connected.
-        """
-        try:
-            super().measure_clock()
-        except ChannelClosedError as error:
-            reason = self._driver.end_reason(self._rank) or error
-            raise LaunchError(f"{self.name} was lost before its rank started: {reason}") from None
-
-    def await_started(self, timeout: float, stopping: Callable[[], bool] = lambda: False) -> RemoteRank:
-        """See ``HostConnection.await_started``."""
-        try:
-            return super().await_started(timeout, stopping)
-        except LaunchError as error:
-            end_reason = self._driver.end_reason(self._rank)
-            raise LaunchError(f"{error}; {end_reason}" if end_reason else str(error)) from None
+    def __init__(self, incoming: IncomingHost, driver: DriverProcess) -> None:
+        super().__init__(incoming.channel, incoming.hello.node, incoming.hello.host)
+        self.port = int(incoming.hello.facts["port"])
+        self._driver = driver
+        driver.connected.add(self.node)
 
     def mark_lost(self, reason: str, listener: RankListener) -> None:
         """See ``HostConnection.mark_lost``."""
-        if reason and (end_reason := self._driver.end_reason(self._rank)):
+        if reason and (end_reason := self._driver.end_reason(self.node)):
             reason = f"{self.name} was lost: {end_reason}"
         super().mark_lost(reason, listener)
 
     def remove(self, rank: int) -> None:
         """See ``HostConnection.remove``."""
         super().remove(rank)
-        self._driver.closed(self._rank)
+        if not self.ranks:
+            self._driver.connected.discard(self.node)
+        if not self._driver.connected:
+            self._driver.end()
 
 
-class RayBackend(PickledBackend):
+class RayBackend(FunctionBackend):
     """Starts the ranks on the cluster that the launch names."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -229,51 +203,43 @@ class RayBackend(PickledBackend):
         self._cluster = config.cluster or RayCluster()
         self._cpu, self._note, self._stopping = config.cpu, note, stopping
 
-    def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """Not supported: a cluster places all ranks at once."""
-        raise NotImplementedError
-
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
-        driver = DriverProcess(self._payload, self._cluster)
-        connections: list[RayHostConnection] = []
+        driver = DriverProcess(self._cluster)
+        connections: dict[int, RayHostConnection] = {}
         try:
-            address, placed = self._place(driver, len(orders))
+            address, nodes = self._place(driver, len(orders))
             secret = new_secret()
-            listener = HostListener(address or "127.0.0.1", secret, report=self._note)
-            with closing(listener):
-                payload = pickle.dumps((secret, [self._complete_order(order, placed) for order in orders]))
-                driver.channel.send(protocol.ServeOrder(listener.address, listener.port, payload))
-                connections = self._await_connections(listener, driver, len(orders))
-            for connection in connections:
-                started(connection.await_started(self._cluster.start_timeout))
+            with closing(HostListener(address or "127.0.0.1", secret, report=self._note)) as listener:
+                driver.channel.send(protocol.ServeOrder(listener.address, listener.port, secret))
+                self._await_connections(listener, driver, nodes, connections)
+            by_node = _by_node(orders, nodes, connections[0].port)
+            for node, own in enumerate(by_node):
+                self.send(connections[node], own)
+            for node, own in enumerate(by_node):
+                take_ranks(connections[node], own, started, self._cluster.start_timeout, self._stopping)
         except BaseException:
-            for connection in connections:
+            for connection in connections.values():
                 connection.close()
             driver.end(GIVE_UP_SECONDS)
             raise
 
-    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, protocol.PlacedEvent]:
-        """Have the driver place the ranks; return this machine's address as seen by the nodes, and the placement."""
+    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, list[tuple[str, int]]]:
+        """Have the driver place the ranks; return this machine's address as seen by the nodes, and these."""
         cluster = self._cluster
-        wait = cluster.wait if cluster.when_full == "wait" else 0.0
-        driver.channel.send(
-            protocol.PlaceOrder(
-                address_of(cluster),
-                ranks,
-                cluster.cpus,
-                0 if self._cpu and cluster.gpus is None else cluster.gpus,
-                dict(cluster.resources or {}),
-                cluster.strategy,
-                dict(cluster.runtime_env or {}),
-                wait,
-                own_versions(),
-            )
+        wanted = replace(
+            cluster,
+            address=address_of(cluster),
+            gpus=0 if self._cpu and cluster.gpus is None else cluster.gpus,
+            resources=dict(cluster.resources or {}),
+            runtime_env=dict(cluster.runtime_env or {}),
         )
+        driver.channel.send(protocol.PlaceOrder(ranks, pickle.dumps(wanted)))
         limit = cluster.start_timeout
         connected = driver.next(protocol.ConnectedEvent, limit, f"reaching {cluster.description}", self._handle_note)
-        driver.next(protocol.ReservedEvent, wait + limit, "reserving resources", self._handle_note)
-        return connected.address, driver.next(protocol.PlacedEvent, limit, "starting Ray's actors", self._handle_note)
+        driver.next(protocol.ReservedEvent, cluster.seconds_to_wait + limit, "reserving resources", self._handle_note)
+        placed = driver.next(protocol.PlacedEvent, limit, "starting Ray's actors", self._handle_note)
+        return connected.address, placed.nodes
 
     def _handle_note(self, event: Event) -> None:
         """Show the driver's notes to the user, and check whether the run is to be stopped."""
@@ -282,49 +248,54 @@ class RayBackend(PickledBackend):
         if self._stopping():
             raise RunStoppedError("the run was stopped while it waited for the Ray cluster")
 
-    def _complete_order(self, order: WorkerOrder, placed: protocol.PlacedEvent) -> bytes:
-        """Return a rank's order, completed for its placement and pickled."""
-        slot = placed.slots[order.rank]
-        placement = {
-            "LOCAL_RANK": str(slot["local_rank"]),
-            "LOCAL_WORLD_SIZE": str(slot["local_size"]),
-            "NODE_RANK": str(slot["node"]),
-            "GROUP_RANK": str(slot["node"]),
-            "MASTER_ADDR": placed.slots[0]["address"],
-            "MASTER_PORT": str(placed.port),
-        }
-        order.environment = {**slot["environment"], **order.environment, **placement}
-        order = completed_for_another_machine(self.complete(order))
+    def complete(self, order: WorkerOrder) -> WorkerOrder:
+        """See ``PickledBackend.complete``."""
+        order = super().complete(order)
         if "working_dir" in (self._cluster.runtime_env or {}):
             order.cwd = None
-        return pickle.dumps(order)
+        return order
 
-    def _await_connections(self, listener: HostListener, driver: DriverProcess, ranks: int) -> list[RayHostConnection]:
-        """Wait until every actor's host has connected."""
-        found: dict[int, RayHostConnection] = {}
+    def _await_connections(
+        self,
+        listener: HostListener,
+        driver: DriverProcess,
+        nodes: Sequence[tuple[str, int]],
+        found: dict[int, RayHostConnection],
+    ) -> None:
+        """Wait until every node's actor has connected; add the connections to ``found``."""
         deadline = time.monotonic() + self._cluster.start_timeout
-        while len(found) < ranks:
+        while len(found) < len(nodes):
             self._handle_note(protocol.ClusterNoteEvent(""))
             driver.check()
             if time.monotonic() > deadline:
-                missing = ", ".join(str(rank) for rank in range(ranks) if rank not in found)
+                missing = ", ".join(address for node, (address, _) in enumerate(nodes) if node not in found)
                 raise LaunchError(
-                    f"the actors of ranks {missing} did not connect to {listener.address}:{listener.port} within "
+                    f"the actors on {missing} did not connect to {listener.address}:{listener.port} within "
                     f"{self._cluster.start_timeout:g} s; if a firewall blocks the nodes' connections, "
                     "pass on='ray://host:10001'"
                 )
-            incoming = listener.next_host(POLL_SECONDS)
-            if incoming is not None:
-                rank = int(incoming.hello.facts["rank"])
-                node, host = incoming.hello.node, incoming.hello.host
-                found[rank] = RayHostConnection(incoming.channel, node, host, rank, driver)
-        connections = [found[rank] for rank in range(ranks)]
-        clocks: dict[int, float] = {}
-        for connection in connections:  # one measurement per machine, whatever its number of actors
-            if connection.node not in clocks:
-                connection.measure_clock()
-            connection.clock_offset = clocks.setdefault(connection.node, connection.clock_offset)
-        return connections
+            if (incoming := listener.next_host(POLL_SECONDS)) is not None:
+                connection = found[incoming.hello.node] = RayHostConnection(incoming, driver)
+                with suppress(ChannelClosedError):  # noticed when its ranks are awaited
+                    connection.measure_clock()
+
+
+def _by_node(orders: Sequence[WorkerOrder], nodes: Sequence[tuple[str, int]], port: int) -> list[list[WorkerOrder]]:
+    """Return the orders of each node's ranks, which follow each other, with the variables of their placement."""
+    remaining = iter(orders)
+    by_node = [list(itertools.islice(remaining, size)) for _, size in nodes]
+    for node, own in enumerate(by_node):
+        for local_rank, order in enumerate(own):
+            order.environment |= {
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(len(own)),
+                "NODE_RANK": str(node),
+                "GROUP_RANK": str(node),
+                "GROUP_WORLD_SIZE": str(len(nodes)),
+                "MASTER_ADDR": nodes[0][0],
+                "MASTER_PORT": str(port),
+            }
+    return by_node
 
 
 def address_of(cluster: RayCluster) -> str:

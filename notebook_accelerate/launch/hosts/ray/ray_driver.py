@@ -3,10 +3,17 @@
 Ray's driver installs a handler for SIGTERM, sets environment variables, and keeps threads for gRPC, after which forking
 that process is not safe. A separate process leaves the kernel unchanged, and its end, for whatever reason, ends the
 actors and releases their resources.
+
+The ranks' resources are reserved by a placement group with a bundle for each rank. Once Ray has placed it, one actor is
+started for each node, in one of its bundles and without resources of its own: the ranks use those of the bundles. Ray
+assigns devices to the bundles when it reserves them, for as long as the group exists, and shows them only to what runs
+in a bundle, so a short task in each reports them. A second group, with a bundle for each node, would need no tasks,
+but others could take the resources between the two groups.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import socket
@@ -15,10 +22,13 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from notebook_accelerate.config.cluster import RAY_CLIENT, RayCluster
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
+from notebook_accelerate.launch.hosts.host_facts import own_versions
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
 from notebook_accelerate.launch.hosts.ray.ray_errors import amounts, cause, mismatches, unreachable
 from notebook_accelerate.launch.processes.pickled_start import die_with_parent
@@ -34,24 +44,23 @@ CONNECT_TRIES = 3
 NOTE_SECONDS = 10.0
 """Seconds between two notes of a launch that waits for resources."""
 CALLS = 16
-"""Concurrent calls of an actor: one that lasts as long as its rank, the others short."""
+"""Concurrent calls of an actor: one that lasts as long as its ranks, the others short."""
 UNPLACED_STATES = ("NO_RESOURCES", "INFEASIBLE")
 """Ray's states of a placement group that it could not place."""
 
 
-def main(control: int, payload: int, parent: int) -> NoReturn:
+def main(control: int, parent: int) -> NoReturn:
     """Run the driver; never returns.
 
     Args:
         control: Descriptor of the socket to the kernel.
-        payload: Descriptor of the file with the function and its arguments.
         parent: Process id of the kernel.
     """
     die_with_parent(parent)
     channel = Channel(socket.socket(fileno=control))
     code = 0
     try:
-        Driver(channel, payload).run()
+        Driver(channel).run()
     except ChannelClosedError:
         code = 1  # the kernel is lost
     except LaunchError as error:
@@ -65,27 +74,48 @@ def main(control: int, payload: int, parent: int) -> NoReturn:
         os._exit(code)
 
 
+class Node(NamedTuple):
+    """A node of the run.
+
+    Attributes:
+        id: Its id in the cluster.
+        actor: The actor there.
+        facts: Its host name, address and versions.
+        ranks: Number of its ranks.
+        devices: The variables that list their devices.
+    """
+
+    id: str
+    actor: Any
+    facts: dict[str, Any]
+    ranks: int
+    devices: dict[str, str]
+
+    @property
+    def address(self) -> str:
+        """Its address."""
+        return str(self.facts["address"])
+
+
 class Driver:
     """Reserves resources for the ranks of one attempt, and releases them.
 
     Args:
         channel: The stream to the kernel.
-        payload: Descriptor of the file with the function and its arguments.
     """
 
-    def __init__(self, channel: Channel, payload: int) -> None:
-        self._channel, self._payload = channel, payload
-        self._order: protocol.PlaceOrder
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._ranks, self._cluster = 0, RayCluster()
         self._received: deque[Event] = deque()
         self._group: Any = None
-        self._actors: list[Any] = []
-        self._slots: list[dict[str, Any]] = []
+        self._nodes: list[Node] = []
 
     def run(self) -> None:
         """Carry out the kernel's orders until it leaves."""
         order = self._next()
         assert isinstance(order, protocol.PlaceOrder)
-        self._order = order
+        self._ranks, self._cluster = order.ranks, pickle.loads(order.payload)
         try:
             self._connect()
             self._reserve()
@@ -109,7 +139,7 @@ class Driver:
         """Connect to the cluster."""
         import ray
 
-        address = self._order.address
+        address = self._cluster.address
         for left in reversed(range(CONNECT_TRIES)):
             try:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
@@ -119,7 +149,7 @@ class Driver:
                 if not left or "Initialization failure from server" not in str(error):
                     raise LaunchError(reason) from error
                 self._channel.send(protocol.ClusterNoteEvent(f"{reason}; trying again"))
-        by_client = address.startswith("ray://")
+        by_client = address.startswith(RAY_CLIENT)
         self._channel.send(protocol.ConnectedEvent("" if by_client else ray.util.get_node_ip_address()))
 
     def _reserve(self) -> None:
@@ -130,10 +160,9 @@ class Driver:
         """
         from ray.util.placement_group import placement_group_table
 
-        order = self._order
         nodes = self._request_placement_group()
         noted = 0.0
-        deadline = time.monotonic() + max(order.wait, REFUSE_SECONDS)
+        deadline = time.monotonic() + max(self._cluster.seconds_to_wait, REFUSE_SECONDS)
         while not self._group.wait(POLL_SECONDS):
             self._check_still_wanted()
             alive = _alive_nodes()
@@ -155,7 +184,7 @@ class Driver:
         nodes = _alive_nodes()
         if self._group is not None:
             remove_placement_group(self._group)
-        self._group = placement_group([self._bundle()] * self._order.ranks, strategy=self._order.strategy)
+        self._group = placement_group([self._bundle] * self._ranks, strategy=self._cluster.strategy)
         return nodes
 
     def _check_still_wanted(self) -> None:
@@ -163,14 +192,15 @@ class Driver:
         if any(isinstance(event, protocol.ReleaseOrder) for event in self._received):
             raise LaunchError("the kernel stopped waiting")
 
+    @functools.cached_property
     def _bundle(self) -> dict[str, float]:
-        """Return the resources of one rank."""
+        """The resources of one rank."""
         import ray
 
-        order = self._order
-        if order.gpus is None:
-            order.gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
-        bundle = {"CPU": order.cpus, "GPU": float(order.gpus), **order.resources}
+        cluster, gpus = self._cluster, self._cluster.gpus
+        if gpus is None:
+            gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
+        bundle = {"CPU": cluster.cpus, "GPU": float(gpus), **(cluster.resources or {})}
         return {name: amount for name, amount in bundle.items() if amount}
 
     def _resources_text(self) -> str:
@@ -178,22 +208,22 @@ class Driver:
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        names = list(self._bundle())
+        names = list(self._bundle)
         free = ray.available_resources()
         each = ", ".join(f"{node['NodeManagerAddress']} ({amounts(node['Resources'], names)})" for node in nodes)
         count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-        requested = f"{self._order.ranks} ranks with {amounts(self._bundle(), names)} each"
-        if self._order.strategy != "PACK":
-            requested += f" placed {self._order.strategy}"
+        requested = f"{self._ranks} ranks with {amounts(self._bundle, names)} each"
+        if self._cluster.strategy != "PACK":
+            requested += f" placed {self._cluster.strategy}"
         return (
             f"{requested} are requested; there are {amounts(ray.cluster_resources(), names)} on {count}: {each}; "
             f"currently free: {amounts(free, names)}"
         )
 
     def _too_small_text(self) -> str:
-        resources, order = self._resources_text(), self._order
-        if order.wait:
-            text = f"the Ray cluster did not have the resources within {order.wait:g} s: {resources}"
+        resources, wait = self._resources_text(), self._cluster.seconds_to_wait
+        if wait:
+            text = f"the Ray cluster did not have the resources within {wait:g} s: {resources}"
             return f"{text}. Pass fewer num_processes, a smaller RayCluster(cpus=...), or a longer wait"
         text = f"the Ray cluster is too small or too busy: {resources}"
         return f"{text}. Pass fewer num_processes, or RayCluster(when_full='wait', wait=600) to wait for resources"
@@ -201,132 +231,77 @@ class Driver:
     # ---- the actors
 
     def _place(self) -> None:
-        """Start an actor for each rank, compare versions, and report the placement of the ranks."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        order = self._order
-        options = {
-            "num_cpus": order.cpus,
-            "num_gpus": order.gpus,
-            "resources": order.resources or None,
-            "max_concurrency": CALLS,
-            "runtime_env": order.runtime_env or None,
-        }
-        actor = ray.remote(_actor_class())
-        actors = []
-        for index in range(order.ranks):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            actors.append(actor.options(scheduling_strategy=strategy, **options).remote())
-        facts = self._call_actors(actors, "facts")
-        if wrong := mismatches(order.versions, facts):
-            raise LaunchError(wrong)
-        self._order_by_node(actors, facts)
-        port = self._call_actors(self._actors[:1], "call_slot", "hold_port")[0]
-        self._channel.send(protocol.PlacedEvent(self._slots, port))
-
-    def _order_by_node(self, actors: list[Any], facts: list[dict[str, Any]]) -> None:
-        """Number the ranks so that those of a node are consecutive."""
-        nodes = list(dict.fromkeys(fact["node"] for fact in facts))
-        by_node = {node: [index for index, fact in enumerate(facts) if fact["node"] == node] for node in nodes}
-        placed = [index for node in nodes for index in by_node[node]]
-        self._actors = [actors[index] for index in placed]
-        machines = self._call_actors(self._actors, "machine_facts")
-        for rank, index in enumerate(placed):
-            local = by_node[facts[index]["node"]]
-            devices = [machines[placed.index(neighbour)]["devices"] for neighbour in local]
-            self._slots.append(
-                {
-                    "id": facts[index]["node"],
-                    "node": nodes.index(facts[index]["node"]),
-                    "host": f"{facts[index]['host']}, {facts[index]['address']}",
-                    "address": facts[index]["address"],
-                    "local_rank": local.index(index),
-                    "local_size": len(local),
-                    "environment": {**machines[rank]["network"], **merge_devices(devices)},
-                }
-            )
-
-    def _call_actors(self, actors: list[Any], method: str, *arguments: Any) -> list[Any]:
-        """Call a method of actors and return their results.
+        """Start an actor on each node, compare versions, and report the nodes.
 
         Raises:
-            LaunchError: An actor could not be started, or has ended.
+            LaunchError: An actor could not be started, or has other versions.
         """
         import ray
 
-        try:
-            return list(ray.get([getattr(actor, method).remote(*arguments) for actor in actors]))
-        except Exception as error:
-            raise LaunchError(f"Ray could not start the ranks: {cause(error)}") from error
+        bundles: dict[str, list[int]] = {}
+        while bundles != (bundles := self._bundles_by_node()):  # again where Ray has moved bundles off a dead node
+            actor, options = ray.remote(_actor_class()), {"num_cpus": 0, "num_gpus": 0, "max_concurrency": CALLS}
+            actors = [actor.options(**options, **self._within(own[0])).remote() for own in bundles.values()]
+            facts = _results(each.facts.remote() for each in actors)
+            if wrong := mismatches(own_versions(), facts):
+                raise LaunchError(wrong)
+            devices = self._devices()
+        self._nodes = [
+            Node(node, actor, fact, len(own), merge_devices([devices[index] for index in own]))
+            for (node, own), actor, fact in zip(bundles.items(), actors, facts, strict=True)
+        ]
+        self._channel.send(protocol.PlacedEvent([(node.address, node.ranks) for node in self._nodes]))
 
-    # ---- the ranks
+    def _bundles_by_node(self) -> dict[str, list[int]]:
+        """Return the indices of the bundles on each node."""
+        from ray.util.placement_group import placement_group_table
 
-    def _serve(self, order: protocol.ServeOrder) -> None:
-        self._distribute_payload()
-        secret, orders = pickle.loads(order.payload)
-        for rank, (actor, slot, rank_order) in enumerate(zip(self._actors, self._slots, orders, strict=True)):
-            if self._order.address.startswith("ray://"):
-                self._call_actors([actor], "call_slot", "open_tunnel")
-                threading.Thread(target=run_tunnel, args=(actor, order.address, order.port), daemon=True).start()
-            place = (slot["node"], slot["host"])
-            serving = actor.call_slot.remote("serve", order.address, order.port, secret, *place, rank_order)
-            threading.Thread(target=self._watch, args=(rank, serving), daemon=True).start()
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        found: dict[str, list[int]] = {}
+        for index in range(self._ranks):
+            found.setdefault(nodes[index], []).append(index)
+        return found
 
-    def _distribute_payload(self) -> None:
-        """Send the payload to each node once: through the object store to one actor, as a file to the others."""
-        import numpy as np
+    def _within(self, bundle: int) -> dict[str, Any]:
+        """Return Ray's options for what runs in a bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"scheduling_strategy": strategy, "runtime_env": self._cluster.runtime_env or None}
+
+    def _devices(self) -> list[dict[str, str]]:
+        """Return for each bundle the variables in which Ray lists its devices."""
         import ray
 
-        with os.fdopen(self._payload, "rb") as file:
-            stored = ray.put(np.memmap(file, dtype=np.uint8, mode="r"))
-        first = [rank for rank, slot in enumerate(self._slots) if slot["local_rank"] == 0]
-        received = self._call_actors([self._actors[rank] for rank in first], "call_slot", "receive", stored)
-        files = {self._slots[rank]["node"]: file for rank, file in zip(first, received, strict=True)}
-        for rank, slot in enumerate(self._slots):
-            if rank in first:
-                continue
-            actor = self._actors[rank : rank + 1]
-            if not self._call_actors(actor, "call_slot", "share", *files[slot["node"]])[0]:
-                self._call_actors(actor, "call_slot", "receive", stored)
+        others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
+        if "GPU" not in self._bundle and not others:
+            return [{}] * self._ranks
+        task, cpus, gpus = ray.remote(_device_task()), self._bundle.get("CPU", 0), self._bundle.get("GPU", 0)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": others or None}
+        return _results(task.options(**options, **self._within(index)).remote() for index in range(self._ranks))
 
-    def _watch(self, rank: int, serving: Any) -> None:
-        """Report to the kernel why a rank's actor has ended."""
+    def _serve(self, order: protocol.ServeOrder) -> None:
+        """Have the actors connect to the kernel and run their ranks."""
+        where = (order.address, order.port)
+        for index, node in enumerate(self._nodes):
+            if self._cluster.address.startswith(RAY_CLIENT):
+                _results([node.actor.call.remote("open_tunnel")])
+                threading.Thread(target=run_tunnel, args=(node.actor, *where), daemon=True).start()
+            own = (index, f"{node.facts['host']}, {node.address}", node.address, node.devices)
+            serving = node.actor.call.remote("serve", *where, order.payload, *own)
+            threading.Thread(target=self._watch, args=(index, serving), daemon=True).start()
+
+    def _watch(self, index: int, serving: Any) -> None:
+        """Report to the kernel why a node's actor has ended."""
         import ray
 
         reason = ""
         try:
             ray.get(serving)
         except Exception as error:  # noqa: BLE001 - any error is reported to the kernel as the reason
-            reason = self._end_reason(rank, error)
+            reason = _end_reason(self._nodes[index], error)
         with suppress(ChannelClosedError):
-            self._channel.send(protocol.ActorEndedEvent(rank, reason))
-
-    def _end_reason(self, rank: int, error: Exception) -> str:
-        """Return why a rank's actor has ended; poll Ray while it reports the actor as unavailable only."""
-        import ray
-
-        deadline = time.monotonic() + CONFIRM_SECONDS
-        while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            try:
-                ray.get(self._actors[rank].facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
-            except ray.exceptions.GetTimeoutError:
-                continue  # not confirmed yet
-            except Exception as later:  # noqa: BLE001 - as above
-                error = later
-        return self._node_death(rank) or cause(error)
-
-    def _node_death(self, rank: int) -> str:
-        """Return a text if a rank's node has died; the cluster reports the node's death after the actor's."""
-        slot = self._slots[rank]
-        deadline = time.monotonic() + NODE_SECONDS
-        with suppress(Exception):  # a lost cluster does not answer
-            while time.monotonic() < deadline:
-                if slot["id"] not in _alive_nodes():
-                    return f"the Ray node at {slot['address']} has died"
-                time.sleep(POLL_SECONDS / 5)
-        return ""
+            self._channel.send(protocol.ActorEndedEvent(index, reason))
 
     def _release(self) -> None:
         """Release all resources."""
@@ -341,11 +316,64 @@ class Driver:
             ray.shutdown()
 
 
+def _end_reason(node: Node, error: Exception) -> str:
+    """Return why a node's actor has ended; poll Ray while it reports the actor as unavailable only."""
+    import ray
+
+    deadline = time.monotonic() + CONFIRM_SECONDS
+    while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        try:
+            ray.get(node.actor.facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            continue  # not confirmed yet
+        except Exception as later:  # noqa: BLE001 - any error is the reason
+            error = later
+    return _node_death(node) or cause(error)
+
+
+def _node_death(node: Node) -> str:
+    """Return a text if a node has died; the cluster reports the node's death after the actor's."""
+    deadline = time.monotonic() + NODE_SECONDS
+    with suppress(Exception):  # a lost cluster does not answer
+        while time.monotonic() < deadline:
+            if node.id not in _alive_nodes():
+                return f"the Ray node at {node.address} has died"
+            time.sleep(POLL_SECONDS / 5)
+    return ""
+
+
 def _alive_nodes() -> set[str]:
     """Return the ids of the nodes that the cluster reports as alive."""
     import ray
 
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _results(references: Iterable[Any]) -> list[Any]:
+    """Return the results of calls of actors and tasks.
+
+    Raises:
+        LaunchError: One could not be started, or has ended.
+    """
+    import ray
+
+    try:
+        return list(ray.get(list(references)))
+    except Exception as error:
+        raise LaunchError(f"Ray could not start the ranks: {cause(error)}") from error
+
+
+def _device_task() -> Callable[[], dict[str, str]]:
+    """Return the function of the tasks that report devices, which is pickled by value, as the actors' class is."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+
+    def devices() -> dict[str, str]:
+        import os
+
+        return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+    return devices
 
 
 def _actor_class() -> type[Any]:
@@ -355,11 +383,11 @@ def _actor_class() -> type[Any]:
     package can report that.
     """
 
-    class Rank:
-        """One rank's actor."""
+    class Host:
+        """The host of one node."""
 
         def facts(self) -> dict[str, Any]:
-            """Return the machine's versions, host name, address and node id."""
+            """Return the machine's versions, host name and address."""
             import importlib.metadata
             import platform
             import socket
@@ -376,33 +404,24 @@ def _actor_class() -> type[Any]:
                 "versions": versions,
                 "host": socket.gethostname(),
                 "address": ray.util.get_node_ip_address(),
-                "node": ray.get_runtime_context().get_node_id(),
             }
 
-        def machine_facts(self) -> dict[str, Any]:
-            """Return devices and network interface; see ``ray_actor.machine_facts``."""
-            import ray
-
+        def call(self, method: str, *arguments: Any) -> Any:
+            """Call a method of the node's host; see ``ray_actor.NodeHost``."""
             from notebook_accelerate.launch.hosts.ray import ray_actor
 
-            return ray_actor.machine_facts(ray.util.get_node_ip_address())
+            if not hasattr(self, "_host"):
+                self._host = ray_actor.NodeHost()
+            return getattr(self._host, method)(*arguments)
 
-        def call_slot(self, method: str, *arguments: Any) -> Any:
-            """Call a method of the rank's slot; see ``ray_actor.RankSlot``."""
-            from notebook_accelerate.launch.hosts.ray import ray_actor
-
-            if not hasattr(self, "_slot"):
-                self._slot = ray_actor.RankSlot()
-            return getattr(self._slot, method)(*arguments)
-
-    return Rank
+    return Host
 
 
 def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
     """Return the variables that show a rank all devices of its node's ranks, its own at the index of its local rank.
 
-    Ray shows an actor only its own device, which would be number 0 on every rank; frameworks use the device whose
-    number is the local rank, and NCCL accesses a neighbour's memory only if its device is visible.
+    With the device of its bundle only, every rank would have number 0; frameworks use the device whose number is the
+    local rank, and NCCL accesses a neighbour's memory only if its device is visible.
     """
     names = dict.fromkeys(name for each in devices for name in each)
     found = {}
@@ -423,13 +442,13 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
             with suppress(Exception):  # either end is lost
                 while True:
                     data = connection.recv(1 << 20)
-                    ray.get(actor.call_slot.remote("push", data))
+                    ray.get(actor.call.remote("push", data))
                     if not data:
                         return
 
         threading.Thread(target=down, daemon=True).start()
         with suppress(Exception):  # the actor is lost: the kernel sees the connection close
-            while (data := ray.get(actor.call_slot.remote("pull"))) != b"":
+            while (data := ray.get(actor.call.remote("pull"))) != b"":
                 if data:
                     connection.sendall(data)
         with suppress(OSError):  # close() is not enough: the other thread still blocks on it

@@ -16,7 +16,7 @@ def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
     ``same_version`` says which versions match.
     """
     lines = []
-    for fact in {fact["node"]: fact for fact in facts}.values():
+    for fact in facts:
         for name, version in ours.items():
             found = fact["versions"].get(name, "")
             if not found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from notebook_accelerate.telemetry import Event
 
@@ -13,26 +12,12 @@ class PlaceOrder(Event):
     """Reserve resources for ranks and place them.
 
     Attributes:
-        address: Address of the cluster.
         ranks: Number of ranks.
-        cpus: Processors per rank.
-        gpus: GPUs per rank; None: one if the cluster has GPUs.
-        resources: Custom resources per rank.
-        strategy: Ray's placement strategy.
-        runtime_env: Ray's runtime environment.
-        wait: Seconds to wait for free resources; 0 fails at once.
-        versions: The kernel's versions, by name: python, torch, notebook_accelerate.
+        payload: The ``RayCluster``, with its address, pickled.
     """
 
-    address: str
     ranks: int
-    cpus: float
-    gpus: int | None
-    resources: dict[str, float]
-    strategy: str
-    runtime_env: dict[str, Any]
-    wait: float
-    versions: dict[str, str]
+    payload: bytes
 
 
 @dataclass(slots=True)
@@ -67,25 +52,23 @@ class RefusedEvent(Event):
 
 @dataclass(slots=True)
 class PlacedEvent(Event):
-    """Every rank is placed.
+    """Every rank has its node, and every node an actor.
 
     Attributes:
-        slots: One for each rank, in order: node, host, address, local_rank, local_size, and environment variables.
-        port: A port on the first rank's node, held there.
+        nodes: The address of each node and the number of its ranks, in order.
     """
 
-    slots: list[dict[str, Any]]
-    port: int
+    nodes: list[tuple[str, int]]
 
 
 @dataclass(slots=True)
 class ServeOrder(Event):
-    """Start the ranks, and have them connect to the kernel.
+    """Have the actors connect to the kernel as hosts.
 
     Attributes:
         address: Address of the kernel's listener.
         port: Port of the kernel's listener.
-        payload: The run's secret and an order for each rank, pickled.
+        payload: The run's secret.
     """
 
     address: str
@@ -95,10 +78,10 @@ class ServeOrder(Event):
 
 @dataclass(slots=True)
 class ActorEndedEvent(Event):
-    """A rank's actor has ended, with the reason."""
+    """A node's actor has ended, with the reason; "" when its ranks have ended."""
 
-    rank: int
-    reason: str
+    node: int
+    text: str
 
 
 @dataclass(slots=True)

@@ -43,8 +43,6 @@ POLL_SECONDS = 0.1
 """Seconds between polls of the ranks, on systems that cannot notify of the end of a process."""
 GUARD_SECONDS = 1.0
 """Seconds between two looks whether the orphan guard runs."""
-LEAVE_SECONDS = 10.0
-"""Seconds that the kernel has to receive the exit of the last rank, before the host leaves without its reply."""
 
 
 class Host:
@@ -102,18 +100,6 @@ class Host:
         finally:
             self._kill()
             sampler.stop()
-
-    def serve(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
-        """Run ranks for a kernel that has no more orders, and close the stream.
-
-        Raises:
-            LaunchError: See `run_ranks`.
-        """
-        try:
-            self.run_ranks(backend, orders)
-            self._left.wait(LEAVE_SECONDS)
-        finally:
-            self.close()
 
     def leave(self, reason: str = "", *, stopped: bool = False) -> None:
         """Let the kernel know why this host leaves; safe from any thread. The ranks are killed."""

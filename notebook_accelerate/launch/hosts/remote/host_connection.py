@@ -6,7 +6,7 @@ import itertools
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -58,14 +58,18 @@ class Outbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self._queue: SimpleQueue[Iterable[bytes] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._send_queued, name="notebook-accelerate-outbox", daemon=True)
         self._thread.start()
 
     def send(self, *events: Event) -> None:
         """Send events; a lost host is noticed when its stream is read. Safe from any thread."""
         now = steady_time.now()
-        self._queue.put(encode([Stamped(now, event) for event in events]))
+        self._queue.put((encode([Stamped(now, event) for event in events]),))
+
+    def send_each(self, events: Iterable[Event]) -> None:
+        """Send events that are made one by one, on the thread, as the host reads them."""
+        self._queue.put(encode([Stamped(steady_time.now(), event)]) for event in events)
 
     def close(self) -> None:
         """Wait until everything was sent, or can no longer be, and end the thread."""
@@ -76,9 +80,10 @@ class Outbox:
             self._thread.join()
 
     def _send_queued(self) -> None:
-        while (data := self._queue.get()) is not None:
+        while (parts := self._queue.get()) is not None:
             with suppress(ChannelClosedError):
-                self._channel.send_bytes(data)
+                for data in parts:
+                    self._channel.send_bytes(data)
 
 
 class HostConnection:
@@ -172,6 +177,10 @@ class HostConnection:
     def send(self, *events: Event) -> None:
         """Send events to the host; a lost host is noticed when its stream is read. Safe from any thread."""
         self._outbox.send(*events)
+
+    def send_each(self, events: Iterable[Event]) -> None:
+        """Send events that are too large to be kept until the host reads them; see ``Outbox.send_each``."""
+        self._outbox.send_each(events)
 
     # ---- on the thread of the selector
 
