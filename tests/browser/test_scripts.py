@@ -79,3 +79,34 @@ def test_new_lines_leave_the_rows_before_them(blank: Any) -> None:
     blank.wait_for_function("() => texts().length === 1")
     blank.get_by_role("searchbox").fill("")
     blank.wait_for_function("() => texts().length === 1000 && texts()[0] === 'line 1300'")
+
+
+_CURVE = """() => {
+    const handlers = {}, values = { hidden_metrics: 0, chosen: "" };
+    window.model = {
+        get: (name) => values[name], set() {}, save_changes() {}, send() {}, off() {},
+        on: (event, handler) => { handlers[event] = handler; },
+        put(name, value) { values[name] = value; handlers[`change:${name}`](); },
+    };
+    window.panel = new Panel(window.model, document.body);
+    window.log = (seq, first, count) => {
+        const steps = [...Array(count).keys()].map(i => first + i);
+        const data = new DataView(new Float64Array([...steps, ...steps, ...steps.map(Math.sin)]).buffer);
+        model.put(seq === 1 ? "full" : "delta", { seq, prev: seq - 1, series: [["loss", "run 1", count]], data });
+    };
+    window.chart = () => panel.charts.get("loss").u;
+    window.beads = () => chart().series[1].points.show(chart(), 1);
+}"""
+
+
+def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> None:
+    """The first step may take long: what is right for one point is not for the hundred that follow."""
+    _load(blank, "uPlot.iife.min.js", "feed.js", "plot.js")
+    blank.evaluate(_CURVE)
+    blank.evaluate("() => log(1, 0, 1)")
+    blank.wait_for_function("() => panel.charts.get('loss')?.u?.data[0].length === 1")
+    assert blank.evaluate("() => beads()") is True
+    blank.evaluate("() => { window.first = chart(); log(2, 1, 100); }")
+    blank.wait_for_function("() => chart().data[0].length === 101")
+    assert blank.evaluate("() => chart() === window.first"), "built for the first point"
+    assert blank.evaluate("() => beads()") is False
