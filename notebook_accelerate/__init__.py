@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.inference import prepare_pippy as prepare_pippy
     from notebook_accelerate.integrations.accelerate_alias import as_accelerate as as_accelerate
-    from notebook_accelerate.launch import Run as Run, runs as runs, shutdown as shutdown
+    from notebook_accelerate.launch import Run as Run, debug as debug, runs as runs, shutdown as shutdown
     from notebook_accelerate.launchers import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
     from notebook_accelerate.state import PartialState as PartialState
     from notebook_accelerate.utils.dataclasses import (

@@ -105,7 +105,7 @@ def notebook_launcher(
         timeout: Seconds for the whole run.
         hang_timeout: Seconds without output, metric or progress from any rank before the run is ended.
         env: Environment variables for the ranks, over the kernel's.
-        debug: Whether the ranks of a failed run are kept, so that ``run.debug()`` opens at the failing line.
+        debug: Whether the ranks of a failed run are kept, so that ``debug()`` opens at the failing line.
         min_nodes: Smallest number of notebooks that continue: when others are lost, the group restarts with the
             remaining ones (needs "c10d" and ``max_restarts``), and again when one joins late; None: ``num_nodes``.
         on: Where the ranks run: None (this machine), "ray" (the cluster that this machine belongs to, or the notebook's

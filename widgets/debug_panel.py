@@ -18,7 +18,7 @@ from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
 
 if TYPE_CHECKING:
-    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch import Run
 
 ALL = "all ranks"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.debug.session import Stacks
+from notebook_accelerate.debugging.session import Stacks
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.node_summary import MANY
 from notebook_accelerate.launch.report.rank_rows import short_names
@@ -17,7 +17,7 @@ from notebook_accelerate.widgets.run_panel_html import state
 from notebook_accelerate.widgets.run_summary import duration
 
 if TYPE_CHECKING:
-    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.run import RankInfo
 

@@ -71,7 +71,7 @@ class LaunchConfig:
     env: Mapping[str, str] | None = None
     """Environment variables for the ranks, over the kernel's."""
     debug: bool = False
-    """Whether the ranks of a failed run are kept, so that ``run.debug()`` opens at the failing line."""
+    """Whether the ranks of a failed run are kept, so that ``debug()`` opens at the failing line."""
     cpu: bool = False
     """Whether the ranks use the CPU only."""
     min_nodes: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan
 from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.launch.run import Attempt, RankInfo, Run
-from notebook_accelerate.launch.run_registry import runs, shutdown
+from notebook_accelerate.launch.run_registry import debug, runs, shutdown
 from notebook_accelerate.launch.start import start
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "RankInfo",
     "Report",
     "Run",
+    "debug",
     "make_plan",
     "runs",
     "shutdown",

@@ -26,7 +26,7 @@ from notebook_accelerate.telemetry import Metrics, RankFailure, Store, steady_ti
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.report.run_report import Report
     from notebook_accelerate.telemetry.store import Record

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.debug.diagnosis import Diagnosis
-from notebook_accelerate.debug.session import Session, Stacks
+from notebook_accelerate.debugging.diagnosis import Diagnosis
+from notebook_accelerate.debugging.session import Session, Stacks
 from notebook_accelerate.launch.output.standard_streams import StandardStream, escape
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.state.run_events import WarningAdded
@@ -177,7 +177,7 @@ class RunDebugging:
             if chosen not in self.commands.prompts.debugged() and self.ended is None:
                 print(  # noqa: T201 - the answer to a command typed in a cell
                     f"rank {chosen} has not come back to Python yet: {self.diagnose().line_of(chosen)}\n"
-                    f"It stops when it does; run.debug(rank={chosen}) then opens it."
+                    f"It stops when it does; notebook_accelerate.debug(rank={chosen}) then opens it."
                 )
                 return
         while (prompt := self.commands.prompts.take(rank=chosen)) is not None:

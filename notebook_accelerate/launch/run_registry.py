@@ -129,6 +129,28 @@ def runs() -> list[Run]:
         return [entry.current() for entry in _entries]
 
 
+def debug(rank: int | None = None) -> None:
+    """Use the debugger of a rank in this cell, until it continues or quits; see ``Run.debug``.
+
+    The run is the last one with a rank at a breakpoint, else the last one that failed with ``debug=True`` and whose
+    ranks are kept, else the last one that is running.
+
+    Args:
+        rank: Global index; None means the first rank that is stopped, else the first that failed, else rank 0.
+
+    Raises:
+        ValueError: There is no such run, or no such rank.
+    """
+    living = _living()
+    chosen = [run for run in living if run.commands.prompts.debugged()] or [run for run in living if run.held] or living
+    if not chosen:
+        raise ValueError(
+            "no run can be debugged: none is running, and no ranks are kept after a failure; "
+            "launch with notebook_launcher(..., debug=True), or with block=False and call debug() while it runs"
+        )
+    chosen[-1].debug(rank)
+
+
 def _living() -> list[Run]:
     with _lock:
         return [run for entry in _entries if (run := entry.living) is not None]

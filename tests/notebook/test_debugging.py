@@ -20,8 +20,8 @@ import datetime
 from notebook_accelerate import Accelerator
 from notebook_accelerate.utils import InitProcessGroupKwargs
 import notebook_accelerate.worker.debug_agent as agent
-import notebook_accelerate.debug.sanity_checks as mistakes
-import notebook_accelerate.debug.session as session
+import notebook_accelerate.debugging.sanity_checks as mistakes
+import notebook_accelerate.debugging.session as session
 import notebook_accelerate.launch.run_debugging as inspection
 import notebook_accelerate.launch.supervisor.stall_detector as stall
 
@@ -391,7 +391,7 @@ def test_quitting_releases_every_rank(kernel: Kernel, answers: Answers) -> None:
 
 def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> None:
     cell = kernel.check("run = go(stopped, 30.0)")
-    kernel.wait_for(lambda: "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it" in cell.stderr)
+    kernel.wait_for(lambda: "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1) opens it" in cell.stderr)
     answers.waiting[:] = ["p value", "w", "c"]
     cell = kernel.check("run.debug(); run.wait(100)")
     assert "[rank 1] 41" in cell.plain
@@ -433,8 +433,9 @@ def test_asking_leaves_what_was_typed_at_a_breakpoint(kernel: Kernel) -> None:
 
 
 def test_post_mortem_of_a_run_that_failed(kernel: Kernel, answers: Answers) -> None:
-    text = said(kernel.run("launch(fails, debug=True)"))
-    assert "KeyError: 14" in text
+    failed = kernel.run("launch(fails, debug=True)")
+    assert "KeyError: 14" in said(failed)
+    assert "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed" in failed.stderr
     kernel.check("run = notebook_accelerate.runs()[-1]")
     assert kernel.value("[run.status, [info.state for info in run.ranks]]") == ["failed", ["running", "failed"]]
     answers.waiting[:] = ["p inner", "u", "p secret", "d", "p secret * 10", "q"]
@@ -443,7 +444,7 @@ def test_post_mortem_of_a_run_that_failed(kernel: Kernel, answers: Answers) -> N
     asked = "[run.ask('secret', ranks=[0], timeout=60)[0], run.ask('inner', ranks=[1], timeout=60)[1]]"
     assert kernel.value(asked) == [0, 14]
     assert kernel.value("run.ask('accelerator.process_index', ranks=[1], frame='fails', timeout=60)[1]") == 1
-    shown = kernel.check("run.debug()").plain
+    shown = kernel.check("notebook_accelerate.debug()").plain
     assert [line for line in shown.splitlines() if re.fullmatch(r"\[rank 1\] \d+", line)] == [
         "[rank 1] 14",
         "[rank 1] 7",
@@ -459,6 +460,20 @@ def test_the_next_launch_lets_failed_ranks_go(kernel: Kernel) -> None:
     assert kernel.value("held.held") is True
     assert kernel.check("launch(rank).results").result_text == "(0, 1)"
     assert kernel.value("held.held") is False
+
+
+def test_debug_chooses_the_run_that_waits_for_its_user(kernel: Kernel, answers: Answers) -> None:
+    assert "no run can be debugged: none is running" in said(kernel.run("notebook_accelerate.debug()"))
+    kernel.check("first = go(both_stop, num_processes=1, start_method='fork')")
+    kernel.check("until(lambda: first.commands.prompts.debugged() == [0])")
+    kernel.check("def naps():\n    while True:\n        time.sleep(0.01)")
+    kernel.check("second = go(naps, num_processes=1, start_method='fork')")
+    answers.waiting[:] = ["c"]
+    kernel.check("notebook_accelerate.debug()")
+    assert kernel.value("[first.wait(100), second.done]") == [True, False]
+    answers.waiting[:] = ["q"]
+    kernel.check("notebook_accelerate.debug(rank=0)")
+    assert kernel.value("(second.wait(100), second.status)[1]") == "stopped"
 
 
 # ---- asking, pausing, looking

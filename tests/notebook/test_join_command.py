@@ -305,7 +305,7 @@ def test_the_first_notebook_is_lost(join: Start) -> None:
 def test_a_commands_ranks_are_debugged_in_the_notebook(first: Kernel, join: Start) -> None:
     cell, where = launch(first, "stops", block=False)
     command = join(where)
-    first.wait_for(lambda: "rank 1 is stopped at a breakpoint; run.debug(rank=1)" in cell.plain, LIMIT)
+    first.wait_for(lambda: "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1)" in cell.plain, LIMIT)
     asked = first.value("{str(rank): value for rank, value in run.ask('value', timeout=60).items()}", LIMIT)
     assert asked == {"0": 40, "1": 41}
     assert "in stops" in first.value("str(run.stacks(ranks=[1]))", LIMIT)

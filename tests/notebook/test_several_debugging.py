@@ -82,7 +82,7 @@ def test_breakpoints_are_answered_in_the_first_notebook_and_suspend_the_clock(pa
     first = pair.kernels[0]
     cells = pair.finish(pair.launch("stops, 0, 1", *ONE_EACH, block=False, hang_timeout=HANG, rdzv_conf=SECRET))
     for rank in (0, 1):
-        shows(pair, 0, cells[0], f"rank {rank} is stopped at a breakpoint; run.debug(rank={rank}) opens it")
+        shows(pair, 0, cells[0], f"rank {rank} is stopped at a breakpoint; notebook_accelerate.debug(rank={rank}) opens it")
         first.until(STANDS, LIMIT)
         if rank == 0:
             time.sleep(HANG + 3)
@@ -102,7 +102,7 @@ def test_breakpoints_are_answered_in_the_first_notebook_and_suspend_the_clock(pa
 def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Notebooks) -> None:
     first, second = pair.kernels
     cells = pair.finish(pair.launch("stops, 1", *ONE_EACH, block=False, rdzv_conf=SECRET))
-    shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it")
+    shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1) opens it")
     assert first.check("run.cast('p value', ranks=[1], timeout=100)", LIMIT).result_text == "rank 1 │ 41"
     first.types("w", "c")
     shown = first.check("run.debug(rank=1)", LIMIT).plain

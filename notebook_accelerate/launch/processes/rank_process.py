@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from notebook_accelerate.debug.process_inspection import ProcessInspector, ProcessStacks
+from notebook_accelerate.debugging.process_inspection import ProcessInspector, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import Channel, Stamped

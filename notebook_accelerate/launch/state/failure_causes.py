@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from notebook_accelerate.debug import stack_dumps
+from notebook_accelerate.debugging import stack_dumps
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry import FrameInfo, RankFailure, tracebacks
 

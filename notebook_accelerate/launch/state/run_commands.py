@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from notebook_accelerate.debug.rank_requests import RankRequests
+from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.launch.state.prompts import PromptQueue
 
 DEFAULT_GRACE = 5.0

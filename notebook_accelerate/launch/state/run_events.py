@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.telemetry import Event, RankFailure
 
 if TYPE_CHECKING:
-    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.state.rank_result import RankResult
 

@@ -15,7 +15,7 @@ from notebook_accelerate.launch.state import run_events as events
 from notebook_accelerate.telemetry import RankFailure
 
 if TYPE_CHECKING:
-    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.state.rank_result import RankResult
 

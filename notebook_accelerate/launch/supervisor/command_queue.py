@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
-from notebook_accelerate.debug.rank_requests import RankRequests
+from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.launch.state.prompts import PromptQueue
 from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.debug import sanity_checks
+from notebook_accelerate.debugging import sanity_checks
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.output.rank_lines import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
@@ -326,7 +326,7 @@ _HANDLERS: dict[type[Event], Callable[[RankEventHandler, SupervisedRank, Any], N
 
 def _how_to_answer(prompt: Prompt) -> str:
     if prompt.of_debugger:
-        return f"is stopped at a breakpoint; run.debug(rank={prompt.rank}) opens it"
+        return f"is stopped at a breakpoint; notebook_accelerate.debug(rank={prompt.rank}) opens it"
     return "waits for input; run.wait() asks you for it"
 
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.debug.session import Session
+from notebook_accelerate.debugging.session import Session
 from notebook_accelerate.launch.state.run_events import DiagnosisAdded, WarningAdded
 from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.debug_protocol import HEARTBEAT_SECONDS, HeartbeatEvent
 
 if TYPE_CHECKING:
-    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.supervisor.run_context import RunContext
 
 STALL_SECONDS = 10.0

@@ -153,6 +153,11 @@ class Supervisor(RunThread):
         self._journal.append(AttemptEnded(error_messages.headline(found)))
         self._journal.append(self._failed())
         self._context.commands.prompts.reopen()
+        self._context.show(
+            "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed; "
+            "the next launch, or notebook_accelerate.shutdown(), ends them",
+            "stderr",
+        )
 
     def _verdict(self, group: RankGroup) -> RunEnded:
         """Record how the last attempt ended and return how that ends the run."""

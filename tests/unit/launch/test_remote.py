@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from notebook_accelerate import LaunchConfig
-from notebook_accelerate.debug.diagnosis import RankPosition
+from notebook_accelerate.debugging.diagnosis import RankPosition
 from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import processes, start
 from notebook_accelerate.launch.hosts.remote.host import Host

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import notebook_launcher
-from notebook_accelerate.debug.diagnosis import RankPosition, diagnose
+from notebook_accelerate.debugging.diagnosis import RankPosition, diagnose
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,

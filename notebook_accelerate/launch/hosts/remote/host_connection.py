@@ -11,8 +11,8 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 
-from notebook_accelerate.debug.native_stacks import SECONDS as NATIVE_SECONDS
-from notebook_accelerate.debug.process_inspection import DUMP_SECONDS, ProcessStacks
+from notebook_accelerate.debugging.native_stacks import SECONDS as NATIVE_SECONDS
+from notebook_accelerate.debugging.process_inspection import DUMP_SECONDS, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.host_cells import ForeignCells
 from notebook_accelerate.launch.hosts.remote.host_protocol import (

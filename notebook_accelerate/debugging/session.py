@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from notebook_accelerate.debug import diagnosis, stack_dumps
-from notebook_accelerate.debug.diagnosis import Diagnosis, RankPosition
-from notebook_accelerate.debug.rank_requests import RankRequests
+from notebook_accelerate.debugging import diagnosis, stack_dumps
+from notebook_accelerate.debugging.diagnosis import Diagnosis, RankPosition
+from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.errors import AskError, NotebookAccelerateError
 from notebook_accelerate.telemetry import FrameInfo
 from notebook_accelerate.telemetry.debug_protocol import (

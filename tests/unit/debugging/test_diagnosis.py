@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.debug.diagnosis import RankPosition, diagnose, rank_condition
+from notebook_accelerate.debugging.diagnosis import RankPosition, diagnose, rank_condition
 from notebook_accelerate.telemetry import FrameInfo
 from notebook_accelerate.telemetry.debug_protocol import Collective
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from notebook_accelerate.debug.process_inspection import ProcessStacks
+from notebook_accelerate.debugging.process_inspection import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.telemetry.channel import Sender
 from notebook_accelerate.telemetry.debug_protocol import Reply, Request

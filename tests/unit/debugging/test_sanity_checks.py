@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.debug import sanity_checks
-from notebook_accelerate.debug.sanity_checks import SanityChecks
+from notebook_accelerate.debugging import sanity_checks
+from notebook_accelerate.debugging.sanity_checks import SanityChecks
 from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 from notebook_accelerate.worker.sanity_facts import UNPREPARED_STEPS, SanityFacts, fingerprint
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.debug import native_stacks, stack_dumps
+from notebook_accelerate.debugging import native_stacks, stack_dumps
 from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.launch.state import failure_causes
 from notebook_accelerate.telemetry import FrameInfo, RankFailure

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from notebook_accelerate.debug import native_stacks, stack_dumps
+from notebook_accelerate.debugging import native_stacks, stack_dumps
 
 DUMP_SECONDS = 0.5
 
