@@ -34,7 +34,8 @@ def split_sequences(
         ValueError: Buffers and dimensions do not match, or a sequence cannot be split evenly.
     """
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    from notebook_accelerate.torch_internals import set_rotate_method
 
     _check(buffers, dims, kept_split, 2 * mesh.size())
     set_rotate_method(exchange)

@@ -20,6 +20,7 @@ from notebook_accelerate.big_modeling.sharded_sizes import EXPERTS
 from notebook_accelerate.strategies.module_queries import model_has_dtensor
 from notebook_accelerate.strategies.sharding.split_layers import SplitLayersStrategy
 from notebook_accelerate.strategies.tied_weights import retie, tied_names
+from notebook_accelerate.torch_internals import Dropout
 
 
 def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
@@ -70,7 +71,7 @@ def _check_layer(name: str, layer: nn.Module, size: int) -> None:
         )
     if count % size:
         raise ValueError(f"{name} has {count} experts, which ep_size={size} does not divide; choose a divisor")
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p for module in layer.modules()):
+    if any(isinstance(module, Dropout) and module.p for module in layer.modules()):
         raise ValueError(
             f"{name} uses dropout, which would draw different random numbers on each rank of ep_size; set its "
             "probability to 0"
