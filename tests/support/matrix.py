@@ -217,8 +217,7 @@ def run_cell(cell: Cell, chosen: Sequence[str], sdist: Path, wheel: Path) -> boo
         if "quickstart" in chosen:
             row["quickstart"] = quickstart(cell, logs, sdist, wheel)
             _note(cell, row)
-        install(cell, logs, str(wheel), "--no-deps", "--force-reinstall")
-        install(cell, logs, "-r", str(REQUIREMENTS))
+        install(cell, logs, str(wheel), "-r", str(REQUIREMENTS))
         home = _output(cell.executable, "-c", "import notebook_accelerate as n; print(n.__file__)", cwd=cell.tree)
         assert Path(home).is_relative_to(cell.folder / "env"), f"the tests would import {home or 'nothing'}"
         for group in (name for name in chosen if GROUPS[name]):

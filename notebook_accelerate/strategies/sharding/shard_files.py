@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.utils.serialization import config as serialization
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from notebook_accelerate.torch_internals import StorageInfo
 
@@ -180,9 +180,15 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     return bytes(content[:begin]), bytes(content[begin + record.file_size :])
 
 
-def without_record_checksums() -> Any:
-    """Return a context in which torch.save computes no checksums of records: the manifest has those of files."""
-    return serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+@contextmanager
+def without_record_checksums() -> Iterator[None]:
+    """Have torch.save compute no checksums of records in a context: the manifest has those of files."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
