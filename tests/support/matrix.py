@@ -104,7 +104,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.support.matrix", description=__doc__)
-    parser.add_argument("--cells", type=_names, default=[], help="PYTHON-TORCH,... as 3.10-2.6; default: all")
+    parser.add_argument(
+        "--cells", type=_names, default=[], help="PYTHON-TORCH,... as 3.10-2.6 or 3.10-oldest; default: all"
+    )
     parser.add_argument("--groups", type=_names, default=list(GROUPS), help=f"some of {','.join(GROUPS)}")
     parser.add_argument("--list", action="store_true", help="print the cells and end")
     options = parser.parse_args()
@@ -147,24 +149,25 @@ def choose(interpreters: dict[str, str], names: Sequence[str]) -> list[Cell]:
 
     Args:
         interpreters: Path by minor version.
-        names: Names of cells; none: all.
+        names: Names of cells, with a version of torch or one of those words; none: all.
 
     Raises:
         SystemExit: A named cell is not valid here.
     """
-    wanted = [name.partition("-")[0] for name in names]
-    cells = []
+    wanted = {name.partition("-")[0] for name in names}
+    cells: dict[str, Cell] = {}
     for version, interpreter in interpreters.items():
         if names and version not in wanted:
             continue
         releases = torch_releases(interpreter)
         minors = sorted(releases, key=_key)
-        usual = [minors[0], minors[len(minors) // 2], minors[-1]] if minors else []
-        every = minors if names else dict.fromkeys(usual)
-        cells += [Cell(version, minor, interpreter, releases[minor]) for minor in every]
-    if unknown := set(names) - {cell.name for cell in cells}:
-        raise SystemExit(f"no such cell here: {', '.join(sorted(unknown))}; `--list` prints the cells")
-    return [cell for cell in cells if not names or cell.name in names]
+        positions = {"oldest": 0, "middle": len(minors) // 2, "newest": -1} if minors else {}
+        labels = {label: minors[position] for label, position in positions.items()}
+        for label, minor in {**labels, **({minor: minor for minor in minors} if names else {})}.items():
+            cells[f"{version}-{label}"] = Cell(version, minor, interpreter, releases[minor])
+    if unknown := [name for name in names if name not in cells]:
+        raise SystemExit(f"no such cell here: {', '.join(unknown)}; `make test-matrix LIST=yes` prints the cells")
+    return list(dict.fromkeys(cells[name] for name in names or cells))
 
 
 def torch_releases(interpreter: str) -> dict[str, str]:
