@@ -1,6 +1,6 @@
 """Everything this package uses of torch that torch does not document: nowhere else is a private name of torch used.
 
-Tried with torch 2.6 to 2.15: ``tests/unit/test_torch_internals.py`` tries each, and `make test-matrix` runs it with the
+Tried with torch 2.7 to 2.15: ``tests/unit/test_torch_internals.py`` tries each, and `make test-matrix` runs it with the
 oldest, a middle and the newest torch. Importing this module imports no torch.
 """
 
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"torch {import_module('torch').__version__} has no {module}.{attribute}, a private name ({error}); "
-            "notebook_accelerate was tried with torch 2.6 to 2.15: install one of these"
+            "notebook_accelerate was tried with torch 2.7 to 2.15: install one of these"
         ) from error
     globals()[name] = value
     return value
@@ -177,7 +177,7 @@ def start_all_gather(group: Any, rows: Any, flat: Any, options: Any) -> Any:
 def flight_recorder() -> Callable[[bool, bool], bytes] | None:
     """Return the function that dumps torch's flight recorder as JSON; None in a torch without one, or not loaded.
 
-    torch 2.6 records NCCL's operations only, under the second name.
+    Older ones record NCCL's operations only, under the second name.
     """
     c10d = sys.modules.get("torch._C._distributed_c10d")
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")

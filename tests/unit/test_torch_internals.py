@@ -43,7 +43,7 @@ def test_exports_are_complete() -> None:
 
 def test_a_name_that_torch_lacks_is_named_with_the_versions_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_internals.NAMES, "gone", torch_internals.PrivateName("torch:_gone", "nothing"))
-    with pytest.raises(ImportError, match=rf"torch {torch.__version__.split('+')[0]}.* has no torch\._gone.*2\.6 to"):
+    with pytest.raises(ImportError, match=rf"torch {torch.__version__.split('+')[0]}.* has no torch\._gone.*2\.7 to"):
         _ = torch_internals.gone
     with pytest.raises(AttributeError, match="no attribute 'never'"):
         _ = torch_internals.never
@@ -86,6 +86,7 @@ def test_an_all_gather_starts_and_ends(group: None) -> None:
     assert rows.tolist() == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.leaks_ok("what is dropped stays open")
 def test_dropped_groups_stay_alive_and_another_can_be_made() -> None:
     dist.init_process_group("gloo", store=torch_internals.HashStore(), rank=0, world_size=1)
     first = dist.group.WORLD
@@ -95,7 +96,6 @@ def test_dropped_groups_stay_alive_and_another_can_be_made() -> None:
     assert torch_internals.process_groups() == []
     dist.init_process_group("gloo", store=torch_internals.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
-    first.shutdown()  # type: ignore[union-attr]
 
 
 def test_the_flight_recorder_dumps(group: None) -> None:

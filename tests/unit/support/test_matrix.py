@@ -14,7 +14,7 @@ RELEASES = {"2.6": "2.6.0", "2.9": "2.9.1", "2.10": "2.10.0", "2.15": "2.15.0"}
 
 @pytest.fixture
 def releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "torch_releases", lambda interpreter: RELEASES)  # the package index's answer
+    monkeypatch.setattr(matrix, "torch_releases", lambda _: RELEASES)  # the package index's answer
 
 
 def names(*chosen: str) -> list[str]:
