@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from torch import Tensor, UntypedStorage, nn
     from torch import _foreach_copy_ as foreach_copy
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
         offload_wrapper,
     )
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import _get_default_store as default_store
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.nn.modules.dropout import _DropoutNd as Dropout
+    from torch.optim import Optimizer
     from torch.utils import _pytree as pytree
     from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
@@ -159,7 +163,7 @@ def drop_process_groups() -> list[Any]:
     return kept
 
 
-def start_all_gather(group: Any, rows: Any, flat: Any, options: Any) -> Any:
+def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> Any:
     """Start an all-gather into one tensor by the group's own method, 14 us faster than the public function.
 
     Args:
@@ -200,7 +204,7 @@ def default_device() -> str:
     return str(devices[-1]) if devices else ""
 
 
-def flatten_mesh(mesh: Any, name: str) -> Any:
+def flatten_mesh(mesh: DeviceMesh, name: str) -> Any:
     """Add a flat dimension over all dimensions of a device mesh.
 
     Args:
@@ -210,7 +214,7 @@ def flatten_mesh(mesh: Any, name: str) -> Any:
     return mesh._flatten(name)
 
 
-def local_tensor(tensor: Any) -> Any:
+def local_tensor(tensor: DTensor) -> Tensor:
     """Return this rank's part of a DTensor, not a view of it as `to_local` does.
 
     Args:
@@ -219,7 +223,7 @@ def local_tensor(tensor: Any) -> Any:
     return tensor._local_tensor
 
 
-def viewed_tensor(tensor: Any) -> Any:
+def viewed_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor that a tensor is a view of, or the tensor itself.
 
     Args:
@@ -228,7 +232,7 @@ def viewed_tensor(tensor: Any) -> Any:
     return tensor if tensor._base is None else tensor._base
 
 
-def storage_key(storage: Any) -> int:
+def storage_key(storage: UntypedStorage) -> int:
     """Return a number that equal storages share, also on devices without memory.
 
     Args:
@@ -240,7 +244,7 @@ def storage_key(storage: Any) -> int:
 # -- Modules -----------------------------------------------------------------------------------------------------------
 
 
-def is_compiled(module: Any) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` returned a module.
 
     Args:
@@ -249,7 +253,7 @@ def is_compiled(module: Any) -> bool:
     return "_orig_mod" in module._modules
 
 
-def compiled_module(module: Any) -> Any:
+def compiled_module(module: nn.Module) -> Any:
     """Return the module inside a compiled one.
 
     Args:
@@ -258,7 +262,7 @@ def compiled_module(module: Any) -> Any:
     return module._orig_mod
 
 
-def is_compiled_in_place(module: Any) -> bool:
+def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether a module's own `compile` was called.
 
     Args:
@@ -267,7 +271,7 @@ def is_compiled_in_place(module: Any) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def non_persistent_buffers(module: Any) -> set[str]:
+def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that are not in its state dict.
 
     Args:
@@ -276,16 +280,16 @@ def non_persistent_buffers(module: Any) -> set[str]:
     return set(module._non_persistent_buffers_set)
 
 
-def refresh_parameters(module: Any) -> None:
+def refresh_parameters(module: nn.Module) -> None:
     """Have FSDP 2 read the parameters' new objects, as it does when a function is applied to a model.
 
     Args:
         module: The model.
     """
-    module._apply(lambda tensor: tensor)
+    module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
 
-def has_own_names(module: Any) -> bool:
+def has_own_names(module: nn.Module) -> bool:
     """Return whether a module leaves the names of its parameters in state dicts as they are (torch 2.7 and newer).
 
     Args:
@@ -294,7 +298,7 @@ def has_own_names(module: Any) -> bool:
     return not hasattr(module, "_fqn_modifiers")
 
 
-def recorded_static_graph(model: Any) -> bool:
+def recorded_static_graph(model: nn.Module) -> bool:
     """Return whether a DDP model with a static graph has recorded it; True where torch no longer tells.
 
     Args:
@@ -311,7 +315,7 @@ def hybrid_zero2() -> Any:
     return import_module("torch.distributed.fsdp").ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
-def flat_parameter_handle(unit: Any) -> Any:
+def flat_parameter_handle(unit: nn.Module) -> Any:
     """Return the handle of an FSDP 1 unit's flat parameter, or None for a unit without parameters.
 
     Args:
@@ -320,7 +324,7 @@ def flat_parameter_handle(unit: Any) -> Any:
     return getattr(unit, "_handle", None)
 
 
-def flat_parameter(module: Any) -> Any:
+def flat_parameter(module: nn.Module) -> Any:
     """Return the flat parameter that an FSDP 1 unit registers (``use_orig_params=False``), or None.
 
     Args:
@@ -347,7 +351,7 @@ def flat_parameter_sizes(flat: Any) -> tuple[int, int]:
     return flat._unpadded_unsharded_size.numel(), flat._sharded_size.numel()
 
 
-def group_of_sharded_tensor(tensor: Any) -> Any:
+def group_of_sharded_tensor(tensor: ShardedTensor) -> Any:
     """Return the process group of a `ShardedTensor`.
 
     Args:
@@ -402,13 +406,13 @@ def scheduler_steps(scheduler: Any) -> int:
     return int(scheduler._step_count)
 
 
-def mark_stepped(optimizer: Any) -> None:
+def mark_stepped(optimizer: Optimizer) -> None:
     """Have a scheduler believe that its optimizer has stepped; it warns otherwise.
 
     Args:
         optimizer: The optimizer.
     """
-    optimizer._opt_called = True
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 __all__ = [
