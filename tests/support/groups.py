@@ -66,8 +66,9 @@ class Outcome:
     def counts(self) -> Counter[str]:
         """The numbers of pytest's closing line by kind."""
         lines = self.log.read_text(errors="replace").rstrip().splitlines()
-        lines = [line for line in lines if not line.startswith("make")]  # what it says after a failure
-        pairs = re.findall(rf"(\d+) ({'|'.join(_KINDS)}|warning|error)\b", lines[-1] if lines else "")
+        # Others write after it: make after a failure, libraries at the end of the interpreter.
+        closing = next((line for line in reversed(lines) if re.search(r"\d+ \w+.* in \d+(\.\d+)?s\b", line)), "")
+        pairs = re.findall(rf"(\d+) ({'|'.join(_KINDS)}|warning|error)\b", closing)
         plural = {"warning": "warnings", "error": "errors"}
         return Counter({plural.get(kind, kind): int(number) for number, kind in pairs})
 
