@@ -31,12 +31,14 @@ RAY_VENV := .venv-ray
 RAY_READY := $(RAY_VENV)/.ready
 TRACKERS_VENV := .venv-trackers
 TRACKERS_READY := $(TRACKERS_VENV)/.ready
+DIST_VENV := .venv-dist
+DIST_READY := $(DIST_VENV)/.ready
 XLA_VENV := .venv-xla
 XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-nightly soak lint bench bench-quick bench-record lab clean
+.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-matrix test-nightly soak lint dist bench bench-quick bench-record lab clean
 
 help:
 	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
@@ -58,6 +60,9 @@ help:
 	@echo "make test-ray       ranks on Ray clusters of two and three nodes; in an environment of its own"
 	@echo "make test-trackers  every vendor's tracker, offline; an environment of 156 packages, not part of make test"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
+	@echo "make test-matrix    the wheel on every Python found, with the oldest, a middle and the newest torch (hours)"
+	@echo "                    CELLS=3.10-2.6,3.13-2.15: only these; GROUPS=unit,launch: only these; \`LIST=yes\` prints the cells"
+	@echo "make dist           the sdist and the wheel in dist/, checked as the package index does"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
 	@echo "                    each area in the environment that it needs: DeepSpeed's and transformers', Ray's, the browser's"
@@ -172,6 +177,11 @@ $(XLA_READY): requirements/xla.txt
 	$(XLA_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/xla.txt
 	touch $@
 
+$(DIST_READY): requirements/dist.txt
+	test -x $(DIST_VENV)/bin/python || $(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/dist.txt
+	touch $@
+
 demo: $(SETUP)
 	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb \
 		examples/03_panels.ipynb examples/04_debugging.ipynb examples/05_big_models.ipynb \
@@ -247,6 +257,16 @@ test-parity: $(PARITY_READY) $(BENCH_DEEPSPEED_READY)
 	OMP_NUM_THREADS=1 $(PARITY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
 		tests/parity/behaviour tests/parity/checkpoints tests/parity/commands tests/parity/training/test_accelerate.py
 
+# Each cell has an environment of its own in .build/matrix, of 1 GB to 7 GB; the table is .build/matrix.md.
+test-matrix: $(DIST_READY)
+	$(DIST_VENV)/bin/python -m tests.support.matrix $(if $(CELLS),--cells $(CELLS)) $(if $(GROUPS),--groups $(GROUPS)) \
+		$(if $(LIST),--list)
+
+dist: $(DIST_READY)
+	rm -rf dist
+	$(DIST_VENV)/bin/python -m build --no-isolation
+	$(DIST_VENV)/bin/python -m twine check --strict dist/*
+
 lint: $(SETUP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -278,5 +298,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(PARITY_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(DIST_VENV) $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(PARITY_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
 from notebook_accelerate.big_modeling.partition import balanced_cuts
 from notebook_accelerate.collectives import broadcast_object_list, ignorant_find_batch_size
 from notebook_accelerate.state import AcceleratorState, PartialState
+from notebook_accelerate.torch_internals import pytree
 
 
 def prepare_pippy(
@@ -293,7 +293,7 @@ class _TracedModel:
 
     def _run_example(self) -> tuple[_Structure, list[torch.Tensor]]:
         """Run the example on fake tensors: record the order of first calls, and return the outputs."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from notebook_accelerate.torch_internals import FakeTensorMode
 
         handles = [
             module.register_forward_pre_hook(lambda *_, n=name: self._call_order.setdefault(n))

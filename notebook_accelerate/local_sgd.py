@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from notebook_accelerate.collectives import reduce
+from notebook_accelerate.torch_internals import foreach_copy
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -75,4 +76,4 @@ class LocalSGD:
     def _average(self) -> None:
         parameters = [parameter.detach() for parameter in self.model.parameters()]
         with torch.no_grad():
-            torch._foreach_copy_(parameters, reduce(parameters, reduction="mean"))
+            foreach_copy(parameters, reduce(parameters, reduction="mean"))

@@ -13,7 +13,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.feature_checks import is_tqdm_available
 from notebook_accelerate.state import PartialState
 
-# Frames between the caller and the logger: Python 3.11 and later do not count those of the logging module.
+# Frames between the caller of `info` and the logger: Python 3.11 and later do not count those of the logging module.
 _STACKLEVEL = 2 if sys.version_info >= (3, 11) else 3
 
 
@@ -51,7 +51,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
                 f"logger {self.logger.name!r} does not know its rank yet: create an Accelerator() or a PartialState() "
                 "before logging"
             )
-        kwargs.setdefault("stacklevel", _STACKLEVEL)
+        if "stacklevel" not in kwargs:
+            through_logging = sys._getframe(1).f_globals.get("__name__") == "logging"
+            kwargs["stacklevel"] = _STACKLEVEL if through_logging else 2
         if in_order and not main_process_only:
             self._log_in_order(level, msg, args, kwargs)
         elif self.isEnabledFor(level) and self._should_log(main_process_only):

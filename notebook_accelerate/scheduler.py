@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from notebook_accelerate.state import AcceleratorState, GradientState
+from notebook_accelerate.torch_internals import count_scheduler_step, scheduler_steps
 
 
 class AcceleratedScheduler:
@@ -52,7 +53,7 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1
+                count_scheduler_step(self.scheduler)
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
@@ -66,7 +67,7 @@ class AcceleratedScheduler:
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._repeats):
             # OneCycleLR raises after its last step, which padded last batches would exceed.
-            if total is None or self.scheduler._step_count <= total:
+            if total is None or scheduler_steps(self.scheduler) <= total:
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:

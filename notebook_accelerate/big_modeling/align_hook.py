@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from notebook_accelerate.big_modeling.arena import Slot, Unit
 from notebook_accelerate.big_modeling.empty_init import like
@@ -21,6 +20,7 @@ from notebook_accelerate.big_modeling.prefetch import Prefetcher
 from notebook_accelerate.big_modeling.tensor_sources import FileSource
 from notebook_accelerate.big_modeling.weight_transfer import can_prefetch
 from notebook_accelerate.collectives import find_device, send_to_device
+from notebook_accelerate.torch_internals import disable_dynamo
 
 _BLOCK = re.compile(r"^.*?\.?\d+(?=\.|$)")
 
@@ -209,7 +209,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
 
-@_disable_dynamo
+@disable_dynamo
 def _break_graph(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 

@@ -17,6 +17,7 @@ from notebook_accelerate.big_modeling.module_sizes import compute_module_sizes, 
 from notebook_accelerate.big_modeling.sharded_sizes import STRATEGIES, RankLayout, checked_offload
 from notebook_accelerate.big_modeling.tied_parameters import device_of
 from notebook_accelerate.collectives import recursively_apply
+from notebook_accelerate.torch_internals import viewed_tensor
 
 _PANEL = "notebook_accelerate.widgets.memory_panel"
 """Renders estimates as HTML; loaded on first use, because views are a higher layer."""
@@ -188,7 +189,7 @@ def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
     largest = 0
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
-        base = tensor if tensor._base is None else tensor._base
+        base = viewed_tensor(tensor)
         if id(base) not in own:
             saved[id(base)] = base
         return tensor

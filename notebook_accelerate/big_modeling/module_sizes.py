@@ -13,6 +13,7 @@ import torch
 
 from notebook_accelerate.big_modeling.module_tree import ModuleTree, full_name, prefixes
 from notebook_accelerate.config.enums import CustomDtype
+from notebook_accelerate.torch_internals import non_persistent_buffers
 
 _BYTES_OF_CUSTOM = {"fp8": 1, "int4": 0.5, "int2": 0.25}
 _FACTORS = {
@@ -106,10 +107,10 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
         fqns: Return dotted names, where `recurse` is True.
     """
     if not recurse:
-        return set(module._non_persistent_buffers_set)
+        return non_persistent_buffers(module)
     found = set()
     for name, part in module.named_modules():
-        found |= {full_name(name, buffer) if fqns else buffer for buffer in part._non_persistent_buffers_set}
+        found |= {full_name(name, buffer) if fqns else buffer for buffer in non_persistent_buffers(part)}
     return found
 
 

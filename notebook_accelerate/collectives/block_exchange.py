@@ -23,6 +23,7 @@ from notebook_accelerate.collectives.communicator import Result, TorchCommunicat
 from notebook_accelerate.collectives.layouts import ALIGNMENT, MAX_LAYOUTS, Layout, layout_of, split_equally
 from notebook_accelerate.errors import DistributedOperationException
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.torch_internals import foreach_copy
 
 OPERATIONS = {"gather": 0, "reduce": 1, "broadcast": 2, "pad_across_processes": 3}
 _HEADER = struct.Struct("qqq")  # operation, bytes of data, fingerprint of the structure
@@ -90,7 +91,7 @@ class BlockViews:
             if self._stacked is not None:
                 torch.stack(leaves, out=self._stacked)
             elif leaves:
-                torch._foreach_copy_(self.leaves, leaves)
+                foreach_copy(self.leaves, leaves)
 
     def allocate_joined(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return new memory for `join`, and the results of the gather that lie in it."""
@@ -112,7 +113,7 @@ class BlockViews:
             targets: The memory from `allocate_joined`.
         """
         if targets:
-            torch._foreach_copy_(targets, list(chain.from_iterable(self._gather_sources)))
+            foreach_copy(targets, list(chain.from_iterable(self._gather_sources)))
 
 
 class CollectiveCall:

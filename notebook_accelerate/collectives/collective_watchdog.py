@@ -18,10 +18,11 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.torch_internals import default_store
 
 QUERY_INTERVAL = 2.0
 """Seconds at the barrier before the missing ranks are queried, and between two queries."""
@@ -68,7 +69,7 @@ class _CollectiveWatchdog:
         self.group = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.barriers = 0
-        store: Any = PrefixStore("notebook_accelerate/collective_watchdog", _get_default_store())
+        store: Any = PrefixStore("notebook_accelerate/collective_watchdog", default_store())
         self.store = store
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._answer_queries, name="collective watchdog", daemon=True)

@@ -9,7 +9,8 @@ import zlib
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors
+
+from notebook_accelerate.torch_internals import flatten_dense_tensors
 
 ALIGNMENT = 64
 """Segments start at multiples of this many bytes."""
@@ -56,7 +57,7 @@ class Segment:
             if self.same_shape:
                 return torch.stack(chosen).view(-1)
             # DDP's helper takes a third of the time of reshape and cat from Python.
-            packed: torch.Tensor = _flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call]
+            packed: torch.Tensor = flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call]
             return packed
 
     def empty(self, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from notebook_accelerate.collectives.layouts import Layout, is_small, layout_of
 from notebook_accelerate.collectives.local_operations import CannotPadNestedTensorWarning
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.torch_internals import foreach_copy
 
 REDUCTIONS = ("mean", "sum", "max", "none")
 
@@ -200,7 +201,7 @@ def _receive(state: PartialState, tensor: Nested, leaves: list[torch.Tensor], so
     received = _receive_segments(state, call, source) if views is None else views.leaves
     if received:
         with torch.no_grad():
-            torch._foreach_copy_(call.leaves, received)
+            foreach_copy(call.leaves, received)
     return results
 
 

@@ -14,6 +14,7 @@ from notebook_accelerate.commands.parsers import Subparsers, add_config_file, co
 from notebook_accelerate.config import config_file
 from notebook_accelerate.config.hidden_values import hide_credentials
 from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.hardware.versions import installed_version
 
 _PACKAGES = (
@@ -51,6 +52,8 @@ def _facts() -> dict[str, str]:
     machine = hardware.detect()
     devices = f"{machine.count} x {machine.accelerator}" if machine.count else "none"
     versions = {name: version for name in _PACKAGES if (version := installed_version(name))}
+    if build := torch_build.read().version:
+        versions["torch"] = build  # with the platform it was built for, which the distribution's version may lack
     variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)}
     variables.pop("NOTEBOOK_ACCELERATE_SECRET", None)
     return {

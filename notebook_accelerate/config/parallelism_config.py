@@ -13,6 +13,7 @@ from notebook_accelerate.config.parallelism_plugins import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from notebook_accelerate.torch_internals import flatten_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -257,7 +258,7 @@ class ParallelismConfig:
         flattened = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for flat, parts in flattened.items():
             if parts:
-                mesh[tuple(parts)]._flatten(flat)
+                flatten_mesh(mesh[tuple(parts)], flat)
         self._mesh = mesh
         return mesh
 

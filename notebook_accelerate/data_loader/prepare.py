@@ -24,6 +24,7 @@ from notebook_accelerate.data_loader.samplers import (
 )
 from notebook_accelerate.data_loader.shard_loader import DataLoaderShard
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.torch_internals import sampler_length
 
 # Arguments that a new loader copies from the given one, in addition to dataset, samplers and batch size.
 COPIED_ARGUMENTS = (
@@ -207,7 +208,7 @@ def _shuffled(
         sampler = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
+            num_samples=sampler_length(sampler),
             generator=sampler.generator,
             data_seed=data_seed,
         )

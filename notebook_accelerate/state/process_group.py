@@ -18,6 +18,7 @@ from notebook_accelerate import telemetry
 from notebook_accelerate.config import environ
 from notebook_accelerate.state.gloo_threads import wait_for_idle
 from notebook_accelerate.state.world import World
+from notebook_accelerate.torch_internals import drop_process_groups, set_group_timeout
 
 # Whether the default group was inherited by a fork. The child has its handles then, and must never use them: their
 # sockets and threads belong to the parent.
@@ -88,7 +89,9 @@ def _wait_for_all(number: int, world: World) -> None:
     gloo returns to a rank once its own connections exist. If the rank's function ended then, its connections would be
     missing for ranks that are still connecting. Rank 0, which may have the store, waits until no other rank needs it.
     """
-    store = dist.distributed_c10d._get_default_store()
+    from notebook_accelerate.torch_internals import default_store
+
+    store = default_store()
     for phase in ("connected", "acknowledged"):
         key = f"notebook_accelerate/{number}/{phase}"
         if store.add(key, 1) == world.size:
@@ -105,9 +108,10 @@ def start_group_of_one(backend: str) -> None:
     """
     global _group_of_one  # noqa: PLW0603 - one default group per process
     # Imported before the group exists: its functions have the current group as a default, and would keep it open.
-    import torch.distributed.nn.functional
 
-    store = torch._C._distributed_c10d.HashStore()
+    from notebook_accelerate.torch_internals import HashStore
+
+    store = HashStore()
     dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
     _group_of_one = weakref.ref(dist.group.WORLD)
 
@@ -132,9 +136,7 @@ def _let_kernel_time_out(requested: timedelta) -> None:
     torch cannot extend the limit of an operation that already waits, so its own limit is set to `NATIVE_TIMEOUT`. The
     rendezvous was still under the requested limit.
     """
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(NATIVE_TIMEOUT)
+    set_group_timeout(NATIVE_TIMEOUT)
     telemetry.emit(telemetry.GroupTimeoutEvent(requested.total_seconds()))
 
 
@@ -194,36 +196,12 @@ def forget_group() -> None:
     """
     global _inherited  # noqa: PLW0603 - one default group per process
     if _inherited and dist.is_initialized():
-        _keep_alive.append(dist.group.WORLD)  # its destructor would join threads that do not exist here
-        _drop_bookkeeping()
+        _keep_alive.extend(drop_process_groups())
     _inherited = False
     end_group()
 
 
 _keep_alive: list[Any] = []
-
-
-def _drop_bookkeeping() -> None:
-    """Empty the tables of torch.distributed without destroying the groups in them."""
-    import torch.distributed.distributed_c10d as c10d
-
-    world = c10d._world
-    for name in (
-        "pg_map",
-        "pg_names",
-        "pg_group_ranks",
-        "pg_backend_config",
-        "pg_to_tag",
-        "tags_to_pg",
-        "pg_coalesce_state",
-    ):
-        table = getattr(world, name, None)
-        if table is not None:
-            _keep_alive.append(dict(table))
-            table.clear()
-    c10d._update_default_pg(None)
-    c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
-    world.group_count = 0
 
 
 def _torch_barrier(device: torch.device) -> None:

@@ -13,6 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from notebook_accelerate.hardware.versions import is_torch_version
+
+MINIMUM = "2.8"
+"""The oldest torch for context parallelism: with torch 2.7.1 on the CPU, losses differ from the second step on."""
+
 
 @contextmanager
 def split_sequences(
@@ -34,8 +39,14 @@ def split_sequences(
         ValueError: Buffers and dimensions do not match, or a sequence cannot be split evenly.
     """
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
 
+    from notebook_accelerate.torch_internals import set_rotate_method
+
+    if is_torch_version("<", MINIMUM):
+        raise ValueError(
+            f"cp_size={mesh.size()} needs torch {MINIMUM} or later; the gradients of torch "
+            f"{torch.__version__} are not those of whole sequences: pip install -U 'torch>={MINIMUM}'"
+        )
     _check(buffers, dims, kept_split, 2 * mesh.size())
     set_rotate_method(exchange)
     with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(kept_split)):

@@ -17,6 +17,7 @@ from notebook_accelerate.state.warn_once import warn_once, warn_user
 from notebook_accelerate.strategies.model_placement import is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy, even_batches_set
 from notebook_accelerate.strategies.unwrap import ddp_inside
+from notebook_accelerate.torch_internals import recorded_static_graph
 
 
 class DDPStrategy(Strategy):
@@ -125,8 +126,7 @@ class Unsynchronised:
     def __enter__(self) -> None:
         self._before = [model.require_backward_grad_sync for model in self._models]
         for model in self._models:
-            recorded = getattr(model, "_static_graph_delay_allreduce_enqueued", True)
-            model.require_backward_grad_sync = model.static_graph and not recorded
+            model.require_backward_grad_sync = model.static_graph and not recorded_static_graph(model)
 
     def __exit__(self, *_: object) -> None:
         for model, before in zip(self._models, self._before, strict=True):

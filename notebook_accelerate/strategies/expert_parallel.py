@@ -17,9 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from notebook_accelerate.big_modeling.sharded_sizes import EXPERTS
+from notebook_accelerate.hardware.versions import is_torch_version
 from notebook_accelerate.strategies.module_queries import model_has_dtensor
 from notebook_accelerate.strategies.sharding.split_layers import SplitLayersStrategy
 from notebook_accelerate.strategies.tied_weights import retie, tied_names
+from notebook_accelerate.torch_internals import Dropout
+
+MINIMUM = "2.8"
+"""The oldest torch for expert parallelism: with torch 2.7.1 on the CPU, norms are twice those of the whole model."""
 
 
 def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
@@ -38,6 +43,11 @@ def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
     """
     if ranks is None or "ep" not in (ranks.mesh_dim_names or ()):
         return
+    if is_torch_version("<", MINIMUM):
+        raise ValueError(
+            f"ep_size={ranks['ep'].size()} needs torch {MINIMUM} or later; torch {torch.__version__} computes other "
+            f"gradients than for the whole model: pip install -U 'torch>={MINIMUM}'"
+        )
     if model_has_dtensor(model):
         raise ValueError(f"{type(model).__name__} is split already, and ep_size needs whole weights; load it unsplit")
     mesh, ties = ranks["ep"], tied_names(model)
@@ -70,7 +80,7 @@ def _check_layer(name: str, layer: nn.Module, size: int) -> None:
         )
     if count % size:
         raise ValueError(f"{name} has {count} experts, which ep_size={size} does not divide; choose a divisor")
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p for module in layer.modules()):
+    if any(isinstance(module, Dropout) and module.p for module in layer.modules()):
         raise ValueError(
             f"{name} uses dropout, which would draw different random numbers on each rank of ep_size; set its "
             "probability to 0"

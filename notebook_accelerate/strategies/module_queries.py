@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from notebook_accelerate.strategies.unwrap import is_compiled_module
+from notebook_accelerate.torch_internals import is_compiled_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -20,10 +21,7 @@ def has_compiled_regions(module: torch.nn.Module) -> bool:
     Args:
         module: A model.
     """
-    return any(
-        is_compiled_module(child) or getattr(child, "_compiled_call_impl", None) is not None
-        for child in module.modules()
-    )
+    return any(is_compiled_module(child) or is_compiled_in_place(child) for child in module.modules())
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from notebook_accelerate.torch_internals import flat_parameter, names_in_flat_parameter
+
 _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -41,8 +43,8 @@ def flat_parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     found: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
-        flat: Any = module._parameters.get("_flat_param")
-        for inner in flat._fqns if flat is not None else ():
+        flat = flat_parameter(module)
+        for inner in names_in_flat_parameter(flat) if flat is not None else ():
             prefix = plain_name(f"{name}.").lstrip(".")
             found[plain_name(f"{prefix}{inner}")] = flat
     return found

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from notebook_accelerate.precision import restore_forward
+from notebook_accelerate.torch_internals import compiled_module, is_compiled
 
 _WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 _LAZY_WRAPPERS = {
@@ -34,7 +35,7 @@ def is_compiled_module(module: Any) -> bool:
     Returns:
         True for compiled modules.
     """
-    return isinstance(module, torch.nn.Module) and "_orig_mod" in module._modules
+    return isinstance(module, torch.nn.Module) and is_compiled(module)
 
 
 def without_compile(model: Any) -> Any:
@@ -44,7 +45,7 @@ def without_compile(model: Any) -> Any:
         model: A model, compiled or not.
     """
     while is_compiled_module(model):
-        model = model._orig_mod
+        model = compiled_module(model)
     return model
 
 
@@ -84,7 +85,7 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         restore_forward(inner)
     if compiled is not None and keep_torch_compile:
-        if compiled._orig_mod is inner:
+        if compiled_module(compiled) is inner:
             return compiled
         # A second compiled module with the same settings, around the inner model; the prepared one does not change.
         again: Any = type(compiled)(inner, compiled.dynamo_ctx)
@@ -94,5 +95,5 @@ def extract_model_from_parallel(
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while _is_wrapper(model) or is_compiled_module(model):
-        model = model._orig_mod if is_compiled_module(model) else model.module  # type: ignore[assignment]
+        model = compiled_module(model) if is_compiled_module(model) else model.module  # type: ignore[assignment]
     return model

@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any
 
 from notebook_accelerate.hardware import device_table
+from notebook_accelerate.torch_internals import default_device
 
 _SETTINGS: dict[str, str] = {
     "set_warn_always": "is_warn_always_enabled",
@@ -139,7 +140,7 @@ def _write(torch: Any, name: str, value: Any) -> None:
 
 def _thread_settings(torch: Any) -> dict[str, Any]:
     return {
-        "device": _default_device(torch),
+        "device": default_device(),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": _autocast(torch),
@@ -167,19 +168,6 @@ def _autocast(torch: Any) -> dict[str, str]:
             if torch.is_autocast_enabled(row.type):
                 found[row.type] = _name(torch.get_autocast_dtype(row.type))
     return found
-
-
-def _default_device(torch: Any) -> str:
-    """Return the type of the thread's default device; "" where none is set.
-
-    ``torch.get_default_device`` creates a tensor to find the index, and with it a CUDA context in the kernel.
-    """
-    contexts: Any = sys.modules.get("torch.utils._device")
-    if contexts is None:  # no device was ever set
-        return ""
-    modes = torch.overrides._get_current_function_mode_stack()
-    devices = [mode.device.type for mode in modes if isinstance(mode, contexts.DeviceContext)]
-    return devices[-1] if devices else ""
 
 
 def _name(dtype: Any) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.torch_internals import storage_key
 
 _HEADER = struct.Struct("!QQ")
 _ALIGN = 64
@@ -159,7 +160,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if plain.device.type != "cpu":
             plain = plain.cpu()
         storage = plain.untyped_storage()
-        handle = self._storages.setdefault(storage._cdata, _StorageHandle(storage))
+        handle = self._storages.setdefault(storage_key(storage), _StorageHandle(storage))
         layout = (plain.storage_offset(), tuple(plain.shape), plain.stride(), device)
         return _rebuild_tensor, (
             type(tensor), handle, plain.dtype, layout, bool(tensor.requires_grad), dict(tensor.__dict__),

@@ -7,6 +7,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from notebook_accelerate.torch_internals import group_timeout, process_groups, set_group_timeout
+
 TORCH_LIMIT = timedelta(days=7)
 """Torch's limit in ranks. A waiting operation keeps the limit it started with, so torch's must always be long."""
 _ALREADY_LONG = timedelta(days=1)
@@ -25,33 +27,29 @@ class GroupTimeouts:
 
     def poll(self) -> float | None:
         """Return, once for each default group, its requested limit in seconds; takes about a microsecond."""
-        c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-        world = getattr(c10d, "_world", None)
-        groups = getattr(world, "pg_map", None)
-        if not groups:
+        found = process_groups()
+        if not found:
             self._seen.clear()
             return None
-        found = list(groups)
         if len(found) == len(self._seen) and all(map(operator.is_, found, self._seen)):
             return None
-        default = c10d.GroupMember.WORLD
+        default = sys.modules["torch.distributed"].group.WORLD
         requested = None
         for group in found:
             if not any(group is known for known in self._seen):
-                limit = _lengthen(c10d, group)
+                limit = _lengthen(group)
                 requested = limit if group is default else requested
         self._seen = found
         return requested
 
 
-def _lengthen(c10d: Any, group: Any) -> float | None:
+def _lengthen(group: Any) -> float | None:
     """Replace a group's limit and return the previous one, in seconds; None where it stays."""
     try:
-        limits = {group._get_backend(device).options._timeout for device in group._device_types}
-        limit: timedelta = min(limits)
+        limit = group_timeout(group)
         if limit > _ALREADY_LONG:
             return None
-        c10d._set_pg_timeout(TORCH_LIMIT, group)
+        set_group_timeout(TORCH_LIMIT, group)
     except Exception:  # noqa: BLE001 - not an option of this backend, or not this rank's group: torch's limit stays
         return None
     return limit.total_seconds()

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from notebook_accelerate.telemetry.debug_protocol import Collective
+from notebook_accelerate.torch_internals import flight_recorder
 
 _DTYPES = {
     "Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Long": "i64", "Int": "i32", "Short": "i16",
@@ -19,14 +20,8 @@ _DTYPES = {
 
 def read() -> tuple[tuple[Collective, ...], dict[str, int]]:
     """Return the open collectives of this rank and, by process group, the number of the last one entered."""
-    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
-    if c10d is None or not _has_group():
-        return (), {}
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            return _parse(json.loads(dump(True, False)))
-    return (), {}
+    dump = flight_recorder()
+    return _parse(json.loads(dump(True, False))) if dump is not None and _has_group() else ((), {})
 
 
 def _has_group() -> bool:

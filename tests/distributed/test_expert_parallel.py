@@ -10,9 +10,13 @@ import torch
 from torch import nn
 
 from notebook_accelerate import Accelerator, ParallelismConfig
+from notebook_accelerate.hardware.versions import is_torch_version
+from notebook_accelerate.strategies.expert_parallel import MINIMUM
 from tests.parity.strategies.scripts import held
 from tests.support.experts import EXPERTS, STEPS, Experts, ExpertTraining, make, plain
 from tests.support.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.skipif(is_torch_version("<", MINIMUM), reason=f"expert parallelism needs torch {MINIMUM}")
 
 HALF = STEPS // 2
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -391,7 +391,9 @@ def test_quitting_releases_every_rank(kernel: Kernel, answers: Answers) -> None:
 
 def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> None:
     cell = kernel.check("run = go(stopped, 30.0)")
-    kernel.wait_for(lambda: "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1) opens it" in cell.stderr)
+    kernel.wait_for(
+        lambda: "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1) opens it" in cell.stderr
+    )
     answers.waiting[:] = ["p value", "w", "c"]
     cell = kernel.check("run.debug(); run.wait(100)")
     assert "[rank 1] 41" in cell.plain

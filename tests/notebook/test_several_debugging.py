@@ -82,7 +82,12 @@ def test_breakpoints_are_answered_in_the_first_notebook_and_suspend_the_clock(pa
     first = pair.kernels[0]
     cells = pair.finish(pair.launch("stops, 0, 1", *ONE_EACH, block=False, hang_timeout=HANG, rdzv_conf=SECRET))
     for rank in (0, 1):
-        shows(pair, 0, cells[0], f"rank {rank} is stopped at a breakpoint; notebook_accelerate.debug(rank={rank}) opens it")
+        shows(
+            pair,
+            0,
+            cells[0],
+            f"rank {rank} is stopped at a breakpoint; notebook_accelerate.debug(rank={rank}) opens it",
+        )
         first.until(STANDS, LIMIT)
         if rank == 0:
             time.sleep(HANG + 3)

@@ -66,8 +66,9 @@ class Outcome:
     def counts(self) -> Counter[str]:
         """The numbers of pytest's closing line by kind."""
         lines = self.log.read_text(errors="replace").rstrip().splitlines()
-        lines = [line for line in lines if not line.startswith("make")]  # what it says after a failure
-        pairs = re.findall(rf"(\d+) ({'|'.join(_KINDS)}|warning|error)\b", lines[-1] if lines else "")
+        # Others write after it: make after a failure, libraries at the end of the interpreter.
+        closing = next((line for line in reversed(lines) if re.search(r"\d+ \w+.* in \d+(\.\d+)?s\b", line)), "")
+        pairs = re.findall(rf"(\d+) ({'|'.join(_KINDS)}|warning|error)\b", closing)
         plural = {"warning": "warnings", "error": "errors"}
         return Counter({plural.get(kind, kind): int(number) for number, kind in pairs})
 
@@ -106,22 +107,45 @@ def present(suite: str) -> dict[str, list[str]]:
     return found
 
 
-def run(group: str, folders: Sequence[str]) -> Outcome:
-    """Run one group, everything it prints into its log; one without folders is a target of make."""
-    log = LOGS / f"{group}.log"
-    command = [sys.executable, "-m", "pytest", "-m", "not benchmark", "-o", f"cache_dir=.build/pytest-{group}"]
+def run(
+    group: str,
+    folders: Sequence[str],
+    *,
+    executable: str = sys.executable,
+    root: Path | None = None,
+    logs: Path | None = None,
+) -> Outcome:
+    """Run one group, everything it prints into its log; one without folders is a target of make.
+
+    Args:
+        group: Its name, which is the log's.
+        folders: pytest's arguments.
+        executable: The interpreter.
+        root: The tree whose tests run; None: this one.
+        logs: The folder of the log; None: .build/test-logs.
+    """
+    log = (logs or LOGS) / f"{group}.log"
+    command = [executable, "-m", "pytest", "-m", "not benchmark", "-o", f"cache_dir=.build/pytest-{group}"]
     command.extend(folders)
     if group in OWN_ENVIRONMENT or not folders:
         command = ["make", OWN_ENVIRONMENT.get(group, group)]
     options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --tb=short --durations=10"  # make's, too
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": options.strip()}
+    if root is not None:
+        env.pop("PYTHONPATH", None)
     for name in ("CI", "BUILD_NUMBER"):  # pytest writes comparisons out in full where they are set: pages, here
         env.pop(name, None)
     begin = time.monotonic()
     with log.open("w") as out:
         try:
             done = subprocess.run(
-                command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=SECONDS_PER_GROUP, check=False
+                command,
+                cwd=root or ROOT,
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=SECONDS_PER_GROUP,
+                check=False,
             )
             code = done.returncode
         except subprocess.TimeoutExpired:

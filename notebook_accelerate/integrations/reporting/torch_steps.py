@@ -102,9 +102,11 @@ def _time_backward() -> None:
     torch.autograd.backward = backward
 
 
-def _time_loaders(module: Any) -> None:
+def _time_loaders(_: Any) -> None:
     """Count the time in which the loop waits for a batch."""
-    kind = module._BaseDataLoaderIter
+    from notebook_accelerate import torch_internals
+
+    kind: Any = torch_internals.DataLoaderIterator
     original = kind.__next__
 
     @wraps(original)

@@ -73,22 +73,21 @@ class Zygote:
     """
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._control = ours
         self._requests, self._writes = threading.Lock(), threading.Lock()
         self._unsent: deque[bytes] = deque()
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the server
         self._owner = os.getpid()
         self._ready = self.retired = False
         self._unread = 0  # replies to requests whose run was stopped before them
         self.ranks: set[int] = set()
-        call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
-        with theirs, ExitStack() as undo, uninterrupted():
-            undo.callback(ours.close)
-            undo.callback(self._log.close)
-            self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
+        with ExitStack() as undo:
+            self._control, theirs = map(undo.enter_context, socket.socketpair())
+            self._log: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+            call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
+            with uninterrupted():
+                self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
             undo.pop_all()
-        ours.setblocking(False)
+        theirs.close()
+        self._control.setblocking(False)
 
     @property
     def pid(self) -> int:

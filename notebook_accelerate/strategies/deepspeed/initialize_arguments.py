@@ -16,6 +16,7 @@ from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, DummyOp
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.deepspeed.op_compilation import compilation_context
 from notebook_accelerate.strategies.strategy import kind_of
+from notebook_accelerate.torch_internals import mark_stepped
 
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
@@ -162,7 +163,7 @@ def _forward_step_calls(before: Any, after: Any) -> None:
 
     @functools.wraps(step)
     def marking_step(*args: Any, **kwargs: Any) -> Any:
-        before._opt_called = True
+        mark_stepped(before)
         return step(*args, **kwargs)
 
     after.step = marking_step

@@ -23,8 +23,9 @@ from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.tied_weights import keep_ties, retie, tied_names
 from notebook_accelerate.strategies.unwrap import without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
+from notebook_accelerate.torch_internals import flat_parameter_handle, flat_parameter_sizes, hybrid_zero2
 
-_HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
+_HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_zero2()}
 
 
 class FSDP1Strategy(ShardedStrategy):
@@ -119,7 +120,7 @@ class FSDP1Strategy(ShardedStrategy):
             "dp_replicate": (state.num_processes // shards, state.process_index // shards),
             "dp_shard": (shards, state.process_index % shards),
         }
-        keeps = chosen in {ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2}
+        keeps = chosen in {ShardingStrategy.SHARD_GRAD_OP, hybrid_zero2()}
         flat = [handle.flat_param for root in roots for handle in _handles(root)]
         parameters, trained = _tally(flat), _tally(p for p in flat if p.requires_grad)
         count = shard_report.common_states_per_parameter(shard_report.inner_optimizers(self))
@@ -163,7 +164,7 @@ def _no_sync(models: Sequence[FullyShardedDataParallel]) -> Iterator[None]:
 def _handles(model: Any) -> list[Any]:
     """Return the handles of an FSDP 1 model's flat parameters, one for each unit that has any."""
     units = FullyShardedDataParallel.fsdp_modules(model)
-    return [handle for unit in units if (handle := getattr(unit, "_handle", None)) is not None]
+    return [handle for unit in units if (handle := flat_parameter_handle(unit)) is not None]
 
 
 def _tally(flat: Iterable[Any]) -> ShardTally:
@@ -171,6 +172,6 @@ def _tally(flat: Iterable[Any]) -> ShardTally:
     found = ShardTally()
     for parameter in flat:
         size = parameter.element_size()
-        whole, here = parameter._unpadded_unsharded_size.numel() * size, parameter._sharded_size.numel() * size
+        whole, here = (elements * size for elements in flat_parameter_sizes(parameter))
         found += ShardTally(whole, here, frozenset({"dp_shard"} if here < whole else ()))
     return found

@@ -36,6 +36,7 @@ from notebook_accelerate.strategies.tensor_parallel import split_tensors
 from notebook_accelerate.strategies.tied_weights import retie, tied_names
 from notebook_accelerate.strategies.unwrap import without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
+from notebook_accelerate.torch_internals import refresh_parameters
 
 # By whether there are replicas of the shards, and whether parameters stay whole from forward to backward.
 _VARIANTS = {
@@ -100,8 +101,7 @@ class FSDP2Strategy(ShardedStrategy):
         if weights is not None:
             _load_weights(model, weights, device, plugin.offloads)
             retie(model, ties)
-            # FSDP reads its parameters' new objects when a function is applied to the model.
-            model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+            refresh_parameters(model)
         return model
 
     def prepare_optimizer(

@@ -116,11 +116,7 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
     Returns:
         The wrapped units, in the same order. Without units there is one warning, as nothing is recomputed then.
     """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        CheckpointImpl,
-        checkpoint_wrapper,
-        offload_wrapper,
-    )
+    from notebook_accelerate.torch_internals import CheckpointImpl, checkpoint_wrapper, offload_wrapper
 
     if not units:
         warn_once(

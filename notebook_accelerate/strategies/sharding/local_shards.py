@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from notebook_accelerate.strategies.sharding.shard_files import FileChecksums
 from notebook_accelerate.strategies.sharding.write_plans import KeyPath, StateForm, write_planned
+from notebook_accelerate.torch_internals import Shard, ShardedTensor, group_of_sharded_tensor, sharded_tensor
 
 Wrapper = Callable[[Any], Any]
 """Wraps a rank's own memory in torch's sharded tensor again."""
@@ -122,14 +121,12 @@ class _DTensorWrapper:
 
 
 def _sharded_tensor_wrapper(tensor: ShardedTensor) -> Wrapper:
-    metadata, group = tensor.metadata(), tensor._process_group
+    metadata, group = tensor.metadata(), group_of_sharded_tensor(tensor)
     shards_metadata = [shard.metadata for shard in tensor.local_shards()]
 
     def wrap(tensors: list[torch.Tensor]) -> ShardedTensor:
         shards = [Shard(local, own) for local, own in zip(tensors, shards_metadata, strict=True)]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, sharded_tensor_metadata=metadata, process_group=group
-        )
+        return sharded_tensor(shards, metadata, group)
 
     return wrap
 

@@ -22,16 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.utils.serialization import config as serialization
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from notebook_accelerate.torch_internals import StorageInfo
 
 FileChecksums = dict[str, tuple[int, int]]
 """Size in bytes and CRC-32 of files, by path relative to their folder."""
-Locations = dict[MetadataIndex, _StorageInfo]
+Locations = dict[MetadataIndex, StorageInfo]
 """File, offset and length of each entry."""
 
 
@@ -115,7 +117,7 @@ def write_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[Metada
                 _write_tensor(stream, content)
             else:
                 stream.write(content.getbuffer())
-            locations[index] = _StorageInfo(path.name, begin, stream.tell() - begin)
+            locations[index] = StorageInfo(path.name, begin, stream.tell() - begin)
         stream.sync()
     return locations
 
@@ -178,9 +180,15 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     return bytes(content[:begin]), bytes(content[begin + record.file_size :])
 
 
-def without_record_checksums() -> Any:
-    """Return a context in which torch.save computes no checksums of records: the manifest has those of files."""
-    return serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+@contextmanager
+def without_record_checksums() -> Iterator[None]:
+    """Have torch.save compute no checksums of records in a context: the manifest has those of files."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -26,6 +25,7 @@ from torch.futures import Future
 
 from notebook_accelerate.strategies.sharding.shard_files import frame_of, is_framed
 from notebook_accelerate.strategies.sharding.write_plans import exchange_or_raise
+from notebook_accelerate.torch_internals import StorageInfo, narrow_tensor_by_index
 
 
 def read_shards(state: dict[str, Any], folder: Path) -> None:
@@ -75,7 +75,7 @@ class ShardReader(FileSystemReader):
     ) -> Iterator[ReadItem]:
         """Read the framed items and yield the others."""
         for item in items:
-            info: _StorageInfo = self.storage_data[item.storage_index]
+            info: StorageInfo = self.storage_data[item.storage_index]
             if info.relative_path not in files:
                 files[info.relative_path] = self._map(info.relative_path, stack)
             values = self._values(item, info, files[info.relative_path])
@@ -90,7 +90,7 @@ class ShardReader(FileSystemReader):
         file = stack.enter_context((Path(self.path) / name).open("rb"))
         return stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
-    def _values(self, item: ReadItem, info: _StorageInfo, file: mmap.mmap) -> torch.Tensor | None:
+    def _values(self, item: ReadItem, info: StorageInfo, file: mmap.mmap) -> torch.Tensor | None:
         """Return a copy of a framed tensor; None for anything else."""
         found = self._tensors[item.storage_index.fqn]
         if (

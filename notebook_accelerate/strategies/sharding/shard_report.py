@@ -14,6 +14,7 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.module_queries import is_dtensor
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
+from notebook_accelerate.torch_internals import local_tensor
 
 _FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "dp_shard_cp": ("dp_shard", "cp")}
 """The axes of the submeshes that a parallel layout flattens."""
@@ -82,7 +83,7 @@ def _count_tensor(tensor: torch.Tensor) -> ShardTally:
     names = tensor.device_mesh.mesh_dim_names or ()
     cut = [name for name, how in zip(names, tensor.placements, strict=False) if not how.is_replicate()]
     axes = frozenset(axis for name in cut for axis in _FLATTENED.get(name, (name,)))
-    return ShardTally(tensor.numel() * size, tensor._local_tensor.numel() * size, axes)
+    return ShardTally(tensor.numel() * size, local_tensor(tensor).numel() * size, axes)
 
 
 def states_per_parameter(optimizer: Any, group: Mapping[str, Any]) -> int | None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accelerate.strategies.unwrap import is_compiled_module
+from notebook_accelerate.torch_internals import CHECKPOINT_PREFIX, has_own_names
 
 
 def sharded_model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) 
     if any(id(parameter) not in names for parameter in parameters):
         return get_optimizer_state_dict(model, optimizer)  # raises
     # State dicts number the parameters; checkpoint wrappers are in the names of parameters, but not of states.
-    named = [names[id(parameter)].replace(_CHECKPOINT_PREFIX, "") for parameter in parameters]
+    named = [names[id(parameter)].replace(CHECKPOINT_PREFIX, "") for parameter in parameters]
     with torch.no_grad():
         state = optimizer.state_dict()
     groups = [{**group, "params": [named[number] for number in group["params"]]} for group in state["param_groups"]]
@@ -61,6 +61,6 @@ def _has_own_names(model: nn.Module) -> bool:
     return not any(
         isinstance(module, (FullyShardedDataParallel, DistributedDataParallel))
         or is_compiled_module(module)
-        or hasattr(module, "_fqn_modifiers")
+        or not has_own_names(module)
         for module in model.modules()
     )

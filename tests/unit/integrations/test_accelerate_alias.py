@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import notebook_accelerate
 from tests.support.interpreters import InterpreterServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -249,5 +250,5 @@ def test_a_library_that_has_found_no_accelerate_is_named(tmp_path: Path) -> None
 
 
 def test_no_distribution_of_that_name_is_shipped() -> None:
-    shipped = {path.name for path in (ROOT / "notebook_accelerate").rglob("*")}
+    shipped = {path.name for path in Path(notebook_accelerate.__file__).parent.rglob("*")}
     assert not {name for name in shipped if name.startswith("accelerate") and not name.endswith((".py", ".pyc"))}

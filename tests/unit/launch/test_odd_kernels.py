@@ -365,9 +365,17 @@ def test_an_exception_of_a_signal_handler_ends_the_cell_and_its_run(
     def ring(*_):
         raise TimeoutError("the alarm of the user")
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    def ring_when_started():
+        while not any(run.status == "running" for run in notebook_accelerate.runs()):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGALRM)
+    alarm = threading.Thread(target=ring_when_started)
     try:
+        if {block}:
+            alarm.start()
         run = launch(time.sleep, 600, block={block})
+        alarm.start()
         run.wait()
     except TimeoutError as error:
         found = str(error)

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+import notebook_accelerate
 from notebook_accelerate import LaunchConfig
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.environ import KERNEL_ONLY
@@ -460,7 +461,7 @@ def test_data_of_an_unauthenticated_peer_is_not_unpickled(step: _Listening, tmp_
 
 
 def test_modules_that_read_from_the_network_do_not_import_pickle() -> None:
-    package = ROOT / "notebook_accelerate"
+    package = Path(notebook_accelerate.__file__).parent
     sources = [*(package / "launch/hosts/remote").glob("*.py"), package / "telemetry/channel.py"]
     assert len(sources) > 4
     for source in sources:

@@ -1,0 +1,469 @@
+"""Everything this package uses of torch that torch does not document: nowhere else is a private name of torch used.
+
+Tried with torch 2.7 to 2.15: ``tests/unit/test_torch_internals.py`` tries each, and `make test-matrix` runs it with the
+oldest, a middle and the newest torch. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, UntypedStorage, nn
+    from torch import _foreach_copy_ as foreach_copy
+    from torch._compile import _disable_dynamo as disable_dynamo
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed._shard._utils import narrow_tensor_by_index
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX,
+    )
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        checkpoint_wrapper,
+        offload_wrapper,
+    )
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import _get_default_store as default_store
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.modules.dropout import _DropoutNd as Dropout
+    from torch.optim import Optimizer
+    from torch.utils import _pytree as pytree
+    from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
+
+
+class PrivateName(NamedTuple):
+    """A private name that this module exports under a name of its own.
+
+    Attributes:
+        name: The name in torch, after its module and a colon; a module alone ends with the colon.
+        use: What it is used for, and what a torch without it would need in its place.
+    """
+
+    name: str
+    use: str
+
+
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+NAMES: dict[str, PrivateName] = {
+    "foreach_copy": PrivateName("torch:_foreach_copy_", "copies lists of tensors in one call; copy_ in a loop"),
+    "disable_dynamo": PrivateName("torch._compile:_disable_dynamo", "torch.compiler.disable without torch._dynamo"),
+    "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor:FakeTensorMode", "shapes of outputs; the meta device"),
+    "flatten_dense_tensors": PrivateName("torch._utils:_flatten_dense_tensors", "DDP's cat; torch.cat of views"),
+    "HashStore": PrivateName("torch._C._distributed_c10d:HashStore", "the store of a group of one; a FileStore"),
+    "narrow_tensor_by_index": PrivateName("torch.distributed._shard._utils:narrow_tensor_by_index", "narrow in a loop"),
+    "ShardedTensor": PrivateName("torch.distributed._shard.sharded_tensor.api:ShardedTensor", "FSDP 1's state dicts"),
+    "Shard": PrivateName("torch.distributed._shard.sharded_tensor.shard:Shard", "FSDP 1's state dicts"),
+    "CHECKPOINT_PREFIX": PrivateName(f"{_WRAPPER}:_CHECKPOINT_PREFIX", "the wrapper's part of parameters' names"),
+    "CheckpointImpl": PrivateName(f"{_WRAPPER}:CheckpointImpl", "activation checkpointing of units"),
+    "checkpoint_wrapper": PrivateName(f"{_WRAPPER}:checkpoint_wrapper", "activation checkpointing of units"),
+    "offload_wrapper": PrivateName(f"{_WRAPPER}:offload_wrapper", "activations in main memory"),
+    "StorageInfo": PrivateName("torch.distributed.checkpoint.filesystem:_StorageInfo", "part of checkpoints' metadata"),
+    "default_store": PrivateName("torch.distributed.distributed_c10d:_get_default_store", "the default group's store"),
+    "set_rotate_method": PrivateName(
+        "torch.distributed.tensor.experimental._attention:set_rotate_method", "how context parallel ranks exchange"
+    ),
+    "Dropout": PrivateName("torch.nn.modules.dropout:_DropoutNd", "the base class of dropout; a tuple of its classes"),
+    "pytree": PrivateName("torch.utils._pytree:", "nested containers with the user's registered types"),
+    "DataLoaderIterator": PrivateName("torch.utils.data.dataloader:_BaseDataLoaderIter", "where a loop waits for data"),
+}
+
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+"""The tables of every `torch.nn.Module`, the only private names that other files use: weights are replaced there."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a private name on its first use.
+
+    Raises:
+        AttributeError: This module has no such name.
+        ImportError: This version of torch does not have it.
+    """
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = NAMES[name].name.partition(":")
+    try:
+        found = import_module(module)
+        value = getattr(found, attribute) if attribute else found
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"torch {import_module('torch').__version__} has no {module}.{attribute}, a private name ({error}); "
+            "notebook_accelerate was tried with torch 2.7 to 2.15: install one of these"
+        ) from error
+    globals()[name] = value
+    return value
+
+
+# -- Process groups ----------------------------------------------------------------------------------------------------
+
+_TABLES_OF_GROUPS = (
+    "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
+)  # fmt: skip
+
+
+def process_groups() -> list[Any]:
+    """Return this process's groups, in the order in which they were created; takes about a microsecond."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    return list(getattr(world, "pg_map", None) or ())
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Return the shortest time limit of a group's back ends.
+
+    Args:
+        group: The group.
+
+    Raises:
+        Exception: A back end has no options, or this rank is not in the group.
+    """
+    limit: timedelta = min(group._get_backend(device).options._timeout for device in group._device_types)
+    return limit
+
+
+def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
+    """Set the time limit of a group's operations that start from now on.
+
+    torch 2.15 has `torch.distributed.set_timeout`, and warns of the private name.
+
+    Args:
+        timeout: The limit.
+        group: The group; None: the default one.
+    """
+    distributed: Any = import_module("torch.distributed")
+    public = getattr(distributed, "set_timeout", None)
+    (public or distributed.distributed_c10d._set_pg_timeout)(timeout, group)
+
+
+def drop_process_groups() -> list[Any]:
+    """Empty the tables of torch.distributed without destroying the groups in them.
+
+    Returns:
+        What has to be kept alive: the groups' destructors would wait for threads that do not exist in a forked process.
+    """
+    c10d: Any = import_module("torch.distributed.distributed_c10d")
+    world = c10d._world
+    kept: list[Any] = [c10d.GroupMember.WORLD]
+    for name in _TABLES_OF_GROUPS:
+        table = getattr(world, name, None)
+        if table is not None:
+            kept.append(dict(table))
+            table.clear()
+    c10d._update_default_pg(None)
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
+    return kept
+
+
+def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> Any:
+    """Start an all-gather into one tensor by the group's own method, 14 us faster than the public function.
+
+    Args:
+        group: The group.
+        rows: The tensor to write, of shape (ranks * count,).
+        flat: This rank's tensor, of shape (count,).
+        options: `torch.distributed.AllgatherOptions`.
+
+    Returns:
+        The operation, to wait for.
+    """
+    return group._allgather_base(rows, flat, options)
+
+
+def flight_recorder() -> Callable[[bool, bool], bytes] | None:
+    """Return the function that dumps torch's flight recorder as JSON; None in a torch without one, or not loaded.
+
+    Older ones record NCCL's operations only, under the second name.
+    """
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return next((dump for name in names if (dump := getattr(c10d, name, None)) is not None), None)
+
+
+# -- Devices, meshes and tensors ---------------------------------------------------------------------------------------
+
+
+def default_device() -> str:
+    """Return the type of the thread's default device; "" where none is set.
+
+    `torch.get_default_device` creates a tensor to find the index, and with it a CUDA context in the kernel.
+    """
+    contexts: Any = sys.modules.get("torch.utils._device")
+    if contexts is None:  # no device was ever set
+        return ""
+    modes = sys.modules["torch"].overrides._get_current_function_mode_stack()
+    devices = [mode.device.type for mode in modes if isinstance(mode, contexts.DeviceContext)]
+    return str(devices[-1]) if devices else ""
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> Any:
+    """Add a flat dimension over all dimensions of a device mesh.
+
+    Args:
+        mesh: The mesh, or a part of one.
+        name: The name of the new dimension.
+    """
+    return mesh._flatten(name)
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return this rank's part of a DTensor, not a view of it as `to_local` does.
+
+    Args:
+        tensor: The DTensor.
+    """
+    return tensor._local_tensor
+
+
+def viewed_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor that a tensor is a view of, or the tensor itself.
+
+    Args:
+        tensor: The tensor.
+    """
+    return tensor if tensor._base is None else tensor._base
+
+
+def storage_key(storage: UntypedStorage) -> int:
+    """Return a number that equal storages share, also on devices without memory.
+
+    Args:
+        storage: An untyped storage.
+    """
+    return int(storage._cdata)
+
+
+# -- Modules -----------------------------------------------------------------------------------------------------------
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile` returned a module.
+
+    Args:
+        module: A `torch.nn.Module`.
+    """
+    return "_orig_mod" in module._modules
+
+
+def compiled_module(module: nn.Module) -> Any:
+    """Return the module inside a compiled one.
+
+    Args:
+        module: A module for which `is_compiled` is true.
+    """
+    return module._orig_mod
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether a module's own `compile` was called.
+
+    Args:
+        module: The module.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that are not in its state dict.
+
+    Args:
+        module: The module.
+    """
+    return set(module._non_persistent_buffers_set)
+
+
+def refresh_parameters(module: nn.Module) -> None:
+    """Have FSDP 2 read the parameters' new objects, as it does when a function is applied to a model.
+
+    Args:
+        module: The model.
+    """
+    module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+
+
+def has_own_names(module: nn.Module) -> bool:
+    """Return whether a module leaves the names of its parameters in state dicts as they are (torch 2.7 and newer).
+
+    Args:
+        module: The module.
+    """
+    return not hasattr(module, "_fqn_modifiers")
+
+
+def recorded_static_graph(model: nn.Module) -> bool:
+    """Return whether a DDP model with a static graph has recorded it; True where torch no longer tells.
+
+    Args:
+        model: The DDP module.
+    """
+    return bool(getattr(model, "_static_graph_delay_allreduce_enqueued", True))
+
+
+# -- FSDP 1 ------------------------------------------------------------------------------------------------------------
+
+
+def hybrid_zero2() -> Any:
+    """Return the sharding strategy that Accelerate's configuration names HYBRID_SHARD_ZERO2."""
+    return import_module("torch.distributed.fsdp").ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def flat_parameter_handle(unit: nn.Module) -> Any:
+    """Return the handle of an FSDP 1 unit's flat parameter, or None for a unit without parameters.
+
+    Args:
+        unit: The unit.
+    """
+    return getattr(unit, "_handle", None)
+
+
+def flat_parameter(module: nn.Module) -> Any:
+    """Return the flat parameter that an FSDP 1 unit registers (``use_orig_params=False``), or None.
+
+    Args:
+        module: A module.
+    """
+    return module._parameters.get("_flat_param")
+
+
+def names_in_flat_parameter(flat: Any) -> tuple[str, ...]:
+    """Return the names of the parameters in a flat parameter.
+
+    Args:
+        flat: The flat parameter.
+    """
+    return tuple(flat._fqns)
+
+
+def flat_parameter_sizes(flat: Any) -> tuple[int, int]:
+    """Return the elements of a flat parameter: of all ranks without padding, and of this rank with it.
+
+    Args:
+        flat: The flat parameter.
+    """
+    return flat._unpadded_unsharded_size.numel(), flat._sharded_size.numel()
+
+
+def group_of_sharded_tensor(tensor: ShardedTensor) -> Any:
+    """Return the process group of a `ShardedTensor`.
+
+    Args:
+        tensor: The tensor.
+    """
+    return tensor._process_group
+
+
+def sharded_tensor(shards: list[Any], metadata: Any, group: Any) -> ShardedTensor:
+    """Return a `ShardedTensor` of this rank's shards, without communication.
+
+    Args:
+        shards: This rank's.
+        metadata: Of all ranks' shards.
+        group: The process group.
+    """
+    kind = __getattr__("ShardedTensor")
+    tensor: ShardedTensor = kind._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=metadata, process_group=group
+    )
+    return tensor
+
+
+# -- Loaders, schedulers and optimizers --------------------------------------------------------------------------------
+
+
+def sampler_length(sampler: Any) -> int | None:
+    """Return the number of samples that a `RandomSampler` was given; None: as many as the data set has.
+
+    Args:
+        sampler: The sampler.
+    """
+    number: int | None = sampler._num_samples
+    return number
+
+
+def count_scheduler_step(scheduler: Any) -> None:
+    """Count a step that a scheduler did not take.
+
+    Args:
+        scheduler: The scheduler.
+    """
+    scheduler._step_count += 1
+
+
+def scheduler_steps(scheduler: Any) -> int:
+    """Return the number of a scheduler's steps, the first of which is its construction.
+
+    Args:
+        scheduler: The scheduler.
+    """
+    return int(scheduler._step_count)
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Have a scheduler believe that its optimizer has stepped; it warns otherwise.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+__all__ = [
+    "CHECKPOINT_PREFIX",
+    "MODULE_TABLES",
+    "NAMES",
+    "CheckpointImpl",
+    "DataLoaderIterator",
+    "Dropout",
+    "FakeTensorMode",
+    "HashStore",
+    "PrivateName",
+    "Shard",
+    "ShardedTensor",
+    "StorageInfo",
+    "checkpoint_wrapper",
+    "compiled_module",
+    "count_scheduler_step",
+    "default_device",
+    "default_store",
+    "disable_dynamo",
+    "drop_process_groups",
+    "flat_parameter",
+    "flat_parameter_handle",
+    "flat_parameter_sizes",
+    "flatten_dense_tensors",
+    "flatten_mesh",
+    "flight_recorder",
+    "foreach_copy",
+    "group_of_sharded_tensor",
+    "group_timeout",
+    "has_own_names",
+    "hybrid_zero2",
+    "is_compiled",
+    "is_compiled_in_place",
+    "local_tensor",
+    "mark_stepped",
+    "names_in_flat_parameter",
+    "narrow_tensor_by_index",
+    "non_persistent_buffers",
+    "offload_wrapper",
+    "process_groups",
+    "pytree",
+    "recorded_static_graph",
+    "refresh_parameters",
+    "sampler_length",
+    "scheduler_steps",
+    "set_group_timeout",
+    "set_rotate_method",
+    "sharded_tensor",
+    "start_all_gather",
+    "storage_key",
+    "viewed_tensor",
+]  # fmt: skip

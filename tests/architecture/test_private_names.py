@@ -1,0 +1,105 @@
+"""Private names of torch are used in one file; those of other libraries in the files that are listed here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accelerate import torch_internals
+from tests.architecture.test_structure import DEFINED, MODULES, PACKAGE, TREES, is_self
+
+OF_TORCH = f"{PACKAGE}.torch_internals"
+OF_PYTHON = frozenset({"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"})
+"""Documented in spite of their names."""
+OF_THIS_PACKAGE = frozenset(
+    {"_hf_hook", "_is_accelerate_prepared", "_of_dispatch", "_old_forward", "_original_forward", "_prepared_for"}
+)
+"""Set on users' objects here; Accelerate's clients read some of them."""
+_OF_OTHERS = {
+    # Transformers' models.
+    "big_modeling.module_sizes": {"_no_split_modules"},
+    "big_modeling.tied_parameters": {"_tie_weights"},
+    "config.fsdp_plugin": {"_no_split_modules"},
+    "inference": {"_no_split_modules"},
+    # fsspec, numpy (what pickles of arrays name), rich, Lightning, IPython, Habana.
+    "big_modeling.remote_paths": {"_strip_protocol"},
+    "big_modeling.weight_files": {"_core", "_reconstruct"},
+    "hardware.feature_checks": {"_get_device_type"},
+    "integrations.reporting.lightning_trainer": {"_LoggerConnector"},
+    "integrations.reporting.progress_bars": {"_tasks"},
+    "strategies.megatron.model_parts": {"_core", "_reconstruct"},
+    "telemetry.tracebacks": {"_filename_map"},
+    "worker.plain_process": {"_IS_INTERACTIVE", "_console"},
+    # torch_xla.
+    "hardware.device_table": {"_xla_runtime_is_initialized"},
+    "launch.plan.fork_probe": {"_signal", "_xla_runtime_is_initialized"},
+    "strategies.xla_strategy": {"_average_gradients"},
+    # DeepSpeed and Megatron-LM, of which one minor version at a time is allowed.
+    "strategies.deepspeed.deepspeed_setup": {"_release_process_group_references"},
+    "strategies.deepspeed.deepspeed_strategy": {"_global_grad_norm", "_zero3_consolidated_16bit_state_dict"},
+    "strategies.deepspeed.ulysses": {
+        "_SEQUENCE_DATA_PARALLEL_GROUP", "_SEQUENCE_PARALLEL_GROUP", "_all_to_all_groups", "_attn_implementation",
+    },
+    "strategies.megatron.megatron_checkpoint": {"_replace_state_dict_keys_with_sharded_keys"},
+    # Python's standard library: the parsers that Accelerate's functions take, and the exit of an interpreter.
+    "commands.launch_options": {"_ActionsContainer"},
+    "commands.parsers": {"_MutuallyExclusiveGroup"},
+    "config.hidden_values": {"_typeshed"},
+    "integrations.import_hooks": {"_initializing"},
+    "worker.entry": {"_daemonic", "_signal"},
+    "worker.exit_handlers": {
+        "_IOBase", "_afterfork_registry", "_exit_function", "_finalizer_registry", "_handlerList", "_io", "_popen",
+        "_registered_with_atexit", "_registry", "_run_after_forkers", "_run_exitfuncs", "_threading_atexits",
+    },
+}  # fmt: skip
+OF_OTHERS = {f"{PACKAGE}.{module}": names for module, names in _OF_OTHERS.items()}
+"""Private names of other libraries, by module."""
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the private names that a module imports or reads from objects, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(PACKAGE):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute) and not is_self(node.value):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_TEXT:
+            names = [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+_BY_TEXT = ("getattr", "hasattr", "setattr", "delattr")
+FOUND = {name: sorted(set(private_names(tree))) for name, tree in TREES.items()}
+
+
+def test_no_other_file_uses_a_private_name_of_torch() -> None:
+    allowed = OF_PYTHON | OF_THIS_PACKAGE | DEFINED | set(torch_internals.MODULE_TABLES)
+    strangers = [
+        f"{module}:{line} {name}"
+        for module, names in FOUND.items()
+        for line, name in names
+        if module != OF_TORCH and name not in allowed | OF_OTHERS.get(module, set())
+    ]
+    assert strangers == [], "torch's belong in torch_internals.py, another library's in OF_OTHERS"
+
+
+def test_no_other_file_imports_a_private_module_of_torch() -> None:
+    found = [
+        f"{module}:{node.lineno} {node.module}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.") and "._" in str(node.module)
+    ]
+    assert [place for place in found if not place.startswith(OF_TORCH)] == []
+
+
+@pytest.mark.parametrize("module", OF_OTHERS)
+def test_the_list_has_no_name_that_is_no_longer_used(module: str) -> None:
+    assert module in MODULES
+    assert OF_OTHERS[module] - {name for _, name in FOUND[module]} == set()
