@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 RETRY_SECONDS = 0.3
 """Seconds between two tries to reach the first notebook, which may not have begun to listen."""
 SURE_SECONDS = 2.0
-"""Seconds after which an error that another try is unlikely to change is final: a wrong secret, which an earlier run at
-the same port has too until it ends, and an unknown name."""
+"""Seconds after which an error that another try has not changed is final: a wrong secret, which an earlier run at the
+same port has too until it ends, and an unknown name. A first notebook that is killed refuses only once."""
 UNKNOWN_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
 """Errors of the resolver that are no temporary failures, as `EAI_AGAIN` is."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -56,6 +56,7 @@ def connect(
     hello = HelloEvent(facts.node_rank, facts.host, facts.as_dict())
     begin = time.monotonic()
     deadline = begin + seconds
+    final = ""
     while True:
         problem: Exception = ConnectionResetError("it ended")
         try:
@@ -63,8 +64,8 @@ def connect(
             if _answers(channel, deadline, stopping):
                 return channel
         except (AuthenticationError, OSError, UnicodeError) as error:  # UnicodeError: not a name
-            final = _final_text(error, where, facts)
-            if final and time.monotonic() > begin + SURE_SECONDS:
+            before, final = final, _final_text(error, where, facts)
+            if final and final == before and time.monotonic() > begin + SURE_SECONDS:
                 raise LaunchError(final) from None
             problem = error
         if stopping():

@@ -23,8 +23,10 @@ import pytest
 import zmq
 
 from notebook_accelerate import LaunchConfig
-from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
+from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, LaunchError
 from notebook_accelerate.launch import start
+from notebook_accelerate.launch.hosts import joining
+from notebook_accelerate.launch.hosts.host_facts import own_facts
 from notebook_accelerate.launch.hosts.remote import exchange, listener, stream
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
@@ -172,6 +174,18 @@ def test_a_peer_that_accepts_and_sends_nothing_is_given_up(monkeypatch: pytest.M
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError, match=r"within 0\.5 s"):
         connect_to_kernel("127.0.0.1", silent.getsockname()[1], SECRET, HelloEvent(1, "x"))
+
+
+def test_a_first_notebook_that_is_killed_before_it_answers_has_no_other_secret() -> None:
+    """Its machine resets the connection, as one that refuses the secret does, but refuses no second time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, port = silent.getsockname()
+        closing = threading.Timer(joining.SURE_SECONDS + 1.0, silent.close)
+        closing.start()
+        facts = own_facts(processes=1, accelerator="cpu")
+        with pytest.raises(LaunchError, match=r"node 0 did not join within 6 s: no run answers"):
+            joining.connect((address, port), "secret", facts, 6.0, stream.KEEP_ALIVE)
+        closing.join()
 
 
 # ---- Peers that misbehave

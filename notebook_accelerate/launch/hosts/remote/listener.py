@@ -404,6 +404,7 @@ class KernelConnection(Exchange):
         dealer.curve_serverkey = self._keys.kernel_public
         dealer.curve_publickey, dealer.curve_secretkey = self._keys.host_public, self._keys.host_secret
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)  # a kernel that is silent, as a suspended one, has not refused
         dealer.ipv6 = True
         self._monitor = dealer.get_monitor_socket(EVENTS)
 
