@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from notebook_accelerate import hardware
 from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
 from notebook_accelerate.hardware.detection import cpu_count
+from notebook_accelerate.launch.hosts.function_host import FunctionHost
 from notebook_accelerate.launch.hosts.host_facts import COMMAND, own_facts
 from notebook_accelerate.launch.hosts.joining import connect, own_orders
-from notebook_accelerate.launch.hosts.remote.function_host import FunctionHost
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     HostPlanEvent,
     RunOverEvent,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 
 from notebook_accelerate.hardware.addresses import interface_of
-from notebook_accelerate.launch.hosts.remote.function_host import FunctionHost
+from notebook_accelerate.launch.hosts.function_host import FunctionHost
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.processes import ports
