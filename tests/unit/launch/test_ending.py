@@ -32,7 +32,9 @@ class Attempt:
     def __init__(self) -> None:
         self.journal = make_run().journal
         self.stops = StopSequence(self.journal, PromptQueue(), hold=False)
-        self.ranks = [SupervisedRank(cast("Any", SimpleNamespace(rank=rank)), {}) for rank in (0, 1)]
+        self.ranks = [
+            SupervisedRank(cast("Any", SimpleNamespace(rank=rank, host="")), cast("Any", None)) for rank in (0, 1)
+        ]
 
     def state(self, rank: int) -> str:
         return self.journal.state.rank(rank).state
