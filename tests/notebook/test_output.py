@@ -162,9 +162,13 @@ def test_a_display_while_the_output_goes_elsewhere_is_shown(kernel: Kernel) -> N
     assert shown.index("<b>3</b>") < shown.index("[rank 0] again")
 
 
-def test_nested_bars_take_one_line_each(kernel: Kernel) -> None:
+def _need_tqdm(kernel: Kernel) -> None:
     if kernel.value("__import__('importlib.util', fromlist=['x']).find_spec('tqdm') is None"):
         pytest.skip("tqdm is not installed")
+
+
+def test_nested_bars_take_one_line_each(kernel: Kernel) -> None:
+    _need_tqdm(kernel)
     cell = kernel.check(
         "def bars():\n    from tqdm.auto import tqdm\n    for _ in tqdm(range(3), 'outer'):\n"
         "        for _ in tqdm(range(40), 'inner', leave=False):\n            time.sleep(0.01)\n"
@@ -202,8 +206,7 @@ def test_progress_bars_are_drawn_in_one_place(kernel: Kernel) -> None:
 
 
 def test_tqdm(kernel: Kernel) -> None:
-    if kernel.value("__import__('importlib.util', fromlist=['x']).find_spec('tqdm') is None"):
-        pytest.skip("tqdm is not installed")
+    _need_tqdm(kernel)
     kernel.check("from tqdm.auto import tqdm\ndef bars():\n    for _ in tqdm(range(20)):\n        time.sleep(0.03)")
     cell = kernel.check("launch(bars);")
     assert cell.stderr.count("20/20") == 2
