@@ -338,7 +338,7 @@ def resumable(folder: str, wait: bool) -> list[float]:
 def tables(run: Any) -> dict[str, list[str]]:
     """Return the tables of a run's report: the head of each, by its caption."""
     html = run.report().html
-    found = re.findall(r"<caption[^>]*>(.*?)</caption><thead><tr>(.*?)</tr></thead>", html)
+    found = re.findall(r"<summary>([^<]*)</summary><table[^>]*><thead><tr>(.*?)</tr></thead>", html)
     heads = {caption.partition(":")[0]: re.findall(r"<th[^>]*>(.*?)</th>", head) for caption, head in found}
     heads.pop("Step time", None)  # reported once a second, by longer runs
     return heads

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import mmap
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.hosts.remote.host_connection import HostLostError, RemoteRank
-from notebook_accelerate.launch.hosts.remote.host_protocol import FunctionEvent, StartOrder
+from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, FunctionEvent, StartOrder
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend
 from notebook_accelerate.launch.processes.placed import completed_for_another_machine
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
@@ -30,10 +30,10 @@ class HostBackend(ProcessBackend):
     Args:
         own: Starts the ranks of this machine.
         count: Their number.
-        hosts: The connections to the others, in order, and whether each needs the function from here.
+        hosts: The connections to the others, in order.
     """
 
-    def __init__(self, own: ProcessBackend, count: int, hosts: Sequence[tuple[HostConnection, bool]]) -> None:
+    def __init__(self, own: ProcessBackend, count: int, hosts: Sequence[HostConnection]) -> None:
         super().__init__(own.function, own.arguments)
         self._own, self._count, self._hosts = own, count, hosts
         self._stopping: Callable[[], bool] = bool
@@ -48,26 +48,18 @@ class HostBackend(ProcessBackend):
         theirs: dict[int, list[WorkerOrder]] = {}
         for order in orders[self._count :]:
             theirs.setdefault(int(order.environment["GROUP_RANK"]), []).append(order)
-        self._order_ranks(theirs)
-        self._own.start_ranks(orders[: self._count], started)
-        for connection, _ in self._hosts:
-            take_ranks(connection, theirs[connection.node], started, START_SECONDS, self._stopping)
-
-    def _order_ranks(self, orders: dict[int, list[WorkerOrder]]) -> None:
-        pickled = None
-        if any(needs_function for _, needs_function in self._hosts):
-            pickled = FunctionBackend(self.function, self.arguments)
-        try:
-            for connection, needs_function in self._hosts:
-                own = orders[connection.node]
-                if needs_function and pickled is not None:
-                    pickled.send(connection, own)
+        with ExitStack() as last:
+            pickled: FunctionBackend | None = None
+            for connection in self._hosts:
+                if connection.hello.kind == COMMAND:
+                    pickled = pickled or last.enter_context(closing(FunctionBackend(self.function, self.arguments)))
+                    pickled.send(connection, theirs[connection.node])
                 else:  # it has arguments for the Accelerator too, which need not be picklable
-                    own = [replace(order, accelerator=None) for order in own]
+                    own = [replace(order, accelerator=None) for order in theirs[connection.node]]
                     connection.send(StartOrder(pickle.dumps(own)))
-        finally:
-            if pickled is not None:
-                pickled.close()
+        self._own.start_ranks(orders[: self._count], started)
+        for connection in self._hosts:
+            take_ranks(connection, theirs[connection.node], started, START_SECONDS, self._stopping)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
@@ -77,10 +69,6 @@ class HostBackend(ProcessBackend):
         """See ``ProcessBackend.close``."""
         super().close()
         self._own.close()
-
-    def prepare_next(self) -> None:
-        """See ``ProcessBackend.prepare_next``."""
-        self._own.prepare_next()
 
 
 class FunctionBackend(PickledBackend):
@@ -92,19 +80,11 @@ class FunctionBackend(PickledBackend):
 
     def send(self, connection: HostConnection, orders: Sequence[WorkerOrder]) -> None:
         """Send a host the function and its orders; the function once, whatever the number of its ranks."""
-        file = os.fdopen(os.dup(self._payload), "rb")  # it is read when this object may be closed
-        connection.send_each(map(FunctionEvent, _parts(file)))
+        content = mmap.mmap(self._payload, 0, access=mmap.ACCESS_READ)  # it is read when this object may be closed
+        parts = range(0, len(content), PART_BYTES)
+        connection.send_each(FunctionEvent(content[begin : begin + PART_BYTES]) for begin in parts)
         orders = [completed_for_another_machine(self.complete(order)) for order in orders]
         connection.send(StartOrder(pickle.dumps(orders)))
-
-
-def _parts(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the content of a file in parts, and close the file; other descriptors of it may be read meanwhile."""
-    with file:
-        position = 0
-        while part := os.pread(file.fileno(), PART_BYTES, position):
-            yield part
-            position += len(part)
 
 
 def take_ranks(
@@ -127,14 +107,5 @@ def take_ranks(
         LaunchError: The host could not start a rank, or not in time.
         RunStoppedError: The run is ``stopping``.
     """
-    found: list[RankProcess] = []
-    for order in orders:
-        try:
-            found.append(connection.await_started(seconds, stopping))
-        except HostLostError:
-            found.append(RemoteRank(connection, order.rank, 0, int(order.environment["LOCAL_RANK"])))
-    for process in found:
+    for process in [connection.await_started(order, seconds, stopping) for order in orders]:
         started(process)
-
-
-__all__ = ["FunctionBackend", "HostBackend", "take_ranks"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from notebook_accelerate.launch.state.run_events import FailuresRecorded, RankFailed
 from notebook_accelerate.telemetry import Event, ExceptionInfo, FailureEvent, FrameInfo, InputRequest, tracebacks
@@ -45,9 +44,12 @@ class ForeignCells:
 
     def with_named_cells(self, event: Event) -> Event:
         """Return a rank's event with its cells named as in this notebook."""
-        handler = _HANDLERS.get(type(event))
-        if handler is not None:
-            handler(self, event)
+        if isinstance(event, StacksReply):
+            event.threads = {name: self._in_frames(frames) for name, frames in event.threads.items()}
+        elif isinstance(event, (FailureEvent, CellReply)):
+            event.chain = self._in_chain(event.chain)
+        elif isinstance(event, InputRequest):
+            event.shown = self.in_text(event.shown)
         return event
 
     def in_text(self, text: str) -> str:
@@ -68,15 +70,6 @@ class ForeignCells:
         return tuple(
             info._replace(message=self.in_text(info.message), frames=self._in_frames(info.frames)) for info in chain
         )
-
-    def _in_stacks(self, event: StacksReply) -> None:
-        event.threads = {name: self._in_frames(frames) for name, frames in event.threads.items()}
-
-    def _in_failure(self, event: FailureEvent | CellReply) -> None:
-        event.chain = self._in_chain(event.chain)
-
-    def _in_prompt(self, event: InputRequest) -> None:
-        event.shown = self.in_text(event.shown)
 
 
 def with_named_cells(event: Event, suffix: str) -> Event:
@@ -102,13 +95,3 @@ def _with_chains(event: Event, change: Callable[[tuple[ExceptionInfo, ...]], tup
     if isinstance(event, FailuresRecorded):
         return replace(event, failures=[replace(failure, chain=change(failure.chain)) for failure in event.failures])
     return event
-
-
-_HANDLERS: dict[type[Event], Callable[[ForeignCells, Any], None]] = {
-    StacksReply: ForeignCells._in_stacks,
-    FailureEvent: ForeignCells._in_failure,
-    CellReply: ForeignCells._in_failure,
-    InputRequest: ForeignCells._in_prompt,
-}
-
-__all__ = ["ForeignCells", "named_here", "own_cells", "with_named_cells"]

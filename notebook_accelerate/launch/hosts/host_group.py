@@ -7,38 +7,23 @@ import re
 import selectors
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError, RunTimeoutError, WorkerError
 from notebook_accelerate.launch.hosts import host_facts as facts_of
 from notebook_accelerate.launch.hosts.host_backend import HostBackend
-from notebook_accelerate.launch.hosts.host_cells import ForeignCells, with_named_cells
-from notebook_accelerate.launch.hosts.host_facts import COMMAND, NOTEBOOK, HostFacts, own_facts
+from notebook_accelerate.launch.hosts.host_cells import with_named_cells
+from notebook_accelerate.launch.hosts.host_facts import notebook_hello
 from notebook_accelerate.launch.hosts.join_instructions import instruction_lines
 from notebook_accelerate.launch.hosts.joining import interface_to
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, node_name
-from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    HostPlanEvent,
-    JournalEvent,
-    RunOverEvent,
-    StopRequest,
-    WaitingEvent,
-)
 from notebook_accelerate.launch.plan.planner import joined, on_node
 from notebook_accelerate.launch.processes import ports
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
-from notebook_accelerate.launch.state import failures
-from notebook_accelerate.launch.state.run_events import (
-    RUN,
-    NoteAdded,
-    RankReturned,
-    RunCreated,
-    RunEnded,
-    RunPlanned,
-    StopAdvanced,
-)
+from notebook_accelerate.launch.state import failures, run_events
 from notebook_accelerate.launch.state.run_state import without_result
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
 from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
@@ -57,23 +42,14 @@ JOIN_SECONDS, LAST_CALL_SECONDS = 600.0, 30.0
 """torch's defaults for ``join_timeout`` and ``last_call_timeout``."""
 WAIT_SECONDS = 0.2
 MAX_NAMED = 8
-_KEPT_HERE = (RunCreated, RunPlanned, RankReturned, NoteAdded, RunEnded)
+_KEPT_HERE = (
+    run_events.RunCreated,
+    run_events.RunPlanned,
+    run_events.RankReturned,
+    run_events.NoteAdded,
+    run_events.RunEnded,
+)
 """Events of the journal that are not sent to other notebooks: each has its own, or receives it in another message."""
-
-
-class JoinedHost(HostConnection):
-    """The connection to one host of the run.
-
-    Args:
-        incoming: The host.
-        facts: What it told when it joined.
-    """
-
-    def __init__(self, incoming: IncomingHost, facts: HostFacts) -> None:
-        super().__init__(incoming.channel, incoming.hello.node, incoming.hello.host)
-        self.facts = facts
-        if facts.kind == NOTEBOOK:
-            self.cells = ForeignCells(lambda: f" of node {self.node}")
 
 
 class HostGroup:
@@ -82,21 +58,15 @@ class HostGroup:
     Args:
         context: The run.
         plan: The first notebook's plan, before the hosts have joined.
-        listener: Accepts the hosts; closed with this object.
+        listener: Accepts the hosts.
         secret: The secret to print for the hosts; "" where the user has given it.
     """
 
     def __init__(self, context: RunContext, plan: LaunchPlan, listener: HostListener, secret: str = "") -> None:
         self._context, self._plan, self._listener, self._secret = context, plan, listener, secret
         self._config = context.config
-        self._own = own_facts(
-            node_rank=0,
-            processes=plan.num_processes,
-            accelerator=plan.accelerator,
-            num_nodes=self._config.num_nodes,
-            rdzv_id=self._config.rdzv_id,
-        )
-        self._hosts: list[JoinedHost] = []
+        self._own = notebook_hello(0, plan, self._config)
+        self._hosts: list[HostConnection] = []
         self._wait = WaitingTarget(context)
         self._group: RankGroup | None = None
         self._makes_room: StopReason | None = None
@@ -104,8 +74,8 @@ class HostGroup:
         self._unsubscribe = context.journal.subscribe(self._stream)
 
     @property
-    def _members(self) -> list[HostFacts]:
-        return [self._own, *(host.facts for host in self._hosts)]
+    def _members(self) -> list[protocol.HelloEvent]:
+        return [self._own, *(host.hello for host in self._hosts)]
 
     # ---- before the ranks start
 
@@ -118,14 +88,15 @@ class HostGroup:
         if not self._shown:
             for line in instruction_lines(self._config, self._context.function_name, self._secret):
                 if not self._secret:  # a report must not have it
-                    self._context.journal.append(NoteAdded(line))
+                    self._context.journal.append(run_events.NoteAdded(line))
                 self._context.show(f"  {line}")
         deadline, last_call = time.monotonic() + join_seconds(self._config), 0.0
         with DispatchSelector() as selector:
-            selector.register(self._context.commands.wake, selectors.EVENT_READ, self._carry_out)
+            commands = self._context.commands
+            selector.register(commands.wake, selectors.EVENT_READ, partial(commands.carry_out, self._wait))
             selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(selector))
             for host in self._hosts:
-                host.connect(selector, _NoRanks())
+                host.connect(selector)
             dispatch(selector, 0)  # a host may have arrived, or been lost, since the last attempt
             self._drop_lost()
             while not self._is_complete(attempt, last_call):
@@ -139,7 +110,8 @@ class HostGroup:
                 elif not last_call:
                     last_call = time.monotonic() + _setting(self._config, "last_call_timeout", LAST_CALL_SECONDS)
                 if time.monotonic() > deadline and len(self._hosts) + 1 < self._least:
-                    raise LaunchError(self._timeout_text())
+                    seconds, backend = join_seconds(self._config), self._config.rdzv_backend
+                    raise LaunchError(facts_of.timeout_text(backend, self._config.num_nodes, self._members, seconds))
                 self._show_waiting()
             for host in self._hosts:
                 host.disconnect()
@@ -175,11 +147,13 @@ class HostGroup:
         if note := facts_of.version_note(self._members):
             self._context.note(note, shown_as=f"⚠ {note}")
         for index, host in enumerate(self._hosts, 1):
-            text = self._members_text(plan, index)
-            offset, own_plan = host.clock_offset, pickle.dumps(on_node(plan, index))
-            host.send(HostPlanEvent(text, self._own.host, offset, own_plan))
+            own_plan = pickle.dumps(on_node(plan, index))
+            host.send(
+                protocol.WaitingEvent(self._members_text(plan, index)),
+                protocol.HostPlanEvent(self._own.host, host.clock_offset, own_plan),
+            )
         self._context.show(self._members_text(plan, 0))
-        self._context.journal.append(RunPlanned(plan, 0, plan.world_size))
+        self._context.journal.append(run_events.RunPlanned(plan, 0, plan.world_size))
         return plan
 
     def _store_port(self) -> int:
@@ -205,59 +179,52 @@ class HostGroup:
     # ---- hosts that come and go while the run waits
 
     def _accept(self, selector: DispatchSelector | None) -> None:
-        """Admit a host, or refuse it; without a selector, while ranks run."""
-        incoming = self._listener.next_host(0.0)
-        if incoming is None:
-            return
-        host = self._made(incoming)
-        if host is None:
-            return
+        """Handle what hosts have sent, and admit or refuse new ones; without a selector, while ranks run."""
+        self._listener.dispatch()
+        while (incoming := self._listener.next_host(0.0)) is not None:
+            if (host := self._made(incoming)) is not None:
+                self._admit(host, selector)
+
+    def _admit(self, host: HostConnection, selector: DispatchSelector | None) -> None:
         if selector is not None:
             self._hosts.append(host)
-            host.connect(selector, _NoRanks())
+            host.connect(selector)
             self._show_waiting(again=True)
         elif self._has_room:
             members = self._members
             self._hosts.append(host)
-            host.send(WaitingEvent(facts_of.late_join_text(members, self._config.num_nodes)))
-            self._makes_room = self._makes_room or StopReason(WorkerError, facts_of.joining_text(host.facts))
+            host.send(protocol.WaitingEvent(facts_of.late_join_text(members, self._config.num_nodes)))
+            self._makes_room = self._makes_room or StopReason(WorkerError, facts_of.joining_text(host.hello))
             if self._group is not None:
-                host.connect(self._group.selector, self._group.events)
+                host.connect(self._group.selector)
         else:
             host.close(facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts))
 
-    def _made(self, incoming: IncomingHost) -> JoinedHost | None:
+    def _made(self, incoming: IncomingHost) -> HostConnection | None:
         """Return the host behind a connection; None if it cannot take part."""
-        try:
-            facts = HostFacts.from_dict(incoming.hello.facts)
-        except (TypeError, ValueError) as error:
-            unknown = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
-            unknown.close(f"the first notebook does not understand this host: {error}")
-            return None
-        if not facts.processes:
-            facts = replace(facts, processes=self._plan.num_processes)
-        host = JoinedHost(incoming, facts)
-        if reason := self._refusal(facts):
+        host, hello = HostConnection(incoming), incoming.hello
+        hello.processes = hello.processes or self._plan.num_processes
+        if reason := self._refusal(hello):
             host.close(reason)
-            self._context.note(f"{facts.title} was refused: {reason}")
+            self._context.note(f"{hello.title} was refused: {reason}")
             return None
         host.on_message = lambda event: self._handle(event, host)
         return host
 
-    def _refusal(self, facts: HostFacts) -> str:
+    def _refusal(self, hello: protocol.HelloEvent) -> str:
         address, port = self._config.rendezvous_address
-        if facts.rdzv_id and facts.rdzv_id != self._config.rdzv_id:
-            return f"a rendezvous answers at {address}:{port}, but not for rdzv_id={facts.rdzv_id!r}"
+        if hello.rdzv_id and hello.rdzv_id != self._config.rdzv_id:
+            return f"a rendezvous answers at {address}:{port}, but not for rdzv_id={hello.rdzv_id!r}"
         if self._group is None and len(self._hosts) + 1 >= self._config.num_nodes:
             return facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts)
-        return facts_of.problem(facts, self._members, self._config.rdzv_backend)
+        return facts_of.problem(hello, self._members, self._config.rdzv_backend)
 
     def _drop_lost(self) -> None:
         for host in [host for host in self._hosts if host.lost]:
             self._hosts.remove(host)
             host.close()
             reason = host.lost.removeprefix(f"{host.name} ")
-            self._context.note(f"{host.facts.title} does not join any more: it {reason}")
+            self._context.note(f"{host.hello.title} does not join any more: it {reason}")
 
     def _show_waiting(self, *, again: bool = False) -> None:
         text = facts_of.waiting_text(self._config.rdzv_backend, self._config.num_nodes, self._members)
@@ -265,15 +232,8 @@ class HostGroup:
             self._context.show(text)
         if text != self._shown or again:
             for host in self._hosts:
-                host.send(WaitingEvent(text))
+                host.send(protocol.WaitingEvent(text))
         self._shown = text
-
-    def _timeout_text(self) -> str:
-        seconds = join_seconds(self._config)
-        return facts_of.timeout_text(self._config.rdzv_backend, self._config.num_nodes, self._members, seconds)
-
-    def _carry_out(self) -> None:
-        self._context.commands.carry_out(self._wait)
 
     def _why_stopped(self) -> StopReason | None:
         """Return why the waiting stops, and record it; None while it continues."""
@@ -282,15 +242,14 @@ class HostGroup:
             self._wait.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
         state, reason = self._context.state, self._wait.stop_reason
         if reason is not None and state.stop_phase == "none" and state.ended is None:
-            self._context.journal.append(StopAdvanced("interrupting", reason.text))
+            self._context.journal.append(run_events.StopAdvanced("interrupting", reason.text))
         return reason
 
     # ---- while the ranks run
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
         """See ``Hosts.backend``."""
-        hosts = [(host, host.facts.kind == COMMAND) for host in self._hosts]
-        return HostBackend(own, self._plan.num_processes, hosts)
+        return HostBackend(own, self._plan.num_processes, self._hosts)
 
     def follow(self, group: RankGroup) -> None:
         """See ``Hosts.follow``."""
@@ -305,10 +264,10 @@ class HostGroup:
         if late and self._makes_room is not None and not busy and group.stops.make_room(self._makes_room):
             self._context.show(self._makes_room.text)
 
-    def _handle(self, event: Event, host: JoinedHost) -> None:
+    def _handle(self, event: Event, host: HostConnection) -> None:
         """Handle what a host sends about the whole run."""
-        if isinstance(event, StopRequest):
-            name = host.name if host.node > 0 else host.facts.title
+        if isinstance(event, protocol.StopRequest):
+            name = host.name if host.node > 0 else host.hello.title
             reason = StopReason(RunStoppedError, f"{name}: it was stopped")
             target = self._wait if self._group is None else self._group
             self._context.show(reason.text)
@@ -343,50 +302,38 @@ class HostGroup:
 
     def _stream(self, records: Sequence[Record]) -> None:
         """Send what the journal says of the run to the other notebooks."""
-        if records[0].rank != RUN:
+        if records[0].rank != run_events.RUN:
             return
         wanted = [record._replace(event=self._abroad(record.event)) for record in records]
         wanted = [record for record in wanted if not isinstance(record.event, _KEPT_HERE)]
-        payload = JournalEvent(pickle.dumps(wanted)) if wanted and self._hosts else None
+        payload = protocol.JournalEvent(pickle.dumps(wanted)) if wanted and self._hosts else None
         for host in self._hosts:
-            if payload is not None and host.facts.kind == NOTEBOOK:
+            if payload is not None and host.hello.kind == protocol.NOTEBOOK:
                 host.send(payload)
-        if isinstance(ended := records[-1].event, RunEnded) and self._context.state.held:
+        if isinstance(ended := records[-1].event, run_events.RunEnded) and self._context.state.held:
             self._send_end(ended, held=True)
 
     def _abroad(self, event: Event) -> Event:
         """Return an event of the journal as other notebooks receive it: with this one's name at its cells and stop."""
         event = without_result(with_named_cells(event, " of node 0"), "")
-        if isinstance(event, StopAdvanced) and event.reason == USER_STOP.text:
+        if isinstance(event, run_events.StopAdvanced) and event.reason == USER_STOP.text:
             return replace(event, reason=f"{node_name(0, self._own.host)}: {event.reason}")
         return event
 
-    def _send_end(self, ended: RunEnded, *, held: bool = False) -> None:
+    def _send_end(self, ended: run_events.RunEnded, *, held: bool = False) -> None:
         message = ended.message
         if re.search(rf"( s|had joined): {USER_STOP.text}$", message):  # not that of another node
             message = f"{message.removesuffix(USER_STOP.text)}{node_name(0, self._own.host)}: {USER_STOP.text}"
         for host in self._hosts:
-            host.send(RunOverEvent(ended.status, ended.error, message, held))
+            host.send(protocol.RunOverEvent(ended.status, ended.error, message, held))
 
-    def close(self, ended: RunEnded) -> None:
+    def close(self, ended: run_events.RunEnded) -> None:
         """See ``Hosts.close``."""
         self._unsubscribe()
-        with ExitStack() as last:
-            last.callback(self._release_port)
-            last.callback(self._listener.wait_until_free)
-            last.callback(self._listener.close)
-            for host in self._hosts:
-                last.callback(host.close)
-            self._send_end(ended)
-
-
-class _NoRanks:
-    """The ``RankListener`` of hosts that have no ranks."""
-
-    def _ignore(self, *_: object, **__: object) -> None:
-        """Nothing arrives of ranks."""
-
-    take_output = take_frames = take_host_frames = take_end = _ignore
+        self._send_end(ended)
+        for host in self._hosts:
+            host.close()
+        self._release_port()
 
 
 def join_seconds(config: LaunchConfig) -> float:
@@ -404,11 +351,8 @@ def keep_alive(config: LaunchConfig) -> tuple[float, float]:
     return interval, interval * _setting(config, "keep_alive_max_attempt", 3)
 
 
-def _in_asked_order(hosts: list[JoinedHost]) -> list[JoinedHost]:
+def _in_asked_order(hosts: list[HostConnection]) -> list[HostConnection]:
     """Return hosts by the ``node_rank`` that each asked for; the others fill the gaps, in the order of arrival."""
-    asked = {host.facts.node_rank: host for host in hosts if host.facts.node_rank > 0}
-    others = iter([host for host in hosts if host.facts.node_rank <= 0])
+    asked = {host.hello.node: host for host in hosts if host.hello.node > 0}
+    others = iter([host for host in hosts if host.hello.node <= 0])
     return [asked.get(number) or next(others) for number in range(1, len(hosts) + 1)]
-
-
-__all__ = ["JOIN_SECONDS", "HostGroup", "join_seconds", "keep_alive"]

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accelerate import hardware
 from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
 from notebook_accelerate.hardware.detection import cpu_count
-from notebook_accelerate.launch.hosts.function_host import FunctionHost
-from notebook_accelerate.launch.hosts.host_facts import COMMAND, own_facts
-from notebook_accelerate.launch.hosts.joining import connect, own_orders
-from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    HostPlanEvent,
-    RunOverEvent,
-    StartOrder,
-    WaitingEvent,
-)
-from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
+from notebook_accelerate.launch.hosts.host_facts import own_hello
+from notebook_accelerate.launch.hosts.joining import FunctionHost, adapt_orders, connect
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
+from notebook_accelerate.launch.hosts.remote.curve_keys import KEEP_ALIVE
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
-    from notebook_accelerate.telemetry import Channel, Event
+    from notebook_accelerate.launch.hosts.remote.stream import Stream
+    from notebook_accelerate.telemetry import Event
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
@@ -44,12 +38,12 @@ def join(
         RunStoppedError: The run was stopped.
         WorkerError: The run failed.
     """
-    facts = own_facts(kind=COMMAND, processes=processes, accelerator=hardware.detect().accelerator)
+    hello = own_hello(processes=processes, accelerator=hardware.detect().accelerator)
     show(f"joining the run at {where[0]}:{where[1]}")
-    host = CommandHost(connect(where, secret, facts, seconds, KEEP_ALIVE), where[0], show)
+    host = CommandHost(connect(where, secret, hello, seconds, KEEP_ALIVE), where[0], show)
     try:
         while (message := host.next_message()) is not None:
-            if isinstance(message, RunOverEvent) and not message.held:
+            if isinstance(message, protocol.RunOverEvent) and not message.held:
                 return _end(message, show)
             host.handle_message(message)
     except (KeyboardInterrupt, SystemExit):
@@ -60,7 +54,7 @@ def join(
     raise LaunchError(host.refused or f"the first notebook was lost: {host.lost or 'it has left'}")
 
 
-def _end(over: RunOverEvent, show: Callable[[str], None]) -> None:
+def _end(over: protocol.RunOverEvent, show: Callable[[str], None]) -> None:
     if over.status == "succeeded":
         show("the run succeeded")
         return
@@ -71,42 +65,33 @@ class CommandHost(FunctionHost):
     """The host of a command.
 
     Args:
-        channel: The stream to the first notebook.
+        stream: The stream to the first notebook.
         address: The first notebook's address.
         show: Called with lines for the user.
     """
 
-    def __init__(self, channel: Channel, address: str, show: Callable[[str], None]) -> None:
+    def __init__(self, stream: Stream, address: str, show: Callable[[str], None]) -> None:
         self._address, self._show = address, show
-        self._ranks_planned = 1
-        super().__init__(channel)
+        super().__init__(stream)
 
     def handle_message(self, message: Event) -> None:
         """See ``Host.handle_message``."""
-        if isinstance(message, (WaitingEvent, HostPlanEvent)):
+        if isinstance(message, protocol.WaitingEvent):
             self._show(message.text)
-            if isinstance(message, HostPlanEvent):
-                self._ranks_planned = pickle.loads(message.payload).num_processes
-        elif isinstance(message, RunOverEvent):
+        elif isinstance(message, protocol.RunOverEvent):
             self._show(
                 f"{message.message or 'the run failed'}; its ranks are held for the debugger of the first notebook"
             )
         else:
             super().handle_message(message)
 
-    def orders_in(self, message: StartOrder) -> list[WorkerOrder]:
-        """See ``FunctionHost.orders_in``."""
-        given = os.environ.get("OMP_NUM_THREADS", "")
-        threads = int(given) if given.isdigit() else cpu_count() // max(1, self._ranks_planned)
-        return own_orders(message, self._address, max(1, threads))
-
     def run_function(self, orders: Sequence[WorkerOrder]) -> None:
         """See ``FunctionHost.run_function``."""
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(given) if given.isdigit() else cpu_count() // len(orders)
+        adapt_orders(orders, self._address, max(1, threads))
         attempt = int(orders[0].environment["TORCHELASTIC_RESTART_COUNT"]) + 1
         names = rank_names([order.rank for order in orders])
         self._show(f"attempt {attempt} starts here with {names}" if attempt > 1 else f"starting {names}")
         super().run_function(orders)
         self._show("the ranks of this host have ended")
-
-
-__all__ = ["CommandHost", "join"]

@@ -127,6 +127,3 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
-
-
-__all__ = ["SCRIPTS", "WARM", "alone_lines", "cell_line", "command_line", "instruction_lines"]

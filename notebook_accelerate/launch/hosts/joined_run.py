@@ -4,53 +4,35 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts import host_cells as foreign_cells
 from notebook_accelerate.launch.hosts.host_cells import own_cells
-from notebook_accelerate.launch.hosts.host_facts import own_facts
+from notebook_accelerate.launch.hosts.host_facts import notebook_hello
 from notebook_accelerate.launch.hosts.host_group import join_seconds, keep_alive
-from notebook_accelerate.launch.hosts.joining import connect, own_orders
+from notebook_accelerate.launch.hosts.joining import adapt_orders, connect
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_connection import node_name
-from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    CellsEvent,
-    HostPlanEvent,
-    JournalEvent,
-    RunOverEvent,
-    StartOrder,
-    StopRequest,
-    WaitingEvent,
-)
 from notebook_accelerate.launch.output.rank_lines import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.processes import process_backend
 from notebook_accelerate.launch.state import error_messages, rank_result, run_events
-from notebook_accelerate.launch.state.run_events import (
-    AttemptEnded,
-    PromptOpened,
-    RankExited,
-    RankFailed,
-    RankReturned,
-    RunEnded,
-    RunPlanned,
-    StopAdvanced,
-)
 from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
 from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
 from notebook_accelerate.telemetry import Decoder, DisplayEvent, LogEvent, ResultEvent, steady_time
 from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.hosts.remote.stream import Stream
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.launch.supervisor.run_context import RunContext
-    from notebook_accelerate.telemetry import Channel, Event
-    from notebook_accelerate.telemetry.inherited_state import InheritedState
+    from notebook_accelerate.telemetry import Event
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 class JoinedRun(RunThread):
@@ -68,11 +50,11 @@ class JoinedRun(RunThread):
         self._target = WaitingTarget(self._context, self._send_stop)
         self._stops = 0
 
-    def _disconnect(self, ended: RunEnded) -> None:
+    def _disconnect(self, ended: run_events.RunEnded) -> None:
         if self._host is not None:
             self._host.close()
 
-    def _record_end(self, ended: RunEnded) -> None:
+    def _record_end(self, ended: run_events.RunEnded) -> None:
         if self._context.state.attempt_status == "running":
             self._leave_ranks()
         super()._record_end(ended)
@@ -82,55 +64,54 @@ class JoinedRun(RunThread):
         for info in self._context.state.ranks:
             if not info.exited:
                 state = info.state if info.state in ("succeeded", "failed") else "stopped"
-                self._journal.append(RankExited(info.rank, state, "SIGKILL" if info.pid else ""))
+                self._journal.append(run_events.RankExited(info.rank, state, "SIGKILL" if info.pid else ""))
 
     # ---- on the run's thread
 
-    def _run(self, plan: LaunchPlan) -> RunEnded:
+    def _run(self, plan: LaunchPlan) -> run_events.RunEnded:
         config = self._context.config
-        facts = own_facts(
-            node_rank=config.node_rank if config.rdzv_backend == "static" else -1,
-            processes=plan.num_processes,
-            accelerator=plan.accelerator,
-            num_nodes=config.num_nodes,
-            rdzv_id=config.rdzv_id,
-        )
+        hello = notebook_hello(config.node_rank if config.rdzv_backend == "static" else -1, plan, config)
         where = config.rendezvous_address
         if not config.block:
             self.started.set()  # the others may take minutes
         stopping = self._context.commands.stopping
         self._context.show(f"joining the run at {where[0]}:{where[1]}")
-        channel = connect(where, self._secret, facts, join_seconds(config), keep_alive(config), stopping)
-        assert self._call is not None, "dropped at the end only"
-        self._host = host = NotebookHost(channel, self._context, plan, self._call, self._inherited, self._end_held)
+        stream = connect(where, self._secret, hello, join_seconds(config), keep_alive(config), stopping)
+        self._host = host = NotebookHost(stream, self._context, plan)
         host.watch(self._context.commands.wake, lambda: self._context.commands.carry_out(self._target))
         self._context.commands.carry_out(self._target)
         while (message := host.next_message()) is not None:
-            if isinstance(message, RunOverEvent) and not message.held:
-                return self._verdict(message)
-            if isinstance(message, HostPlanEvent):
+            if isinstance(message, protocol.RunOverEvent) and not message.held:
+                return host.verdict(message)
+            if isinstance(message, protocol.HostPlanEvent):
                 self.started.set()
-            host.handle_message(message)
+            if isinstance(message, protocol.StartOrder):
+                self._start(message)
+            else:
+                host.handle_message(message)
         return self._without_first(host)
 
-    def _end_held(self, over: RunOverEvent) -> None:
-        """End the run for this notebook's user, while its ranks are held for the debugger of the first one."""
-        self._journal.append(self._verdict(over))
+    def _start(self, message: protocol.StartOrder) -> None:
+        """Run this notebook's ranks of an attempt; returns when they have ended."""
+        assert self._call is not None, "dropped at the end only"
+        assert self._host is not None, "it has sent the message"
+        config, plan = self._context.config, self._host.plan
+        orders: list[WorkerOrder] = pickle.loads(message.payload)
+        adapt_orders(orders, config.rendezvous_address[0], plan.threads or 1)
+        for order in orders:
+            order.state, order.accelerator = self._inherited, config.accelerator
+            order.environment.update(config.env or {})
+        backend = process_backend(plan.start_method)(*self._call)
+        backend.configure(config, self._context.note, self._context.commands.stopping)
+        self._host.run_ranks(backend, orders)
 
-    def _verdict(self, over: RunOverEvent) -> RunEnded:
-        """Return how the run ended, with failures at this notebook's cells."""
-        state = self._context.state
-        if over.status == "failed" and state.failures and state.status != "starting":  # else of an earlier attempt
-            return error_messages.failed(self._context.id, state)
-        return RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {self._context.id} ", over.message))
-
-    def _without_first(self, host: NotebookHost) -> RunEnded:
+    def _without_first(self, host: NotebookHost) -> run_events.RunEnded:
         if self._stops > 1 or (self._context.commands.stopping() and not self._context.state.attempts):
             raise RunStoppedError(f"run {self._context.id} was stopped")
         text = host.refused or f"{host.first} was lost: {host.lost or 'it has left'}"
         if not self._context.state.attempts:
             raise LaunchError(text)
-        return RunEnded("failed", "WorkerDiedError", f"run {self._context.id} failed: {text}")
+        return run_events.RunEnded("failed", "WorkerDiedError", f"run {self._context.id} failed: {text}")
 
     def _send_stop(self, grace: float) -> None:
         """Have the first notebook stop the run; a second time, leave it."""
@@ -139,41 +120,31 @@ class JoinedRun(RunThread):
         if self._stops > 1:
             self._host.leave("it was stopped", stopped=True)
         else:
-            self._host.send(StopRequest(grace))
+            self._host.send(protocol.StopRequest(grace))
 
 
 class NotebookHost(Host):
     """The host of a notebook: shows what its ranks send, besides relaying it.
 
     Args:
-        channel: The stream to the first notebook.
+        stream: The stream to the first notebook.
         context: This notebook's run.
         plan: This notebook's plan before all have joined.
-        call: The launched function and its arguments.
-        inherited: State that ranks inherit from the launching thread.
-        end_held: Called when the run has ended and its ranks are held for inspection.
+
+    Attributes:
+        plan: The plan.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        context: RunContext,
-        plan: LaunchPlan,
-        call: tuple[Callable[..., Any], tuple[Any, ...]],
-        inherited: InheritedState,
-        end_held: Callable[[RunOverEvent], None],
-    ) -> None:
-        self._context, self._plan, self._call, self._inherited = context, plan, call, inherited
-        self._end_held = end_held
+    def __init__(self, stream: Stream, context: RunContext, plan: LaunchPlan) -> None:
+        self._context, self.plan = context, plan
         self._journal, self._publisher = context.journal, context.publisher
         self._label = partial(line_label, context.config.log_line_prefix_template)
         self._outputs: dict[int, RankOutput] = {}
         self._decoders: dict[int, Decoder] = {}
         self._results: dict[int, rank_result.RankResult] = {}
-        self._cells: dict[str, list[str]] = {}
         self._own, self._node = range(0), 0
         self.first, self._clock_offset = node_name(0, ""), 0.0
-        super().__init__(channel)
+        super().__init__(stream)
 
     # ---- from the first notebook
 
@@ -188,66 +159,56 @@ class NotebookHost(Host):
 
     def handle_message(self, message: Event) -> None:
         """See ``Host.handle_message``."""
-        if isinstance(message, WaitingEvent):
+        if isinstance(message, protocol.WaitingEvent):
             self._context.show(message.text)
-        elif isinstance(message, HostPlanEvent):
+        elif isinstance(message, protocol.HostPlanEvent):
             self.first, self._clock_offset = node_name(0, message.first), message.clock_offset
-            self._context.show(message.text)
             self._context.show("the first notebook has all ranks: stop, ask and debug them there")
             self._context.commands.requests.elsewhere = (
                 f"run {self._context.id} is steered in the notebook of {self.first}, which has all ranks: "
                 "ask and debug them there"
             )
             self._take_plan(pickle.loads(message.payload))
-        elif isinstance(message, StartOrder):
-            self._run_own(message)
-        elif isinstance(message, RunOverEvent):
-            self._end_held(message)
-        elif isinstance(message, JournalEvent):
+        elif isinstance(message, protocol.RunOverEvent):  # its ranks are held for the debugger of the first notebook
+            self._journal.append(self.verdict(message))
+        elif isinstance(message, protocol.JournalEvent):
             for record in pickle.loads(message.payload):
                 record.event.shift(-self._clock_offset)
                 self._follow(record._replace(time=record.time - self._clock_offset))
 
     def _take_plan(self, plan: LaunchPlan) -> None:
-        own = replace(plan, start_method=self._plan.start_method, reason=self._plan.reason, threads=self._plan.threads)
-        if own.node != self._node:
-            self._cells.clear()  # their names contain the number
+        own = replace(plan, start_method=self.plan.start_method, reason=self.plan.reason, threads=self.plan.threads)
         self._own, self._node = range(own.first_rank, own.first_rank + own.num_processes), own.node
         self._results.clear()
         self._journal.free_old_results()
-        self._journal.append(RunPlanned(own, own.first_rank, own.num_processes))
-        new = {filename: cell for filename, cell in own_cells().items() if self._cells.get(filename) != cell}
-        self._cells |= new
-        self.send(CellsEvent(new))
+        self._journal.append(run_events.RunPlanned(own, own.first_rank, own.num_processes))
+        self.send(protocol.CellsEvent(own_cells()))
 
-    def _run_own(self, message: StartOrder) -> None:
-        config, plan = self._context.config, self._plan
-        orders = own_orders(message, config.rendezvous_address[0], plan.threads or 1)
-        for order in orders:
-            order.state, order.accelerator = self._inherited, config.accelerator
-            order.environment.update(config.env or {})
-        backend = process_backend(plan.start_method)(*self._call)
-        backend.configure(config, self._context.note, self._context.commands.stopping)
-        self.run_ranks(backend, orders)
+    def verdict(self, over: protocol.RunOverEvent) -> run_events.RunEnded:
+        """Return how the run ended, with failures at this notebook's cells."""
+        state, number = self._context.state, self._context.id
+        if over.status == "failed" and state.failures and state.status != "starting":  # else of an earlier attempt
+            return error_messages.failed(number, state)
+        return run_events.RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {number} ", over.message))
 
     def _follow(self, record: Record) -> None:
         """Append an event of the first notebook's journal, as far as it is about this notebook's ranks."""
         event = foreign_cells.named_here(record.event, f" of node {self._node}")
-        rank = event.failure.rank if isinstance(event, RankFailed) else getattr(event, "rank", None)
+        rank = event.failure.rank if isinstance(event, run_events.RankFailed) else getattr(event, "rank", None)
         if not self._own or (rank is not None and rank not in self._own):  # an attempt before it joined; another's
             return
-        if isinstance(event, RankExited) and event.state == "succeeded" and rank in self._results:
-            self._journal.append(RankReturned(event.rank, self._results[event.rank]), record.time)
+        if isinstance(event, run_events.RankExited) and event.state == "succeeded" and rank in self._results:
+            self._journal.append(run_events.RankReturned(event.rank, self._results[event.rank]), record.time)
         if isinstance(event, run_events.RankStarted):
             event = replace(event, host="")
         assert isinstance(event, run_events.RunEvent)
         self._journal.append(event, record.time)
-        if isinstance(event, PromptOpened):
+        if isinstance(event, run_events.PromptOpened):
             what = "a line of input" if event.kind == "input" else "its debugger"
             self._context.show(f"rank {event.rank} waits for {what} in the first notebook", "stderr")
-        elif isinstance(event, StopAdvanced) and event.phase == "interrupting" and event.reason:
+        elif isinstance(event, run_events.StopAdvanced) and event.phase == "interrupting" and event.reason:
             self._context.show(event.reason)
-        elif isinstance(event, AttemptEnded) and event.restarts:
+        elif isinstance(event, run_events.AttemptEnded) and event.restarts:
             number = self._context.state.attempts[-1].number + 1
             how = "failed" if self._context.state.failures else "ended"
             self._context.show(f"attempt {number} {how} ({event.outcome}); starting again", "stderr")
@@ -297,6 +258,3 @@ class NotebookHost(Host):
         super().release(process)
         self._outputs[process.rank].finish()
         self._publisher.flush(force=True)
-
-
-__all__ = ["JoinedRun", "NotebookHost"]

@@ -36,6 +36,3 @@ def secret_for_command(file: str | None) -> str:
     raise ValueError(
         f"a host needs the run's secret: set {SECRET_VARIABLE}, or pass --secret_file with a file that contains it"
     )
-
-
-__all__ = ["SECRET_VARIABLE", "secret_for_command", "shared_secret"]

@@ -50,6 +50,7 @@ def runner_of_several(launch: Launch, prepare: Callable[[Callable[[LaunchPlan], 
 
     def release_all() -> None:
         listener.close()
+        listener.wait_until_free()
         release()
 
     launch = replace(launch, release=release_all)
@@ -124,6 +125,3 @@ def _needed(secret: str) -> str:
         "another notebook of this run listens already, and shows the run's secret; pass it here too: "
         f"rdzv_conf={{'secret': '...'}}, or set {SECRET_VARIABLE}"
     )
-
-
-__all__ = ["runner_of_several"]

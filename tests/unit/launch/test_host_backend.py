@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from notebook_accelerate.launch.hosts.host_backend import PART_BYTES, FunctionBackend
+from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
-from notebook_accelerate.launch.hosts.remote.host_protocol import FunctionEvent, StartOrder
-from notebook_accelerate.telemetry import Channel, Event, inherited_state
+from notebook_accelerate.launch.hosts.remote.host_protocol import FunctionEvent, HelloEvent, StartOrder
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.stream import Stream
+from notebook_accelerate.telemetry import Event, inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
+from tests.support.waiting import until
 
 
 def open_descriptors() -> int:
@@ -22,10 +29,24 @@ def double(values: bytes) -> bytes:
     return values * 2
 
 
-def test_a_function_is_read_while_it_is_sent() -> None:
-    values = os.urandom(8 * PART_BYTES)  # more than the buffers of a socket take
-    ours, theirs = Channel.pair()
-    connection, host = HostConnection(ours, 1, "c3-n07"), Channel(theirs)
+@pytest.fixture
+def ends() -> Iterator[tuple[HostConnection, Stream]]:
+    """Return the two ends of the connection to a host."""
+    secret = new_secret()
+    with closing(HostListener("127.0.0.1", secret)) as listener:
+        host = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(1, "c3-n07"))
+        incoming = listener.next_host(60)
+    assert incoming is not None
+    connection = HostConnection(incoming)
+    yield connection, host
+    connection.close()
+    host.close()
+    listener.wait_until_free()
+
+
+def test_a_function_is_read_while_it_is_sent(ends: tuple[HostConnection, Stream]) -> None:
+    connection, host = ends
+    values = os.urandom(8 * PART_BYTES)  # more than is sent before the first of it was read
     backend = FunctionBackend(double, (values,))
     orders = [WorkerOrder(rank, {"RANK": str(rank)}, 1, inherited_state.capture()) for rank in (4, 5)]
     backend.send(connection, orders)
@@ -41,18 +62,14 @@ def test_a_function_is_read_while_it_is_sent() -> None:
     payloads = [part.payload for part in parts if isinstance(part, FunctionEvent)]
     assert len(payloads) == len(parts)
     assert values in b"".join(payloads)
-    connection.close()
-    host.close()
 
 
-def test_a_host_that_is_lost_while_a_function_is_sent_holds_up_nobody() -> None:
+def test_a_host_that_is_lost_while_a_function_is_sent_holds_up_nobody(ends: tuple[HostConnection, Stream]) -> None:
+    connection, host = ends
     descriptors = open_descriptors()
-    ours, theirs = Channel.pair()
-    connection = HostConnection(ours, 1, "c3-n07")
     backend = FunctionBackend(double, (bytes(64 * PART_BYTES),))
     backend.send(connection, [WorkerOrder(0, {}, 1, inherited_state.capture())])
     backend.close()
-    theirs.close()
-    connection.close()
-    assert not any(thread.name == "notebook-accelerate-outbox" for thread in threading.enumerate())
-    assert open_descriptors() == descriptors
+    assert open_descriptors() == descriptors + 1, "the function, of which the rest is still to be sent"
+    host.close()
+    until(lambda: open_descriptors() < descriptors)

@@ -22,13 +22,13 @@ from notebook_accelerate.launch.hosts.ray.ray_actor import NodeHost
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
 from notebook_accelerate.launch.hosts.ray.ray_driver import merge_devices, run_tunnel
 from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
+from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
-from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
-from notebook_accelerate.launch.hosts.remote.stream import new_secret
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.processes.placed import adapt_to_machine
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
-from notebook_accelerate.telemetry import Channel, inherited_state
+from notebook_accelerate.telemetry import inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.widgets.cell_code import launch_cell
 from notebook_accelerate.widgets.config_panel import ConfigPanel
@@ -136,14 +136,13 @@ def _tunnel() -> tuple[NodeHost, socket.socket]:
     node = NodeHost()
     node.open_tunnel()
     assert node._tunnel is not None
-    return node, socket.create_connection(node._tunnel.address)
+    return node, socket.create_connection(node._tunnel.getsockname())
 
 
 def _close(node: NodeHost, rank_end: socket.socket) -> None:
     rank_end.close()
-    assert node._tunnel is not None
-    assert node._tunnel._connection is not None
-    node._tunnel._connection.close()
+    assert node._connection is not None
+    node._connection.close()
 
 
 def test_a_tunnel_carries_both_ways_and_ends() -> None:
@@ -164,14 +163,15 @@ def test_a_push_waits_for_the_connection_of_the_rank(monkeypatch: pytest.MonkeyP
     node = NodeHost()
     node.open_tunnel()
     assert node._tunnel is not None
+    address = node._tunnel.getsockname()
     assert node.pull() is None
     pushing = threading.Thread(target=node.push, args=(b"early",))
     pushing.start()
-    rank_end = socket.create_connection(node._tunnel.address)
+    rank_end = socket.create_connection(address)
     assert rank_end.recv(10) == b"early"
     pushing.join()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(node._tunnel.address)
+        socket.create_connection(address)
     _close(node, rank_end)
 
 
@@ -218,28 +218,28 @@ def test_a_host_connects_to_the_kernel_through_a_tunnel(monkeypatch: pytest.Monk
     assert node._tunnel is not None
     tunnel = threading.Thread(target=run_tunnel, args=(actor, "127.0.0.1", listener.port))
     tunnel.start()
-    host = connect_to_kernel(*node._tunnel.address, secret, HelloEvent(1, "c3-n07"))
+    host = connect_to_kernel(*node._tunnel.getsockname(), secret, HelloEvent(1, "c3-n07"))
     incoming = listener.next_host(60)
     assert incoming is not None
     sent = [OutputEvent(0, "stdout", os.urandom(1 << 20)) for _ in range(8)]
-    incoming.channel.send(OutputEvent(1, "stdout", b"down"))
+    incoming.stream.send(OutputEvent(1, "stdout", b"down"))
     assert [event for _, event in host.receive(60)] == [OutputEvent(1, "stdout", b"down")]
     sending = threading.Thread(target=host.send, args=sent)
     sending.start()
     received: list[object] = []
     while len(received) < len(sent):
-        received += [event for _, event in incoming.channel.receive(60)]
+        received += [event for _, event in incoming.stream.receive(60)]
     assert received == sent
     sending.join()
     host.close()
     with pytest.raises(ChannelClosedError):
-        incoming.channel.receive(60)
-    incoming.channel.close()
+        incoming.stream.receive(60)
+    incoming.stream.close()
     listener.close()
     tunnel.join(60)
     assert not tunnel.is_alive()
-    assert node._tunnel._connection is not None
-    node._tunnel._connection.close()
+    assert node._connection is not None
+    node._connection.close()
 
 
 class _Actor:
@@ -298,8 +298,12 @@ class _Listener:
 
 
 def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
-    channel, actor = Channel.pair()
-    incoming = IncomingHost(channel, HelloEvent(2, "c3-n07", {"port": 29500}))
+    secret = new_secret()
+    listener = HostListener("127.0.0.1", secret)
+    actor = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(2, "c3-n07", port=29500))
+    incoming = listener.next_host(60)
+    assert incoming is not None
+    listener.close()
     driver = _Driver()
     connection = RayHostConnection(incoming, driver)  # type: ignore[arg-type]
     actor.close()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -22,13 +22,14 @@ from notebook_accelerate import LaunchConfig
 from notebook_accelerate.debugging.diagnosis import RankPosition
 from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import processes, start
+from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
 from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_connection import TransientConnection
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, StartedEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
-from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import RankProcess
+from notebook_accelerate.telemetry import inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.waiting import until
 
@@ -51,11 +52,12 @@ class HostedBackend(PickledBackend):
             for _ in range(2):
                 incoming = listener.next_host(SECONDS)
                 assert incoming is not None, refused
-                connection = TransientConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+                connection = HostConnection(incoming)
+                connection.on_last_end = connection.close
                 connection.measure_clock()
                 try:
-                    for _ in range(incoming.hello.facts["ranks"]):
-                        started(connection.await_started(SECONDS))
+                    for order in orders[half:] if incoming.hello.node else orders[:half]:
+                        started(connection.await_started(order, SECONDS))
                 except LaunchError:
                     connection.close()
                     raise
@@ -91,7 +93,7 @@ def be_a_host() -> None:
         def complete(self, order: WorkerOrder) -> WorkerOrder:
             return order
 
-    hello = HelloEvent(node, f"machine-{node}", {"ranks": len(orders)})
+    hello = HelloEvent(node, f"machine-{node}", processes=len(orders))
     with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
         host.run_ranks(Given(), orders)
         assert host.next_message() is None, "the kernel leaves"
@@ -190,7 +192,11 @@ def test_a_host_looks_after_its_orphan_guard() -> None:
     host = psutil.Process(HostedBackend.hosts[0].pid)
 
     def shells() -> list[int]:
-        return [child.pid for child in host.children() if child.name() == "sh"]
+        found = []
+        for child in host.children():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                found += [child.pid] if child.name() == "sh" else []
+        return found
 
     (first,) = shells()
     os.kill(first, signal.SIGKILL)
@@ -214,13 +220,14 @@ def test_events_that_arrive_with_the_hello_are_not_lost() -> None:
     kernel = None
     try:
         host = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(1, "machine-1"))
-        host.send(*(StartedEvent(rank, 100 + rank, 0) for rank in (4, 5)))
+        host.send(*(StartedEvent(rank, 100 + rank) for rank in (4, 5)))
         incoming = listener.next_host(SECONDS)
         assert incoming is not None
-        kernel = TransientConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
-        assert [(rank.rank, rank.pid) for rank in (kernel.await_started(SECONDS), kernel.await_started(SECONDS))] == [
-            (4, 104), (5, 105),
-        ]  # fmt: skip
+        kernel = HostConnection(incoming)
+        kernel.on_last_end = kernel.close
+        orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in (4, 5)]
+        started = [kernel.await_started(order, SECONDS) for order in orders]
+        assert [(rank.rank, rank.pid) for rank in started] == [(4, 104), (5, 105)]
     finally:
         listener.close()
         host.close()
@@ -244,10 +251,10 @@ def test_an_accepted_host_stays_connected_when_the_listener_closes_at_once() -> 
     listener.close()
     until(lambda: not any(thread.name == "notebook-accelerate-handshake" for thread in threading.enumerate()))
     assert incoming is not None
-    host.send(StartedEvent(4, 104, 0))
-    assert [event for _, event in incoming.channel.receive(SECONDS)] == [StartedEvent(4, 104, 0)]
-    for channel in (host, incoming.channel):
-        channel.close()
+    host.send(StartedEvent(4, 104))
+    assert [event for _, event in incoming.stream.receive(SECONDS)] == [StartedEvent(4, 104)]
+    for stream in (host, incoming.stream):
+        stream.close()
 
 
 def _function(place: RankPosition) -> tuple[int, str]:

@@ -10,6 +10,7 @@ import socket
 import stat
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch import start
-from notebook_accelerate.launch.hosts.remote import stream
+from notebook_accelerate.launch.detached import control_service, run_directory
+from notebook_accelerate.launch.detached.control_service import listen
+from notebook_accelerate.launch.hosts.remote import curve_keys
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     EndedEvent,
@@ -40,6 +43,7 @@ from notebook_accelerate.launch.hosts.remote.listener import (
     HostListener,
     connect_to_kernel,
 )
+from notebook_accelerate.launch.hosts.remote.stream import Stream
 from notebook_accelerate.telemetry import Channel, MetricEvent
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
 from tests.support.loopback_proxy import LoopbackProxy
@@ -54,9 +58,9 @@ class _Listening:
     """A listener, the secret of its run, and its reports of refused connections."""
 
     def __init__(self) -> None:
-        self.secret = stream.new_secret()
+        self.secret = curve_keys.new_secret()
         self.reports: list[str] = []
-        self.channels: list[Channel] = []
+        self.streams: list[Stream] = []
         self.host_listener = HostListener("127.0.0.1", self.secret, report=self.reports.append)
 
     def connect(self) -> socket.socket:
@@ -65,14 +69,14 @@ class _Listening:
     def wait_for_reports(self, count: int = 1) -> None:
         until(lambda: len(self.reports) >= count)
 
-    def connect_host(self) -> tuple[Channel, Channel]:
-        """Connect an expected host, and check that it is accepted; return its channel and the kernel's."""
-        channel = connect_to_kernel("127.0.0.1", self.host_listener.port, self.secret, HELLO)
+    def connect_host(self) -> tuple[Stream, Stream]:
+        """Connect an expected host, and check that it is accepted; return its stream and the kernel's."""
+        stream = connect_to_kernel("127.0.0.1", self.host_listener.port, self.secret, HELLO)
         incoming = self.host_listener.next_host(SECONDS)
         assert incoming is not None, self.reports
         assert incoming.hello.host == "worker-1"
-        self.channels += [channel, incoming.channel]
-        return channel, incoming.channel
+        self.streams += [stream, incoming.stream]
+        return stream, incoming.stream
 
     def answers(self) -> bool:
         """Whether something listens at the port."""
@@ -86,8 +90,8 @@ def step() -> Iterator[_Listening]:
     made = _Listening()
     yield made
     made.host_listener.close()
-    for channel in made.channels:
-        channel.close()
+    for stream in made.streams:
+        stream.close()
     until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-listener"])
 
 
@@ -165,6 +169,36 @@ def test_no_other_user_can_join_the_process_group(method: str) -> None:
         assert not Path(found["folder"]).exists(), "removed with the run"
 
 
+_CONNECT = """
+import os, socket, sys
+os.setgroups([]) if os.getuid() == 0 else None
+os.setuid(65534) if os.getuid() == 0 else None
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+except PermissionError:
+    print("refused")
+"""
+
+
+def test_no_other_user_can_attach_to_a_detached_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run_directory.new_socket()
+    with listen(path) as listener:
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        if os.getuid() == 0:  # only then can a test become another user
+            done = subprocess.run(
+                [sys.executable, "-c", _CONNECT, str(path)], capture_output=True, text=True, check=True
+            )
+            assert done.stdout == "refused\n"
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert control_service._is_own(ours)
+            monkeypatch.setattr(os, "getuid", lambda: 12345)
+            assert not control_service._is_own(ours)
+        assert listener.fileno() >= 0
+    path.unlink()
+
+
 # ---- Listening for other machines
 
 
@@ -176,14 +210,14 @@ def test_the_kernel_listens_on_one_address_for_the_hosts_it_expects() -> None:
     one.host_listener.close()
     with pytest.raises(AuthenticationError):
         connect_to_kernel("127.0.0.1", one.host_listener.port, one.secret, HELLO)
-    for channel in kept:
-        channel.close()
+    for stream in kept:
+        stream.close()
     until(lambda: not one.answers())
 
 
 def test_a_peer_without_the_secret_is_refused_and_reported(step: _Listening) -> None:
     with pytest.raises(AuthenticationError, match="another secret"):
-        connect_to_kernel("127.0.0.1", step.host_listener.port, stream.new_secret(), HELLO)
+        connect_to_kernel("127.0.0.1", step.host_listener.port, curve_keys.new_secret(), HELLO)
     step.wait_for_reports()
     assert re.fullmatch(
         r"a connection from (127\.0\.0\.1|an unknown address) was refused: "
@@ -304,16 +338,16 @@ def _frame_end(data: bytes | bytearray, start: int) -> int | None:
 
 @contextmanager
 def _connected(step: _Listening, change: Callable[[list[bytes]], bytes] = b"".join) -> Iterator[tuple[Any, ...]]:
-    """Connect a host over a `_Wire`; yield the wire, and the channels of the host and of the kernel."""
+    """Connect a host over a `_Wire`; yield the wire, and the streams of the host and of the kernel."""
     wire = _Wire(step.host_listener.port, change)
     host = connect_to_kernel("127.0.0.1", wire.port, step.secret, HELLO)
     incoming = step.host_listener.next_host(SECONDS)
     assert incoming is not None
     try:
-        yield wire, host, incoming.channel
+        yield wire, host, incoming.stream
     finally:
         host.close()
-        incoming.channel.close()
+        incoming.stream.close()
         wire.close()
 
 
@@ -331,11 +365,11 @@ def test_the_network_cannot_read_what_is_sent(step: _Listening) -> None:
             assert b"worker-1" not in seen
 
 
-def _steps(channel: Channel, count: int) -> list[int]:
+def _steps(stream: Stream, count: int) -> list[int]:
     """Return the steps of the next metrics."""
     found: list[Any] = []
     while len(found) < count:
-        found += [event.step for _, event in channel.receive(SECONDS)]  # type: ignore[attr-defined]
+        found += [event.step for _, event in stream.receive(SECONDS)]  # type: ignore[attr-defined]
     return found
 
 
@@ -408,11 +442,11 @@ def test_a_tampered_message_ends_the_connection_and_is_not_read(step: _Listening
         assert _steps_until_end(kernel) == [0]
 
 
-def _steps_until_end(channel: Channel) -> list[int]:
+def _steps_until_end(stream: Stream) -> list[int]:
     found = []
     with suppress(ChannelClosedError):
         while True:
-            found += _steps(channel, 1)
+            found += _steps(stream, 1)
     return found
 
 
@@ -489,16 +523,18 @@ class _Events:
         self.received.append(("end", rank))
 
 
-def test_a_host_sends_events_of_its_own_ranks_only() -> None:
-    kernel, peer = Channel.pair()
-    connection, events = HostConnection(kernel, 1, "worker-1"), _Events()
+def test_a_host_sends_events_of_its_own_ranks_only(step: _Listening) -> None:
+    peer = connect_to_kernel("127.0.0.1", step.host_listener.port, step.secret, HELLO)
+    incoming = step.host_listener.next_host(SECONDS)
+    assert incoming is not None
+    connection, events = HostConnection(incoming), _Events()
     from notebook_accelerate.launch.hosts.remote.host_connection import RemoteRank
 
-    RemoteRank(connection, 8, 1234, 0)
+    RemoteRank(connection, 8, 1234, 0).listener = events
     for rank in (0, 8, 99):
         for event in (OutputEvent(rank, "stdout", b"x"), FramesEvent(rank, b"x"), HostFramesEvent(rank, b"x")):
-            connection.handle(event, events)
-        connection.handle(EndedEvent(rank, 0, None, 0), events)
+            connection.handle(event)
+        connection.handle(EndedEvent(rank, 0, None, 0))
     assert events.received == [("output", 8), ("frames", 8), ("host frames", 8), ("end", 8)]
     connection.close()
     peer.close()

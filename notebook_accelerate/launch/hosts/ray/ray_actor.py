@@ -9,11 +9,10 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import closing, suppress
 
 from notebook_accelerate.hardware.addresses import interface_of
-from notebook_accelerate.launch.hosts.function_host import FunctionHost
+from notebook_accelerate.launch.hosts.joining import FunctionHost
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.processes import ports
@@ -27,21 +26,19 @@ TUNNEL_SECONDS = 10.0
 class NodeHost:
     """What the actor of one node does; the driver calls its methods.
 
-    Attributes:
-        push: See `Tunnel.push`.
-        pull: See `Tunnel.pull`.
+    Where the actor cannot reach the kernel, it connects to a port of its own, the tunnel, and calls of this actor carry
+    what that connection sends and receives. The tunnel does not know the run's secret: the stream is authenticated and
+    encrypted from end to end.
     """
 
-    push: Callable[[bytes], None]
-    pull: Callable[[], bytes | None]
-
     def __init__(self) -> None:
-        self._tunnel: Tunnel | None = None
+        self._tunnel: socket.socket | None = None
+        self._connection: socket.socket | None = None
+        self._accepting = threading.Lock()
 
     def open_tunnel(self) -> None:
         """Send the stream to the kernel through calls of this actor instead of a connection of its own."""
-        self._tunnel = Tunnel()
-        self.push, self.pull = self._tunnel.push, self._tunnel.pull
+        self._tunnel = socket.create_server(("127.0.0.1", 0), backlog=1)
 
     def serve(
         self, address: str, port: int, secret: bytes, node: int, host: str, own_address: str, devices: dict[str, str]
@@ -57,38 +54,25 @@ class NodeHost:
             own_address: Address of this machine.
             devices: The variables in which its ranks find their devices.
         """
-        where = self._tunnel.address if self._tunnel else (address, port)
+        where: tuple[str, int] = self._tunnel.getsockname() if self._tunnel else (address, port)
         rendezvous, _ = ports.reserve(os.getpid(), 0, fixed=False)  # held until the actor ends
         interface = interface_of(own_address)
         network = {name: interface for name in INTERFACE_VARIABLES if interface and name not in os.environ}
-        channel = connect_to_kernel(*where, secret, HelloEvent(node, host, {"port": rendezvous}))
-        with closing(FunctionHost(channel, {**network, **devices})) as serving:
+        stream = connect_to_kernel(*where, secret, HelloEvent(node, host, port=rendezvous))
+        with closing(FunctionHost(stream, {**network, **devices})) as serving:
             while (message := serving.next_message()) is not None:
                 serving.handle_message(message)
 
-
-class Tunnel:
-    """A port of the loopback interface; calls of this actor carry what its one connection sends and receives.
-
-    The tunnel does not know the run's secret: the stream is authenticated and encrypted from end to end.
-    """
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1)
-        self.address: tuple[str, int] = self._listener.getsockname()
-        self._connection: socket.socket | None = None
-        self._accepting = threading.Lock()
-
     def _connected(self) -> socket.socket | None:
-        """Return the connection; None when there was none in time."""
+        """Return the tunnel's connection; None when there was none in time."""
         with self._accepting:
-            if self._connection is None and _readable(self._listener):
-                self._connection, _ = self._listener.accept()
-                self._listener.close()
+            if self._connection is None and self._tunnel is not None and _readable(self._tunnel):
+                self._connection, _ = self._tunnel.accept()
+                self._tunnel.close()
             return self._connection
 
     def push(self, data: bytes) -> None:
-        """Accept data from the kernel; ``b""`` is the end."""
+        """Accept data for the tunnel from the kernel; ``b""`` is the end."""
         while (connection := self._connected()) is None:
             pass
         with suppress(OSError):

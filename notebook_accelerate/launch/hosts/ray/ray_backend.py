@@ -27,11 +27,11 @@ from notebook_accelerate.config.hidden_values import redact
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_ranks
 from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
-from notebook_accelerate.launch.hosts.remote.host_connection import TransientConnection
+from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
-from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter
-from notebook_accelerate.launch.processes.rank_process import Ends, RankListener, RankProcess
+from notebook_accelerate.launch.processes.rank_process import Ends, RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class DriverProcess:
 
     Attributes:
         channel: Sends orders to it.
+        ends: Why the actors of nodes have ended; "" where their ranks have ended.
         connected: The nodes whose connections are open; the last one ends it.
     """
 
@@ -67,16 +68,17 @@ class DriverProcess:
         self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
         theirs.close()
         self._received: deque[Event] = deque()
+        self.ends: dict[int, str] = {}
         self.connected: set[int] = set()
 
-    def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[Event], None]) -> Any:
+    def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[str], None]) -> Any:
         """Wait for the driver's next event of a kind.
 
         Args:
             kind: The type of the event.
             seconds: Maximum seconds to wait.
             what: The awaited operation, for the error message.
-            waiting: Called with other events, and with an empty note when none arrived for a moment; may raise.
+            waiting: Called with notes for the user, and with "" when none arrived for a moment; may raise.
 
         Raises:
             LaunchError: The driver refuses, has ended, or took too long.
@@ -84,49 +86,43 @@ class DriverProcess:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if not self._received:
-                self._received += self._receive(POLL_SECONDS, what)
-            event = self._received.popleft() if self._received else protocol.ClusterNoteEvent("")
+                self.receive(POLL_SECONDS, what)
+            event = self._received.popleft() if self._received else None
             if isinstance(event, kind):
                 return event
-            _raise_failure(event)
-            waiting(event)
+            waiting(redact(event.text, self._cluster) if isinstance(event, protocol.ClusterNoteEvent) else "")
         raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self._log_tail()}")
 
     def _log_tail(self) -> str:
         return redact(log_tail(self._log), self._cluster)
 
-    def _receive(self, seconds: float, what: str) -> list[Event]:
+    def receive(self, seconds: float, what: str) -> None:
+        """Receive what the driver sends within ``seconds``.
+
+        Raises:
+            LaunchError: The driver refuses, or has ended.
+        """
         try:
             events = [event for _, event in self.channel.receive(seconds)]
         except ChannelClosedError:
             raise LaunchError(f"{what} failed: the driver process ended{self._log_tail()}") from None
         for event in events:
-            if isinstance(event, protocol.RefusedEvent | protocol.ClusterNoteEvent | protocol.ActorEndedEvent):
-                event.text = redact(event.text, self._cluster)
-        return events
-
-    def check(self) -> None:
-        """Handle the events that the driver has sent.
-
-        Raises:
-            LaunchError: The driver or an actor has ended.
-        """
-        self._received += self._receive(0.0, "starting the ranks")
-        for event in self._received:
-            _raise_failure(event)
+            if isinstance(event, protocol.RefusedEvent):
+                raise LaunchError(redact(event.text, self._cluster))
+            if isinstance(event, protocol.ActorEndedEvent):
+                self.ends[event.node] = redact(event.text, self._cluster)
+            else:
+                self._received.append(event)
 
     def end_reason(self, node: int) -> str:
         """Return why a node's actor has ended; "" when Ray does not report it in time."""
         deadline = time.monotonic() + REASON_SECONDS
-        while not (found := self._reported_ends(node)) and (left := deadline - time.monotonic()) > 0:
+        while node not in self.ends and (left := deadline - time.monotonic()) > 0:
             try:
-                self._received += self._receive(left, "the run on Ray")
+                self.receive(left, "the run on Ray")
             except LaunchError as error:
                 return str(error)
-        return found[0].text if found else ""
-
-    def _reported_ends(self, node: int) -> list[protocol.ActorEndedEvent]:
-        return [event for event in self._received if isinstance(event, protocol.ActorEndedEvent) and event.node == node]
+        return self.ends.get(node, "")
 
     def end(self, seconds: float = LEAVE_SECONDS) -> None:
         """Have the driver release its resources and end; kill it when that takes longer than ``seconds``.
@@ -147,41 +143,29 @@ class DriverProcess:
         self._log.close()
 
 
-def _raise_failure(event: Event) -> None:
-    if isinstance(event, protocol.RefusedEvent):
-        raise LaunchError(event.text)
-    if isinstance(event, protocol.ActorEndedEvent) and event.text:
-        raise LaunchError(f"the host of node {event.node} could not be started on Ray: {event.text}")
-
-
-class RayHostConnection(TransientConnection):
-    """The connection to one node's actor; when it breaks, Ray reports the reason.
+class RayHostConnection(HostConnection):
+    """The connection to one node's actor for one attempt; when it breaks, Ray reports the reason.
 
     Args:
         incoming: The actor's stream and first message.
         driver: Returns Ray's reason.
-
-    Attributes:
-        port: A port on the node, held there.
     """
 
     def __init__(self, incoming: IncomingHost, driver: DriverProcess) -> None:
-        super().__init__(incoming.channel, incoming.hello.node, incoming.hello.host)
-        self.port = int(incoming.hello.facts["port"])
+        super().__init__(incoming)
         self._driver = driver
+        self.on_last_end = self._end
         driver.connected.add(self.node)
 
-    def mark_lost(self, reason: str, listener: RankListener) -> None:
+    def mark_lost(self, reason: str) -> None:
         """See ``HostConnection.mark_lost``."""
         if reason and (end_reason := self._driver.end_reason(self.node)):
             reason = f"{self.name} was lost: {end_reason}"
-        super().mark_lost(reason, listener)
+        super().mark_lost(reason)
 
-    def remove(self, rank: int) -> None:
-        """See ``HostConnection.remove``."""
-        super().remove(rank)
-        if not self.ranks:
-            self._driver.connected.discard(self.node)
+    def _end(self) -> None:
+        self.close()
+        self._driver.connected.discard(self.node)
         if not self._driver.connected:
             self._driver.end()
 
@@ -213,10 +197,12 @@ class RayBackend(FunctionBackend):
             with closing(HostListener(address or "127.0.0.1", secret, report=self._note)) as listener:
                 driver.channel.send(protocol.ServeOrder(listener.address, listener.port, secret))
                 self._await_connections(listener, driver, nodes, connections)
-            by_node = _by_node(orders, nodes, connections[0].port)
+            by_node = _by_node(orders, nodes, connections[0].hello.port)
             for node, own in enumerate(by_node):
                 self.send(connections[node], own)
             for node, own in enumerate(by_node):
+                with suppress(ChannelClosedError):  # noticed when its ranks are awaited
+                    connections[node].measure_clock()  # while they start
                 take_ranks(connections[node], own, started, self._cluster.start_timeout, self._stopping)
         except BaseException:
             for connection in connections.values():
@@ -241,10 +227,10 @@ class RayBackend(FunctionBackend):
         placed = driver.next(protocol.PlacedEvent, limit, "starting Ray's actors", self._handle_note)
         return connected.address, placed.nodes
 
-    def _handle_note(self, event: Event) -> None:
-        """Show the driver's notes to the user, and check whether the run is to be stopped."""
-        if isinstance(event, protocol.ClusterNoteEvent) and event.text:
-            self._note(event.text)
+    def _handle_note(self, text: str) -> None:
+        """Show the user a note, and check whether the run is to be stopped."""
+        if text:
+            self._note(text)
         if self._stopping():
             raise RunStoppedError("the run was stopped while it waited for the Ray cluster")
 
@@ -265,8 +251,11 @@ class RayBackend(FunctionBackend):
         """Wait until every node's actor has connected; add the connections to ``found``."""
         deadline = time.monotonic() + self._cluster.start_timeout
         while len(found) < len(nodes):
-            self._handle_note(protocol.ClusterNoteEvent(""))
-            driver.check()
+            self._handle_note("")
+            driver.receive(0.0, "starting the ranks")
+            for node, text in driver.ends.items():
+                if text:
+                    raise LaunchError(f"the host of node {node} could not be started on Ray: {text}")
             if time.monotonic() > deadline:
                 missing = ", ".join(address for node, (address, _) in enumerate(nodes) if node not in found)
                 raise LaunchError(
@@ -275,9 +264,7 @@ class RayBackend(FunctionBackend):
                     "pass on='ray://host:10001'"
                 )
             if (incoming := listener.next_host(POLL_SECONDS)) is not None:
-                connection = found[incoming.hello.node] = RayHostConnection(incoming, driver)
-                with suppress(ChannelClosedError):  # noticed when its ranks are awaited
-                    connection.measure_clock()
+                found[incoming.hello.node] = RayHostConnection(incoming, driver)
 
 
 def _by_node(orders: Sequence[WorkerOrder], nodes: Sequence[tuple[str, int]], port: int) -> list[list[WorkerOrder]]:

@@ -188,8 +188,7 @@ class Driver:
         return nodes
 
     def _check_still_wanted(self) -> None:
-        self._received += [event for _, event in self._channel.receive(0.0)]
-        if any(isinstance(event, protocol.ReleaseOrder) for event in self._received):
+        if self._channel.receive(0.0):  # nothing else comes now
             raise LaunchError("the kernel stopped waiting")
 
     @functools.cached_property
@@ -238,14 +237,16 @@ class Driver:
         """
         import ray
 
-        bundles: dict[str, list[int]] = {}
-        while bundles != (bundles := self._bundles_by_node()):  # again where Ray has moved bundles off a dead node
-            actor, options = ray.remote(_actor_class()), {"num_cpus": 0, "num_gpus": 0, "max_concurrency": CALLS}
+        actor, options = ray.remote(_actor_class()), {"num_cpus": 0, "num_gpus": 0, "max_concurrency": CALLS}
+        bundles, facts = self._bundles_by_node(), list[dict[str, Any]]()
+        while [fact["node"] for fact in facts] != list(bundles):
+            if facts:  # Ray has moved bundles off a dead node; with its client, each look at them takes a process
+                bundles = self._bundles_by_node()
             actors = [actor.options(**options, **self._within(own[0])).remote() for own in bundles.values()]
             facts = _results(each.facts.remote() for each in actors)
             if wrong := mismatches(own_versions(), facts):
                 raise LaunchError(wrong)
-            devices = self._devices()
+        devices = self._devices()
         self._nodes = [
             Node(node, actor, fact, len(own), merge_devices([devices[index] for index in own]))
             for (node, own), actor, fact in zip(bundles.items(), actors, facts, strict=True)
@@ -282,10 +283,11 @@ class Driver:
 
     def _serve(self, order: protocol.ServeOrder) -> None:
         """Have the actors connect to the kernel and run their ranks."""
-        where = (order.address, order.port)
+        where, tunnelled = (order.address, order.port), self._cluster.address.startswith(RAY_CLIENT)
+        if tunnelled:
+            _results(node.actor.call.remote("open_tunnel") for node in self._nodes)
         for index, node in enumerate(self._nodes):
-            if self._cluster.address.startswith(RAY_CLIENT):
-                _results([node.actor.call.remote("open_tunnel")])
+            if tunnelled:
                 threading.Thread(target=run_tunnel, args=(node.actor, *where), daemon=True).start()
             own = (index, f"{node.facts['host']}, {node.address}", node.address, node.devices)
             serving = node.actor.call.remote("serve", *where, order.payload, *own)
@@ -387,7 +389,7 @@ def _actor_class() -> type[Any]:
         """The host of one node."""
 
         def facts(self) -> dict[str, Any]:
-            """Return the machine's versions, host name and address."""
+            """Return the machine's versions, host name, address and node id."""
             import importlib.metadata
             import platform
             import socket
@@ -404,6 +406,7 @@ def _actor_class() -> type[Any]:
                 "versions": versions,
                 "host": socket.gethostname(),
                 "address": ray.util.get_node_ip_address(),
+                "node": ray.get_runtime_context().get_node_id(),
             }
 
         def call(self, method: str, *arguments: Any) -> Any:

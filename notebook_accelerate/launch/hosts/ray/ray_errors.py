@@ -7,22 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from notebook_accelerate.config.hidden_values import hide_credentials
-from notebook_accelerate.launch.hosts.host_facts import same_version
+from notebook_accelerate.launch.hosts.host_facts import version_differences
 
 
 def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
-    """Return a message about nodes whose versions do not match the kernel's; "" when all match.
-
-    ``same_version`` says which versions match.
-    """
-    lines = []
+    """Return a message about nodes whose versions do not match the kernel's; "" when all match."""
+    lines: list[str] = []
     for fact in facts:
-        for name, version in ours.items():
-            found = fact["versions"].get(name, "")
-            if not found:
-                lines.append(f"node {fact['host']} ({fact['address']}) has no {name}; the notebook has {version}")
-            elif not same_version(name, found, version):
-                lines.append(f"node {fact['host']} ({fact['address']}) has {name} {found}; the notebook has {version}")
+        lines += version_differences(f"node {fact['host']} ({fact['address']})", fact["versions"], ours, "the notebook")
     if not lines:
         return ""
     return (

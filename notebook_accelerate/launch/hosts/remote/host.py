@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
-from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    CapturedStacksEvent,
-    CaptureStacksOrder,
-    ClockEvent,
-    DumpOrder,
-    EndedEvent,
-    FramesEvent,
-    HostFramesEvent,
-    JournalEvent,
-    LeaveEvent,
-    OutputEvent,
-    RunOverEvent,
-    SignalOrder,
-    StartedEvent,
-)
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
 from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, dispatch
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, Pace, dispatch
 from notebook_accelerate.launch.processes.zygote import guards_orphans
-from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
+from notebook_accelerate.telemetry import Event, Stamped, encode
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.hosts.remote.stream import Stream
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
     from notebook_accelerate.telemetry.store import Record
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
@@ -46,29 +34,28 @@ GUARD_SECONDS = 1.0
 
 
 class Host:
-    """Serves one kernel; a thread receives the kernel's messages from construction on.
+    """Serves one kernel.
 
     Args:
-        channel: The stream to the kernel; `close` closes it.
+        stream: The stream to the kernel; `close` closes it.
 
     Attributes:
         lost: Why the stream has ended without the kernel's leave; "" while it has not.
         refused: Why the kernel has refused this host; "" if it has not.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         self._ranks: dict[int, RankProcess] = {}
-        self._left = threading.Event()
+        self._left = False
         self.lost = self.refused = ""
         self._guard_due = 0.0
+        self._pace, self._relayed = Pace(0.05, burst=50), 0
         self._messages: deque[Event] = deque()
-        self._wake, self._waker = socket.socketpair()
+        # A rank that reads nothing, as a suspended one, must not hold up the others, nor the signal that ends it.
+        self._to_ranks = ThreadPoolExecutor(1, "notebook-accelerate-host")
         self._selector = DispatchSelector()
-        self.watch(self._wake, lambda: self._wake.recv(4096))
-        # A separate thread receives orders: the main thread may be blocked until the kernel reads what it sends.
-        self._listener = threading.Thread(target=self._listen, name="notebook-accelerate-host", daemon=True)
-        self._listener.start()
+        stream.watch(self._selector, self._receive)
 
     def watch(self, source: HasFileno, call: Callable[[], object]) -> None:
         """Call ``call`` on the thread that uses the host whenever ``source`` is readable."""
@@ -76,11 +63,9 @@ class Host:
 
     def next_message(self) -> Event | None:
         """Wait for the kernel's next message that is not for a rank; None when the kernel has left or is lost."""
-        while not self._messages:
-            if self._left.is_set():
-                return self._messages.popleft() if self._messages else None
+        while not self._messages and not self._left:
             dispatch(self._selector, None)
-        return self._messages.popleft()
+        return self._messages.popleft() if self._messages else None
 
     def run_ranks(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
         """Start ranks and relay until all have ended; kill them when the kernel leaves or is lost.
@@ -102,37 +87,36 @@ class Host:
             sampler.stop()
 
     def leave(self, reason: str = "", *, stopped: bool = False) -> None:
-        """Let the kernel know why this host leaves; safe from any thread. The ranks are killed."""
-        self.send(LeaveEvent(reason, stopped))
-        self._leave()
+        """Let the kernel know why this host leaves; its ranks are killed."""
+        self.send(protocol.LeaveEvent(reason, stopped))
+        self._left = True
 
     def close(self) -> None:
         """Stop serving, and close the stream to the kernel."""
-        self._left.set()
-        self._channel.shut()
-        self._listener.join()
-        self._channel.close()
+        self._left = True
+        self._stream.close()
+        self._to_ranks.shutdown()
         self._selector.close()
-        self._wake.close()
-        self._waker.close()
 
     def _start(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
         try:
             backend.start_ranks(orders, self.started)
         except BaseException as error:
-            self.send(LeaveEvent(f"{type(error).__name__}: {error}", isinstance(error, RunStoppedError)))
+            self.send(protocol.LeaveEvent(f"{type(error).__name__}: {error}", isinstance(error, RunStoppedError)))
             self._kill()
             raise
         finally:
             backend.close()
 
     def _relay(self) -> None:
-        while self._ranks and not self._left.is_set():
+        while self._ranks and not self._left:
             polled = [rank for rank, process in self._ranks.items() if process.needs_polling]
             waits = [POLL_SECONDS if polled else GUARD_SECONDS]
             if (due := self.seconds_until_due()) is not None:
                 waits.append(due)
             dispatch(self._selector, min(waits))
+            self._pace.after(self._relayed)
+            self._relayed = 0
             for rank in polled:
                 self.take_end(rank)
             if time.monotonic() >= self._guard_due:
@@ -164,22 +148,24 @@ class Host:
     def started(self, process: RankProcess) -> None:
         """Report that a rank has started, and listen to it."""
         self._ranks[process.rank] = process
-        self.send(StartedEvent(process.rank, process.pid, process.local_rank))
+        self.send(protocol.StartedEvent(process.rank, process.pid))
         process.connect(self._selector, self)
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``RankListener.take_output``."""
-        self.send(OutputEvent(rank, stream, data))
+        self._relayed += len(data)
+        self.send(protocol.OutputEvent(rank, stream, data))
 
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_frames``; output that the rank wrote before the frames is sent first."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
-        self.send(FramesEvent(rank, data))
+        self._relayed += len(data)
+        self.send(protocol.FramesEvent(rank, data))
 
     def take_host_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_host_frames``."""
-        self.send(HostFramesEvent(rank, data))
+        self.send(protocol.HostFramesEvent(rank, data))
 
     def take_end(self, rank: int) -> None:
         """See ``RankListener.take_end``."""
@@ -189,7 +175,7 @@ class Host:
             return
         process.drain(self, channel=True)
         self.release(process)
-        self.send(EndedEvent(rank, end.code, end.signal, end.max_rss))
+        self.send(protocol.EndedEvent(rank, end.code, end.signal, end.max_rss))
 
     def release(self, process: RankProcess) -> None:
         """Close a rank that has ended, and whose output was read."""
@@ -204,67 +190,50 @@ class Host:
 
     def send(self, event: Event) -> None:
         """Send an event to the kernel, unless it or this host has left. Safe from any thread."""
-        if self._left.is_set():
-            return
-        try:
-            self._channel.send(event)
-        except ChannelClosedError:
-            self._leave()
+        if not self._left:
+            with suppress(ChannelClosedError):  # noticed when the stream is read
+                self._stream.send(event)
 
     # ---- from the kernel
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         try:
-            while not self._left.is_set():
-                for _, event in self._channel.receive():
-                    self._handle(event)
+            for _, event in self._stream.receive(0.0):
+                self._handle(event)
         except ChannelClosedError as error:
-            if not self._left.is_set():
+            if not self._left:
                 self.lost = str(error)
-            self._leave()
-
-    def _leave(self) -> None:
-        """Record that the kernel has left or is lost."""
-        self._left.set()
-        self._wake_up()
-
-    def _wake_up(self) -> None:
-        try:
-            self._waker.send(b"!", socket.MSG_DONTWAIT)
-        except OSError:  # it wakes up already, or is closed
-            return
+            self._left = True
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, LeaveEvent):
-            self.refused = event.reason
-            self._leave()
-        elif isinstance(event, ClockEvent):
+        if isinstance(event, protocol.LeaveEvent):
+            self.refused, self._left = event.reason, True
+        elif isinstance(event, protocol.ClockEvent):
             self.send(event)
-        elif not isinstance(event, (SignalOrder, FramesEvent, DumpOrder, CaptureStacksOrder)):
+        elif not isinstance(event, protocol.RankEvent):
             self._messages.append(event)
-            self._wake_up()
         elif (process := self._ranks.get(event.rank)) is not None:
             self._carry_out(event, process)
 
-    def _carry_out(self, order: SignalOrder | FramesEvent | DumpOrder | CaptureStacksOrder, rank: RankProcess) -> None:
-        if isinstance(order, SignalOrder):
+    def _carry_out(self, order: protocol.RankEvent, rank: RankProcess) -> None:
+        if isinstance(order, protocol.SignalOrder):
             rank.send_signal(order.number, group=order.group)
-        elif isinstance(order, FramesEvent):
-            rank.send_frames(order.payload)
-        elif isinstance(order, DumpOrder):
+        elif isinstance(order, protocol.FramesEvent):
+            self._to_ranks.submit(rank.send_frames, order.payload)
+        elif isinstance(order, protocol.DumpOrder):
             rank.open_dump(order.path)
-        else:
+        elif isinstance(order, protocol.CaptureStacksOrder):
             capture = partial(self._capture_stacks, order.number, rank)
             threading.Thread(target=capture, name="notebook-accelerate-stacks", daemon=True).start()
 
     def _capture_stacks(self, number: int, rank: RankProcess) -> None:
         stacks = rank.capture_stacks()
-        self.send(CapturedStacksEvent(number, stacks.dump, list(stacks.native), stacks.suspended))
+        self.send(protocol.CapturedStacksEvent(number, stacks.dump, list(stacks.native), stacks.suspended))
 
 
 def _is_urgent(message: Event) -> bool:
     """Whether a message cannot wait for the end of the ranks."""
-    return isinstance(message, JournalEvent) or (isinstance(message, RunOverEvent) and message.held)
+    return isinstance(message, protocol.JournalEvent) or (isinstance(message, protocol.RunOverEvent) and message.held)
 
 
 __all__ = ["Host"]

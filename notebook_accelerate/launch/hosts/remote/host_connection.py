@@ -7,120 +7,67 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.debugging.native_stacks import SECONDS as NATIVE_SECONDS
 from notebook_accelerate.debugging.process_inspection import DUMP_SECONDS, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.host_cells import ForeignCells
-from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    CapturedStacksEvent,
-    CaptureStacksOrder,
-    CellsEvent,
-    ClockEvent,
-    DumpOrder,
-    EndedEvent,
-    FramesEvent,
-    HostFramesEvent,
-    LeaveEvent,
-    OutputEvent,
-    SignalOrder,
-    StartedEvent,
-    StopRequest,
-)
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
 from notebook_accelerate.launch.processes.rank_process import RankListener, RankProcess
 from notebook_accelerate.launch.state.rank_exit import Exit
-from notebook_accelerate.telemetry import Channel, Event, Stamped, encode, steady_time
+from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.hosts.remote.listener import IncomingHost
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0
-CLOSE_SECONDS = 5.0
-"""Seconds that the last messages to a host have to leave."""
 SLICE_SECONDS = 0.2
 """Seconds between two looks whether the run is to be stopped."""
 
 
-_START_REPLIES = (StartedEvent, LeaveEvent, StopRequest)
-
-
-class HostLostError(LaunchError):
-    """A host was lost before it had started its ranks."""
-
-
-class Outbox:
-    """Sends to one host on a thread: a host that reads nothing holds up nobody else.
-
-    Args:
-        channel: The stream to the host.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._queue: SimpleQueue[Iterable[bytes] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._send_queued, name="notebook-accelerate-outbox", daemon=True)
-        self._thread.start()
-
-    def send(self, *events: Event) -> None:
-        """Send events; a lost host is noticed when its stream is read. Safe from any thread."""
-        now = steady_time.now()
-        self._queue.put((encode([Stamped(now, event) for event in events]),))
-
-    def send_each(self, events: Iterable[Event]) -> None:
-        """Send events that are made one by one, on the thread, as the host reads them."""
-        self._queue.put(encode([Stamped(steady_time.now(), event)]) for event in events)
-
-    def close(self) -> None:
-        """Wait until everything was sent, or can no longer be, and end the thread."""
-        self._queue.put(None)
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            self._channel.shut()
-            self._thread.join()
-
-    def _send_queued(self) -> None:
-        while (parts := self._queue.get()) is not None:
-            with suppress(ChannelClosedError):
-                for data in parts:
-                    self._channel.send_bytes(data)
+_START_REPLIES = (protocol.StartedEvent, protocol.LeaveEvent, protocol.StopRequest)
 
 
 class HostConnection:
     """The connection to one host and its ranks.
 
     Args:
-        channel: The stream to the host.
-        node: Index of its machine in the run.
-        host: Name of its machine.
+        incoming: The host.
 
     Attributes:
+        node: Index of its machine in the run.
+        hello: Its first message.
         clock_offset: Seconds to add to the host's time to get this machine's; 0 where the difference is within the
             delay.
         lost: Why the host takes part no more; "" while it does.
         ranks: Its ranks that have not been closed.
         cells: The cells of the host's notebook; None where it has none.
+        on_last_end: Called when the last of its ranks has been closed.
         on_message: Called with the host's messages about the whole run, on the thread of the selector.
     """
 
-    def __init__(self, channel: Channel, node: int, host: str) -> None:
-        self.channel, self.node, self.host = channel, node, host
+    def __init__(self, incoming: IncomingHost) -> None:
+        self._stream, self.hello, self.node = incoming.stream, incoming.hello, incoming.hello.node
         self.clock_offset = 0.0
         self.lost = ""
         self.ranks: dict[int, RemoteRank] = {}
-        self.cells: ForeignCells | None = None
+        with_cells = self.hello.kind == protocol.NOTEBOOK
+        self.cells = ForeignCells(lambda: f" of node {self.node}") if with_cells else None
+        self.on_last_end: Callable[[], None] = lambda: None
         self.on_message: Callable[[Event], None] = lambda _: None
-        self._outbox = Outbox(channel)
-        self._captured: dict[int, CapturedStacksEvent] = {}
+        self._captured: dict[int, protocol.CapturedStacksEvent] = {}
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
-        self._selector: selectors.BaseSelector | None = None
-        self._early: list[Stamped] = []
+        self._early = incoming.early
 
     @property
     def name(self) -> str:
         """Name of the machine in messages."""
-        return node_name(self.node, self.host)
+        return node_name(self.node, self.hello.host)
 
     def measure_clock(self) -> None:
         """Request the host's time and store the difference.
@@ -130,33 +77,37 @@ class HostConnection:
         best = (CLOCK_SECONDS, 0.0)
         for number in range(CLOCK_ROUNDS):
             sent = steady_time.now()
-            self.send(ClockEvent(number))
+            self.send(protocol.ClockEvent(number))
             answer = self._await(partial(_is_reply, number), CLOCK_SECONDS)
             if answer is not None:
                 took = steady_time.now() - sent
                 best = min(best, (took, sent + took / 2 - answer.time))
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
-    def await_started(self, timeout: float, stopping: Callable[[], bool] = lambda: False) -> RemoteRank:
-        """Wait until the host has started its next rank, and return that rank.
+    def await_started(self, order: WorkerOrder, timeout: float, stopping: Callable[[], bool] = bool) -> RemoteRank:
+        """Wait until the host has started its next rank, and return that rank; it has ended if the host is lost.
+
+        Args:
+            order: The rank's order.
+            timeout: Seconds to wait.
+            stopping: Returns whether the run is being stopped.
 
         Raises:
-            HostLostError: The host is lost.
             LaunchError: The host reports a failure, or sends nothing for ``timeout`` seconds.
             RunStoppedError: The run is ``stopping``, or its user has stopped it on the host.
         """
+        local_rank = int(order.environment.get("LOCAL_RANK", 0))
         try:
             found = self._await(lambda event: isinstance(event, _START_REPLIES), timeout, stopping)
-        except ChannelClosedError as error:
-            raise HostLostError(f"{self.name} was lost while its ranks started: {error}") from None
+        except ChannelClosedError:  # its end is noticed when it is connected
+            return RemoteRank(self, order.rank, 0, local_rank)
         if found is None:
             raise LaunchError(f"{self.name} did not start its ranks within {timeout:g} s")
-        if isinstance(found.event, StopRequest) or (isinstance(found.event, LeaveEvent) and found.event.stopped):
+        if isinstance(found.event, protocol.StartedEvent):
+            return RemoteRank(self, found.event.rank, found.event.pid, local_rank)
+        if not isinstance(found.event, protocol.LeaveEvent) or found.event.stopped:
             raise RunStoppedError(f"{self.name}: it was stopped while its ranks were started")
-        if isinstance(found.event, LeaveEvent):
-            raise LaunchError(f"{self.name} could not start its ranks: {found.event.reason or 'it has left'}")
-        assert isinstance(found.event, StartedEvent)
-        return RemoteRank(self, found.event.rank, found.event.pid, found.event.local_rank)
+        raise LaunchError(f"{self.name} could not start its ranks: {found.event.reason or 'it has left'}")
 
     def _await(
         self, wanted: Callable[[Event], bool], timeout: float, stopping: Callable[[], bool] = lambda: False
@@ -172,105 +123,79 @@ class HostConnection:
                 return None
             if stopping():
                 raise RunStoppedError("the run was stopped while its ranks were started")
-            self._early += self.channel.receive(min(left, SLICE_SECONDS))
+            self._early += self._stream.receive(min(left, SLICE_SECONDS))
 
     def send(self, *events: Event) -> None:
         """Send events to the host; a lost host is noticed when its stream is read. Safe from any thread."""
-        self._outbox.send(*events)
+        now = steady_time.now()
+        self._stream.queue((encode([Stamped(now, event) for event in events]),))
 
     def send_each(self, events: Iterable[Event]) -> None:
-        """Send events that are too large to be kept until the host reads them; see ``Outbox.send_each``."""
-        self._outbox.send_each(events)
+        """Send events that are too large to be kept until the host reads them: they are made one by one."""
+        self._stream.queue(encode([Stamped(steady_time.now(), event)]) for event in events)
 
     # ---- on the thread of the selector
 
-    def connect(self, selector: selectors.BaseSelector, listener: RankListener, rank: int = -1) -> None:
-        """Register the stream, once for all its ranks, and pass on the events of ``rank`` that have arrived already."""
-        if self._selector is None:
-            self._selector = selector
-            selector.register(self.channel, selectors.EVENT_READ, partial(self._read, listener))
-            with suppress(ChannelClosedError):  # reading it reports that
-                self._early += self.channel.receive(0.0)  # what arrived with the first message
+    def connect(self, selector: selectors.BaseSelector) -> None:
+        """Register the stream, once for all its ranks, and handle what has arrived already."""
         early, self._early = self._early, []
         for stamped in early:
-            if getattr(stamped.event, "rank", rank) == rank:
-                self.handle(stamped.event, listener)
-            else:
+            rank = self.ranks.get(stamped.event.rank) if isinstance(stamped.event, protocol.RankEvent) else None
+            if rank is not None and rank.listener is None:  # it is connected next
                 self._early.append(stamped)
+            else:
+                self.handle(stamped.event)
+        if self._stream.on_ready is None and not self.lost:
+            self._stream.watch(selector, self._read)
 
-    def _read(self, listener: RankListener) -> bool:
+    def _read(self) -> None:
         try:
-            messages = self.channel.receive_available()
+            for _, event in self._stream.receive(0.0):
+                self.handle(event)
         except ChannelClosedError as error:
-            self.mark_lost(f"{self.name} was lost: {error}", listener)
-            return False
-        for _, event in messages:
-            self.handle(event, listener)
-        return True
+            self.mark_lost(f"{self.name} was lost: {error}")
 
-    def handle(self, event: Event, listener: RankListener) -> None:
+    def handle(self, event: Event) -> None:
         """Handle one event of the host."""
-        if isinstance(event, LeaveEvent):
-            self.mark_lost(f"{self.name} has left: {event.reason}" if event.reason else "", listener)
-        elif isinstance(event, CapturedStacksEvent):
+        if isinstance(event, protocol.LeaveEvent):
+            self.mark_lost(f"{self.name} has left: {event.reason}" if event.reason else "")
+        elif isinstance(event, protocol.CapturedStacksEvent):
             with self._changed:
                 self._captured[event.number] = event
                 self._changed.notify_all()
-        elif isinstance(event, CellsEvent):
+        elif isinstance(event, protocol.CellsEvent):
             if self.cells is not None:
                 self.cells.add(event.cells)
-        elif isinstance(event, (OutputEvent, FramesEvent, HostFramesEvent, EndedEvent)):
-            if event.rank in self.ranks:
-                self._handle_rank(event, listener)
-        else:
+        elif not isinstance(event, protocol.RankEvent):
             self.on_message(event)
+        elif event.rank in self.ranks:
+            self.ranks[event.rank].handle(event)
 
-    def _handle_rank(
-        self, event: OutputEvent | FramesEvent | HostFramesEvent | EndedEvent, listener: RankListener
-    ) -> None:
-        if isinstance(event, OutputEvent):
-            listener.take_output(event.rank, event.stream, event.payload)
-        elif isinstance(event, FramesEvent):
-            listener.take_frames(event.rank, event.payload)
-        elif isinstance(event, HostFramesEvent):
-            listener.take_host_frames(event.rank, event.payload)
-        else:
-            self.ranks[event.rank].ended = Exit(event.code, event.signal, event.max_rss)
-            listener.take_end(event.rank)
-
-    def mark_lost(self, reason: str, listener: RankListener) -> None:
+    def mark_lost(self, reason: str) -> None:
         """Record that the host is lost, and its ranks with it."""
         self.disconnect()
         with self._changed:
             self.lost = reason or f"{self.name} has left"
             self._changed.notify_all()
-        for rank, process in list(self.ranks.items()):
-            if process.ended is None:
-                process.ended = Exit(lost=self.lost)
-                listener.take_end(rank)
+        for rank in list(self.ranks.values()):
+            if rank.ended is None:
+                rank.end(Exit(lost=self.lost))
 
     def disconnect(self) -> None:
-        """Unregister the stream from the selector."""
-        if self._selector is not None:
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(self.channel)
-        self._selector = None
-
-    def drain(self, listener: RankListener) -> None:
-        """Handle the events that have arrived."""
-        while not self.lost and self.channel.readable() and self._read(listener):
-            pass
+        """Handle nothing more that arrives, until `connect`."""
+        self._stream.on_ready = None
 
     def remove(self, rank: int) -> None:
         """Forget a rank that has ended."""
         self.ranks.pop(rank, None)
+        if not self.ranks:
+            self.on_last_end()
 
     def close(self, reason: str = "") -> None:
         """Close the connection, for a ``reason`` if the host is refused; it then kills the ranks it still runs."""
-        self.send(LeaveEvent(reason))
+        self.send(protocol.LeaveEvent(reason))
         self.disconnect()
-        self._outbox.close()
-        self.channel.close()
+        self._stream.close()
         if self.cells is not None:
             self.cells.clear()
 
@@ -279,7 +204,7 @@ class HostConnection:
     def capture_stacks(self, rank: int) -> ProcessStacks:
         """Have the host capture the stacks of a rank."""
         number = next(self._numbers)
-        self.send(CaptureStacksOrder(rank, number))
+        self.send(protocol.CaptureStacksOrder(rank, number))
         deadline = time.monotonic() + DUMP_SECONDS + NATIVE_SECONDS + 1.0
         with self._changed:
             while number not in self._captured and not self.lost and (left := deadline - time.monotonic()) > 0:
@@ -288,17 +213,8 @@ class HostConnection:
         if answer is None:
             return ProcessStacks()
         dump = answer.dump if self.cells is None else self.cells.in_text(answer.dump)
-        return ProcessStacks(dump, tuple(answer.native), answer.suspended and f"{answer.suspended} on {self.host}")
-
-
-class TransientConnection(HostConnection):
-    """A connection for one attempt: it closes with the last of its ranks."""
-
-    def remove(self, rank: int) -> None:
-        """See ``HostConnection.remove``."""
-        super().remove(rank)
-        if not self.ranks:
-            self.close()
+        suspended = answer.suspended and f"{answer.suspended} on {self.hello.host}"
+        return ProcessStacks(dump, tuple(answer.native), suspended)
 
 
 def node_name(node: int, host: str) -> str:
@@ -307,20 +223,7 @@ def node_name(node: int, host: str) -> str:
 
 
 def _is_reply(number: int, event: Event) -> bool:
-    return isinstance(event, ClockEvent) and event.number == number
-
-
-class _RankChannel:
-    """The channel to one rank, through its host."""
-
-    def __init__(self, connection: HostConnection, rank: int) -> None:
-        self._connection, self._rank = connection, rank
-
-    def send(self, *events: Event) -> None:
-        if self._connection.lost:
-            raise ChannelClosedError(self._connection.lost)
-        now = steady_time.now()
-        self._connection.send(FramesEvent(self._rank, encode([Stamped(now, event) for event in events])))
+    return isinstance(event, protocol.ClockEvent) and event.number == number
 
 
 class RemoteRank(RankProcess):
@@ -334,11 +237,37 @@ class RemoteRank(RankProcess):
     """
 
     def __init__(self, connection: HostConnection, rank: int, pid: int, local_rank: int) -> None:
-        super().__init__(rank, pid, local_rank=local_rank, node=connection.node, host=connection.host)
+        super().__init__(rank, pid, local_rank=local_rank, node=connection.node, host=connection.hello.host)
         self._connection = connection
-        self.channel = _RankChannel(connection, rank)
+        self.channel = self
+        self.listener: RankListener | None = None
         self.ended: Exit | None = None
         connection.ranks[rank] = self
+
+    def handle(self, event: protocol.RankEvent) -> None:
+        """Handle one event about it."""
+        assert self.listener is not None, "events are handled when it is connected"
+        if isinstance(event, protocol.OutputEvent):
+            self.listener.take_output(self.rank, event.stream, event.payload)
+        elif isinstance(event, protocol.FramesEvent):
+            self.listener.take_frames(self.rank, event.payload)
+        elif isinstance(event, protocol.HostFramesEvent):
+            self.listener.take_host_frames(self.rank, event.payload)
+        elif isinstance(event, protocol.EndedEvent):
+            self.end(Exit(event.code, event.signal, event.max_rss))
+
+    def end(self, ended: Exit) -> None:
+        """Record how it ended."""
+        self.ended = ended
+        if self.listener is not None:
+            self.listener.take_end(self.rank)
+
+    def send(self, *events: Event) -> None:
+        """See ``Sender.send``."""
+        if self._connection.lost:
+            raise ChannelClosedError(self._connection.lost)
+        now = steady_time.now()
+        self.send_frames(encode([Stamped(now, event) for event in events]))
 
     def poll(self) -> Exit | None:
         """See ``RankProcess.poll``."""
@@ -346,11 +275,12 @@ class RemoteRank(RankProcess):
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
         """See ``RankProcess.send_signal``."""
-        self._connection.send(SignalOrder(self.rank, number, group))
+        self._connection.send(protocol.SignalOrder(self.rank, number, group))
 
     def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
         """See ``RankProcess.connect``."""
-        self._connection.connect(selector, listener, self.rank)
+        self.listener = listener
+        self._connection.connect(selector)
 
     def drain(self, listener: RankListener, *, channel: bool) -> None:
         """Do nothing: output and frames arrive in order on the same stream."""
@@ -374,11 +304,11 @@ class RemoteRank(RankProcess):
 
     def open_dump(self, path: str) -> None:
         """See ``RankProcess.open_dump``."""
-        self._connection.send(DumpOrder(self.rank, path))
+        self._connection.send(protocol.DumpOrder(self.rank, path))
 
     def send_frames(self, data: bytes) -> None:
         """See ``RankProcess.send_frames``."""
-        self._connection.send(FramesEvent(self.rank, data))
+        self._connection.send(protocol.FramesEvent(self.rank, data))
 
     def capture_stacks(self) -> ProcessStacks:
         """See ``RankProcess.capture_stacks``."""

@@ -6,29 +6,50 @@ They carry the frames and the output of ranks as bytes, which the host does not 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from notebook_accelerate.telemetry import Event
+
+NOTEBOOK, COMMAND = "notebook", "command"
+"""The kinds of hosts: one has a cell with the function, the other receives the function from the kernel."""
 
 
 @dataclass(slots=True)
 class HelloEvent(Event):
-    """The first message of a host.
+    """The first message of a host, about itself.
 
     Attributes:
-        node: Index of the host's machine in the run; -1 if the kernel is to choose it.
-        host: Name of that machine.
-        facts: Properties of that machine for the kernel: versions, devices.
+        node: Index of its machine in the run; -1 if the kernel is to choose it.
+        host: Name of its machine.
+        versions: Its versions by name: python, torch, notebook_accelerate.
+        kind: `NOTEBOOK` or `COMMAND`.
+        pid: Its process.
+        processes: Ranks it starts; 0: as many as the first notebook.
+        accelerator: Device type of its ranks.
+        num_nodes: The number of nodes that it was launched with; 0: it does not know.
+        rdzv_id: The name of the run that it wants to join; "" joins any.
+        port: A port that it holds for the store of the process group; 0: none.
     """
 
-    node: int
-    host: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    node: int = -1
+    host: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    kind: str = COMMAND
+    pid: int = 0
+    processes: int = 0
+    accelerator: str = "cpu"
+    num_nodes: int = 0
+    rdzv_id: str = ""
+    port: int = 0
+
+    @property
+    def title(self) -> str:
+        """Its machine and process in messages."""
+        return f"{self.host} ({'kernel' if self.kind == NOTEBOOK else 'process'} {self.pid})"
 
 
 @dataclass(slots=True)
 class WaitingEvent(Event):
-    """A line for the user of a host that has joined: who has arrived, and who is missing."""
+    """A line for the user of a host that has joined: who has arrived or joined, and who is missing."""
 
     text: str
 
@@ -38,13 +59,11 @@ class HostPlanEvent(Event):
     """All hosts of an attempt have joined.
 
     Attributes:
-        text: Who they are, for the user.
         first: Name of the first notebook's machine.
         clock_offset: Seconds to add to this host's time to get the first notebook's.
         payload: The host's ``LaunchPlan``, pickled.
     """
 
-    text: str
     first: str
     clock_offset: float
     payload: bytes
@@ -107,71 +126,69 @@ class ClockEvent(Event):
 
 
 @dataclass(slots=True)
-class StartedEvent(Event):
-    """The process of a rank has started."""
+class RankEvent(Event):
+    """Base of the messages about one rank."""
 
     rank: int
-    pid: int
-    local_rank: int
 
 
 @dataclass(slots=True)
-class OutputEvent(Event):
+class StartedEvent(RankEvent):
+    """The process of a rank has started."""
+
+    pid: int
+
+
+@dataclass(slots=True)
+class OutputEvent(RankEvent):
     """Bytes that a rank wrote to ``stream`` ("stdout" or "stderr")."""
 
-    rank: int
     stream: str
     payload: bytes
 
 
 @dataclass(slots=True)
-class FramesEvent(Event):
+class FramesEvent(RankEvent):
     """Bytes of the rank's channel, in either direction."""
 
-    rank: int
     payload: bytes
 
 
 @dataclass(slots=True)
-class HostFramesEvent(Event):
+class HostFramesEvent(RankEvent):
     """Complete frames that the host sends on behalf of a rank, between the frames of the rank itself."""
 
-    rank: int
     payload: bytes
 
 
 @dataclass(slots=True)
-class EndedEvent(Event):
+class EndedEvent(RankEvent):
     """A rank's process has ended, and all its output and frames have been sent; see ``launch.state.rank_exit.Exit``."""
 
-    rank: int
     code: int | None
     signal: int | None
     max_rss: int
 
 
 @dataclass(slots=True)
-class SignalOrder(Event):
+class SignalOrder(RankEvent):
     """Send a signal to a rank, or to everything in its process group."""
 
-    rank: int
     number: int
     group: bool = False
 
 
 @dataclass(slots=True)
-class DumpOrder(Event):
+class DumpOrder(RankEvent):
     """The rank dumps its stacks into this file on the host's machine: keep it open."""
 
-    rank: int
     path: str
 
 
 @dataclass(slots=True)
-class CaptureStacksOrder(Event):
+class CaptureStacksOrder(RankEvent):
     """Capture the stacks of a rank that cannot answer."""
 
-    rank: int
     number: int
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import socket
 import threading
@@ -12,37 +11,35 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
-from notebook_accelerate.launch.hosts.remote.exchange import (
-    EVENTS,
-    FLUSH_SECONDS,
-    MESSAGES,
-    SOON_SECONDS,
-    Exchange,
-    local_pair,
-    read_event,
-)
+from notebook_accelerate.launch.hosts.remote.curve_keys import KEEP_ALIVE, Keys, configure, derive_keys
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.stream import (
-    END,
-    KEEP_ALIVE,
-    NOTHING_SENT,
-    PING,
-    Link,
-    configure,
-    derive_keys,
-)
-from notebook_accelerate.telemetry import Channel
+from notebook_accelerate.launch.hosts.remote.stream import FLUSH_SECONDS, PING, Exchange, Stream
+from notebook_accelerate.launch.processes.selecting import Pace
+from notebook_accelerate.telemetry import Stamped
 
+EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED
+EVENTS |= zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+"""The events of libzmq's monitor that are requested; EVENT_HANDSHAKE_FAILED_PROTOCOL must not be one of them.
+
+libzmq 4.3.5 emits it for a forged message of an established connection, too. That resets `errno`, so that libzmq stops
+reading the connection instead of ending it; if the peer then disconnects, the next heartbeat fails the assertion
+`!_io_error`, and the process aborts (compare zeromq/libzmq#4841).
+"""
 HANDSHAKE_SECONDS = 30.0
 """Seconds for the handshake of a connection; libzmq then closes it."""
 LOOK_SECONDS = 0.2
 """Seconds between two looks whether a connection is still wanted."""
+SOON_SECONDS = 0.05
+"""Seconds after the end of a connection in which libzmq passes on what arrived before."""
+MESSAGES = 100
+"""Messages that are read before other sockets have their turn."""
 MAX_WAITING = 1024
 """Connections in their handshake at a time; one more ends the oldest. Less where the limit of open files is low."""
 MAX_REPORTS = 20
@@ -54,14 +51,15 @@ _CROWDED = "too many connections were waiting for their handshake"
 
 
 class IncomingHost(NamedTuple):
-    """A host that has authenticated: the stream to it, and its first message."""
+    """A host that has authenticated: the stream to it, its first message, and others that have arrived with it."""
 
-    channel: Channel
+    stream: Stream
     hello: HelloEvent
+    early: list[Stamped]
 
 
 class HostListener(Exchange):
-    """Listens for the hosts of one run, and serves their connections; the thread ends with the last one.
+    """Listens for the hosts of one run, and carries their streams; the thread ends with the last one.
 
     Hosts may connect until `close`, while others are connected. A selector can wait for the next one (`fileno`).
 
@@ -76,8 +74,6 @@ class HostListener(Exchange):
         OSError: The address or the port is not available.
     """
 
-    pause_seconds, burst = 0.01, 1000  # the clocks of 64 hosts are measured with 640 messages
-
     def __init__(
         self,
         address: str,
@@ -87,16 +83,12 @@ class HostListener(Exchange):
         report: Callable[[str], None] = lambda _: None,
         keep_alive: tuple[float, float] = KEEP_ALIVE,
     ) -> None:
-        super().__init__("notebook-accelerate-listener")
+        # The clocks of 64 hosts are measured with 640 messages.
+        super().__init__("notebook-accelerate-listener", Pace(0.01, burst=1000))
         self._report = report
-        self._hosts: dict[bytes, Link] = {}
-        self._ended: dict[bytes, float] = {}
-        """Hosts whose stream has ended, and until when their own end is awaited."""
-        self._unknown: dict[bytes, Channel] = {}
+        self._hosts: dict[bytes, Stream] = {}
+        self._unknown: set[Stream] = set()
         self._incoming: SimpleQueue[IncomingHost] = SimpleQueue()
-        self._arrived, self._arrival = local_pair()
-        self._arrived.setblocking(False)
-        self._arrival.setblocking(False)
         self._waiting: dict[int, str] = {}
         self._refused, self._max_waiting = 0, _max_waiting()
         self._stopping, self._refusing = threading.Event(), threading.Event()
@@ -125,33 +117,22 @@ class HostListener(Exchange):
         try:
             family, _, _, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
             self._router.ipv6 = family == socket.AF_INET6
-            host = f"[{endpoint[0]}]" if family == socket.AF_INET6 else endpoint[0]
-            self._router.bind(f"tcp://{host}:{port or '*'}")
+            self._router.bind(_endpoint(str(endpoint[0]), port or "*"))
         except (OSError, zmq.ZMQError) as error:
             self._destroy(0)
             raise OSError(error.errno, f"cannot listen on {address}:{port}: {error}") from None
         return int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `next_host` should be called; -1 after `close`."""
-        return self._arrived.fileno()
-
     def next_host(self, timeout: float) -> IncomingHost | None:
         """Return the next host that has connected; None after ``timeout`` seconds."""
-        with suppress(OSError):  # it is empty, or closed
-            self._arrived.recv(4096)
+        self._ready.clear()
         try:
             return self._incoming.get(timeout=timeout)
         except Empty:
             return None
         finally:
-            if not self._incoming.empty():
-                self._announce()
-
-    def _announce(self) -> None:
-        """Make the descriptor readable."""
-        with suppress(OSError):  # it is full, and therefore readable, or closed
-            self._arrival.send(b"!")
+            if self._arrived or not self._incoming.empty():
+                self._ready.set()
 
     def close(self) -> None:
         """Refuse new connections, and close those that have not been returned; the others stay open.
@@ -161,12 +142,10 @@ class HostListener(Exchange):
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._wake_up()
+        self._wake.set()
         self._refusing.wait(FLUSH_SECONDS)
         while (incoming := self.next_host(0.0)) is not None:  # arrived too late to be expected
-            incoming.channel.close()
-        for end in (self._arrived, self._arrival):
-            end.close()
+            incoming.stream.close()
         if self._refused > MAX_REPORTS:
             self._report(f"{self._refused - MAX_REPORTS} more connections were refused")
 
@@ -174,36 +153,29 @@ class HostListener(Exchange):
         """Wait until the port can be used again, after `close` and the ends of all hosts."""
         self._thread.join(2 * FLUSH_SECONDS)
 
-    def _destroy(self, seconds: float) -> None:
-        super()._destroy(seconds)
-        if not self._thread.is_alive():  # it was not started
-            self._arrived.close()
-            self._arrival.close()
-
     # ---- on the listener's thread
 
-    def _links(self) -> Iterable[Link]:
+    def _streams(self) -> Iterable[Stream]:
         return self._hosts.values()
 
     def _is_over(self) -> bool:
         if not self._stopping.is_set():
             return False
         if not self._refusing.is_set():
-            for channel in self._unknown.values():
-                channel.close()
+            for stream in self._unknown:
+                stream.close()
             self._unknown.clear()
             self._refusing.set()
         now = time.monotonic()
-        return not self._hosts and all(deadline <= now for deadline in self._ended.values())
-
-    def _finish(self) -> None:
-        super()._finish()
-        self._refusing.set()
+        return all(stream.is_over(now) for stream in self._hosts.values())
 
     def _tick(self) -> None:
         """See `Exchange._tick`; libzmq reports a host that is gone when the next message to it is sent."""
-        for identity in [*self._hosts, *self._ended]:
-            self._send(identity, PING)
+        for identity, stream in list(self._hosts.items()):
+            if not stream.lost:
+                self._send(identity, PING)
+            elif stream.is_over(0.0):
+                del self._hosts[identity]
 
     def _send(self, identity: bytes, message: bytes) -> None:
         try:
@@ -211,10 +183,7 @@ class HostListener(Exchange):
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._ended.pop(identity, None)
-            if link := self._hosts.get(identity):
-                link.end()
-                self._watch(link)
+            self._lose(self._hosts[identity])
 
     def _route(self) -> None:
         for _ in range(MESSAGES):
@@ -222,13 +191,15 @@ class HostListener(Exchange):
                 identity, message = self._receive_message()
             except zmq.Again:
                 return
-            if identity in self._ended:
-                if message.startswith(END):
-                    self._ended[identity] = 0.0
-            elif identity in self._hosts or self._connect(identity):
-                self._receive(self._hosts[identity], message)
-                if identity in self._unknown:
-                    self._greet(identity)
+            if identity not in self._hosts:
+                if self._stopping.is_set():
+                    continue
+                self._hosts[identity] = stream = Stream(self, partial(self._send, identity))
+                self._unknown.add(stream)
+            stream = self._hosts[identity]
+            self._take(stream, message)
+            if stream in self._unknown:
+                self._greet(stream)
 
     def _receive_message(self) -> tuple[bytes, bytes]:
         if not self._waiting:
@@ -239,48 +210,19 @@ class HostListener(Exchange):
             self._waiting.pop(int(parts[0].get(zmq.SRCFD)), None)  # it has authenticated
         return frame.bytes, b"".join(part.bytes for part in parts)
 
-    def _connect(self, identity: bytes) -> bool:
-        """Make a link for a host that has authenticated; return whether that could be done."""
-        if self._stopping.is_set():
-            return False
-        try:
-            ours, inner = local_pair()
-        except OSError as error:
-            self._refuse(f"a host was refused: {error}")
-            self._send(identity, NOTHING_SENT)
-            self._ended[identity] = 0.0
-            return False
-        self._hosts[identity] = link = Link(inner, partial(self._send, identity))
-        self._unknown[identity] = Channel(ours)
-        self._watch(link)
-        return True
-
-    def _greet(self, identity: bytes) -> None:
-        """Read the first message of a host; later ones stay in the channel."""
-        channel = self._unknown[identity]
-        try:
-            found = channel.receive(0.0)
-        except ChannelClosedError:
-            channel.close()
-            del self._unknown[identity]
-            return
-        if not found:
-            return
-        del self._unknown[identity]
-        if isinstance(found[0].event, HelloEvent):
-            channel.put_back(found[1:])
-            self._incoming.put(IncomingHost(channel, found[0].event))
-            self._announce()
+    def _greet(self, stream: Stream) -> None:
+        """Read the first message of a host."""
+        found: list[Stamped] = []
+        with suppress(ChannelClosedError):
+            found = stream.receive(0.0)
+        if found and isinstance(found[0].event, HelloEvent):
+            self._incoming.put(IncomingHost(stream, found[0].event, found[1:]))
+            self._ready.set()
+        elif found or stream.ended:
+            stream.close()
         else:
-            channel.close()
-
-    def _release(self, link: Link) -> None:
-        super()._release(link)
-        for identity in [name for name, each in self._hosts.items() if each is link]:
-            del self._hosts[identity]
-            self._ended[identity] = 0.0 if link.peer_ended else time.monotonic() + FLUSH_SECONDS
-            if channel := self._unknown.pop(identity, None):
-                channel.close()
+            return
+        self._unknown.discard(stream)
 
     # ---- authentication
 
@@ -294,21 +236,18 @@ class HostListener(Exchange):
 
     def _observe(self) -> None:
         """Count the connections in their handshake, and report those that are refused."""
-        kind, descriptor = read_event(self._monitor)
+        kind, descriptor = _read_event(self._monitor)
         if kind == zmq.EVENT_ACCEPTED:
             self._waiting.pop(descriptor, None)
             self._waiting[descriptor] = self._peer_address(descriptor)
             if len(self._waiting) > self._max_waiting:
                 oldest = next(iter(self._waiting))
-                self._refuse_waiting(oldest, _CROWDED)
+                self._refuse(oldest, _CROWDED)
                 self._use_accepted(oldest, lambda peer: peer.shutdown(socket.SHUT_RDWR))
         elif kind == zmq.EVENT_DISCONNECTED and descriptor in self._waiting:
-            self._refuse_waiting(descriptor, _UNKNOWN_PEER)
+            self._refuse(descriptor, _UNKNOWN_PEER)
         elif kind == zmq.EVENT_DISCONNECTED:
             self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
-
-    def _refuse_waiting(self, descriptor: int, reason: str) -> None:
-        self._refuse(f"a connection from {self._waiting.pop(descriptor)} was refused: {reason}")
 
     def _peer_address(self, descriptor: int) -> str:
         """Return the address of the peer of a connection, if it is still connected."""
@@ -316,16 +255,13 @@ class HostListener(Exchange):
 
     def _use_accepted(self, descriptor: int, use: Callable[[socket.socket], _T]) -> _T | None:
         """Return the result of ``use`` with libzmq's socket; None where libzmq has closed it."""
-        with suppress(OSError), os.fdopen(os.dup(descriptor), "rb", buffering=0) as copy:
-            peer = socket.socket(fileno=copy.fileno())
-            try:
-                if peer.family in (socket.AF_INET, socket.AF_INET6) and peer.getsockname()[1] == self.port:
-                    return use(peer)  # otherwise another file has the number now
-            finally:
-                peer.detach()
+        with suppress(OSError), socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as peer:
+            if peer.getsockname()[1:2] == (self.port,):  # otherwise another file has the number now
+                return use(peer)
         return None
 
-    def _refuse(self, text: str) -> None:
+    def _refuse(self, descriptor: int, reason: str) -> None:
+        text = f"a connection from {self._waiting.pop(descriptor)} was refused: {reason}"
         self._refused += 1
         if self._refused <= MAX_REPORTS and not self._stopping.is_set():
             with suppress(Exception):  # the other hosts need this thread
@@ -341,82 +277,61 @@ class KernelConnection(Exchange):
     """A host's connection to the kernel.
 
     Args:
-        address: Where the kernel listens.
-        port: The listener's port.
+        endpoint: The kernel's address and port for libzmq.
+        where: The same in messages.
         secret: The run's secret.
-        keep_alive: Seconds between two keep-alives, and those without one after which the kernel is lost.
-        stopping: Returns whether to give up.
+        keep_alive: See `connect_to_kernel`.
+        stopping: See there.
 
     Attributes:
-        local_end: A socket with the stream; closing it waits until what was sent has left, or cannot leave.
+        stream: The stream to the kernel; closing it waits until what was sent has left, or cannot leave.
 
     Raises:
-        AuthenticationError: The listener has another secret, or is none.
-        OSError: Nothing listens there, or ``stopping``.
+        AuthenticationError: See there.
+        OSError: See there.
     """
-
-    pause_seconds, burst = 0.02, 50
 
     def __init__(
         self,
-        address: str,
-        port: int,
+        endpoint: str,
+        where: str,
         secret: bytes,
-        keep_alive: tuple[float, float] = KEEP_ALIVE,
-        stopping: Callable[[], bool] = lambda: False,
+        keep_alive: tuple[float, float],
+        stopping: Callable[[], bool],
     ) -> None:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        super().__init__("notebook-accelerate-connection")
-        self._keep_alive, self._stopping = keep_alive, stopping
-        self._keys = derive_keys(secret)
+        super().__init__("notebook-accelerate-connection", Pace(0.02, burst=50))
         self._lost = False
-        self._deadline = 0.0
+        self._open_dealer(derive_keys(secret), keep_alive)
         try:
-            self._connect([str(each[4][0]) for each in found], port, address)
+            self._dealer.connect(endpoint)
+            self._await_handshake(where, stopping)
         except BaseException:
             self._destroy(0)
             raise
-        self.local_end, inner = local_pair()
-        self.local_end.after_close = partial(self._thread.join, 2 * FLUSH_SECONDS)
-        self._link = Link(inner, self._send)
-        self._watch(self._link)
+        self.stream = Stream(self, self._send)
         self._handle(self._monitor, self._observe)
         self._handle(self._dealer, self._route)
         self._thread.start()
 
-    def _connect(self, hosts: list[str], port: int, address: str) -> None:
-        """Connect to the first address of the listener that accepts."""
-        for index, host in enumerate(hosts):
-            self._open_dealer()
-            self._dealer.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-            try:
-                return self._await_handshake(f"{address}:{port}")
-            except OSError:
-                self._monitor.close(0)
-                self._dealer.close(0)
-                if index == len(hosts) - 1:
-                    raise
-        return None
-
-    def _open_dealer(self) -> None:
+    def _open_dealer(self, keys: Keys, keep_alive: tuple[float, float]) -> None:
         self._dealer = dealer = self._context.socket(zmq.DEALER)
-        configure(dealer, self._keep_alive)
-        dealer.curve_serverkey = self._keys.kernel_public
-        dealer.curve_publickey, dealer.curve_secretkey = self._keys.host_public, self._keys.host_secret
+        configure(dealer, keep_alive)
+        dealer.curve_serverkey = keys.kernel_public
+        dealer.curve_publickey, dealer.curve_secretkey = keys.host_public, keys.host_secret
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)  # a kernel that is silent, as a suspended one, has not refused
         dealer.ipv6 = True
         self._monitor = dealer.get_monitor_socket(EVENTS)
 
-    def _await_handshake(self, where: str) -> None:
+    def _await_handshake(self, where: str, stopping: Callable[[], bool]) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         connected = False
         while (left := deadline - time.monotonic()) > 0:
-            if self._stopping():
+            if stopping():
                 raise InterruptedError("the connection is not wanted any more")
             if not self._monitor.poll(int(1000 * min(left, LOOK_SECONDS))):
                 continue
-            kind, _ = read_event(self._monitor)
+            kind, _ = _read_event(self._monitor)
             connected = connected or kind == zmq.EVENT_CONNECTED
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 return
@@ -428,23 +343,23 @@ class KernelConnection(Exchange):
             raise TimeoutError(f"{where} cannot be reached: no answer within {HANDSHAKE_SECONDS:g} s")
         raise TimeoutError(f"{where} did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
 
+    def after_close(self) -> None:
+        """See `Exchange.after_close`."""
+        self._thread.join(2 * FLUSH_SECONDS)
+
     # ---- on the connection's thread
 
-    def _links(self) -> Iterable[Link]:
-        return (self._link,)
+    def _streams(self) -> Iterable[Stream]:
+        return (self.stream,)
 
     def _is_over(self) -> bool:
-        if not self._link.closed or self._link.peer_ended or self._lost:
-            return self._link.closed
-        now = time.monotonic()
-        self._deadline = self._deadline or now + FLUSH_SECONDS
-        return now >= self._deadline
+        return self.stream.is_over(time.monotonic())
 
     def _send(self, message: bytes) -> None:
         try:
             self._dealer.send(message, zmq.DONTWAIT)
         except zmq.Again:  # only a connection that has ended accepts no message
-            self._lose()
+            self._expect_end()
 
     def _route(self) -> None:
         for _ in range(MESSAGES):
@@ -452,23 +367,22 @@ class KernelConnection(Exchange):
                 message = self._dealer.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._receive(self._link, message)
+            self._take(self.stream, message)
 
     def _observe(self) -> None:
-        if read_event(self._monitor)[0] == zmq.EVENT_DISCONNECTED:
-            self._lose()
+        if _read_event(self._monitor)[0] == zmq.EVENT_DISCONNECTED:
+            self._expect_end()
 
-    def _lose(self) -> None:
-        self._lost, self._flush = True, 0.0
+    def _expect_end(self) -> None:
+        self._lost, self._linger = True, 0.0
         self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
 
     def _tick(self) -> None:
         """See `Exchange._tick`."""
         if self._lost and int(self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._lose()  # first, read what has arrived
-        elif self._lost:
-            self._link.end()
-            self._watch(self._link)
+            self._expect_end()  # first, read what has arrived
+        elif self._lost and not self.stream.lost:
+            self._lose(self.stream)
 
 
 def connect_to_kernel(
@@ -478,21 +392,39 @@ def connect_to_kernel(
     hello: HelloEvent,
     keep_alive: tuple[float, float] = KEEP_ALIVE,
     stopping: Callable[[], bool] = lambda: False,
-) -> Channel:
-    """Connect to a kernel's listener, send ``hello``, and return the channel to the kernel.
+) -> Stream:
+    """Connect to a kernel's listener, send ``hello``, and return the stream to the kernel.
 
     Args:
-        address: See `KernelConnection`, as for the others.
-        port: See there.
-        secret: See there.
+        address: Where the kernel listens; of several addresses of a name, the first that accepts is used.
+        port: The listener's port.
+        secret: The run's secret.
         hello: The host's first message.
-        keep_alive: See there.
-        stopping: See there.
+        keep_alive: Seconds between two keep-alives, and those without one after which the kernel is lost.
+        stopping: Returns whether to give up.
 
     Raises:
         AuthenticationError: The listener has another secret, or is none.
-        OSError: The connection failed.
+        OSError: Nothing listens there, or ``stopping``.
     """
-    channel = Channel(KernelConnection(address, port, secret, keep_alive, stopping).local_end)
-    channel.send(hello)
-    return channel
+    problem = OSError(f"{address} has no address")
+    for *_, found in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        endpoint = _endpoint(str(found[0]), port)
+        try:
+            stream = KernelConnection(endpoint, f"{address}:{port}", secret, keep_alive, stopping).stream
+        except OSError as error:
+            problem = error
+        else:
+            stream.send(hello)
+            return stream
+    raise problem
+
+
+def _endpoint(ip: str, port: int | str) -> str:
+    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
+
+
+def _read_event(monitor: Any) -> tuple[int, int]:
+    """Return the next event of a monitor and its value, for most events a descriptor."""
+    event = recv_monitor_message(monitor)
+    return event["event"], event["value"]

@@ -1,220 +1,332 @@
-"""An encrypted stream between two ends that share a secret: CurveZMQ (ZeroMQ RFC 26), behind local sockets.
+"""Streams of events between the kernel and its hosts, carried by one thread over the messages of a ZeroMQ socket.
 
-The keys of both ends are derived from the secret, and no key is ever sent: an end without the secret can neither
-connect nor be connected to. libzmq authenticates both ends, encrypts with keys that are new for each connection, and
-ends a connection whose peer does not answer. On top of its messages, a `Link` carries the bytes of a local socket, with
-a bound on what is under way, so that the rest of this package reads and writes an ordinary stream.
+CurveZMQ protects the messages, see ``curve_keys``. On top of them, a stream bounds what is under way, and notices
+messages that are missing.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import secrets
-import select
+import math
 import selectors
-import socket
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import zmq
-from zmq.utils import z85
 
-SECRET_BYTES = 32
-CHUNK = 1 << 18
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.processes.selecting import Pace, Signal
+from notebook_accelerate.telemetry import Decoder, Event, Stamped, encode, steady_time
+
+CHUNK = 1 << 16
 WINDOW = 1 << 22
-"""Bytes that one end sends before the other has written the first of them to its local socket."""
+"""Bytes that one end sends before the other has read the first of them."""
+SLICE_SECONDS = 0.1
+"""Seconds of a call of `Exchange.dispatch`: the thread that calls it has other things to do, as to stop a run."""
 DATA, ACKNOWLEDGE, END, PING = b"D", b"A", b"E", b"P"
 """The first byte of a message; all but pings have a count of bytes next.
 
 Of data, those that were sent before: CurveZMQ rejects messages that are repeated or out of order, but does not notice
-missing ones. Of an acknowledgement, those that were written so far; of an end, all that were sent.
+missing ones. Of an acknowledgement, those that were read so far; of an end, all that were sent.
 """
 _COUNT = struct.Struct("!Q")
 _PREFIX = 1 + _COUNT.size
-NOTHING_SENT = END + _COUNT.pack(0)
-"""The end of a stream on which nothing was sent."""
-KEEP_ALIVE = (5.0, 15.0)
-"""libzmq asks a silent peer every so many seconds, and ends the connection of one that does not answer for so long:
-torch's defaults for ``keep_alive_interval``, and for that times ``keep_alive_max_attempt``."""
+TICK_SECONDS = 2.0
+"""Seconds between checks for peers that are gone."""
+FLUSH_SECONDS = 5.0
+"""Seconds that a stream that was closed waits for a sign that its last messages arrive."""
 
 
-def new_secret() -> bytes:
-    """Return a new secret for one run."""
-    return secrets.token_bytes(SECRET_BYTES)
+class Stream:
+    """One end of a stream of events; any thread may send, one thread receives.
 
-
-class Keys(NamedTuple):
-    """The keys of both ends, in Z85 (ZeroMQ RFC 32)."""
-
-    kernel_public: bytes
-    kernel_secret: bytes
-    host_public: bytes
-    host_secret: bytes
-
-
-@functools.lru_cache(maxsize=16)
-def derive_keys(secret: bytes) -> Keys:
-    """Derive both ends' keys from the secret, with scrypt (RFC 7914): guesses at a short secret are expensive."""
-    data = hashlib.scrypt(secret, salt=b"notebook_accelerate/2", n=1 << 14, r=8, p=1, dklen=64)
-    kernel, host = z85.encode(data[:32]), z85.encode(data[32:])
-    return Keys(zmq.curve_public(kernel), kernel, zmq.curve_public(host), host)
-
-
-def configure(zmq_socket: Any, keep_alive: tuple[float, float] = KEEP_ALIVE) -> None:
-    """Set what the sockets of both ends have in common."""
-    zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # links bound what is under way
-    zmq_socket.maxmsgsize = CHUNK + 64
-    interval, silent = (max(1, int(1000 * seconds)) for seconds in keep_alive)
-    zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
-    zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent)
-    # A peer with other settings follows these; the next question may be an interval away.
-    zmq_socket.setsockopt(zmq.HEARTBEAT_TTL, silent + interval)
-
-
-class ProtocolError(Exception):
-    """A message is not of this protocol."""
-
-
-class Link:
-    """Carries the bytes of a local socket over the messages of one peer; used on one thread.
+    The connection must last until the peer has sent its end, which it also does to confirm this one's: with its socket,
+    libzmq may drop messages that it has encoded, whatever the linger time is.
 
     Args:
-        inner: The local socket; owned by the link.
-        send: Sends a message to the peer.
+        exchange: Carries the stream.
+        send_message: Sends a message to the peer; called on the exchange's thread.
 
     Attributes:
-        descriptor: The local socket's.
-        closed: Whether the link has ended: one end has closed, and all that the other can receive was passed on. The
-            local socket stays open until `release`.
-        peer_ended: Whether the peer has sent its end, which it also does to confirm this one's. The connection must
-            last until then: with its socket, libzmq may drop messages that it has encoded, whatever the linger time is.
+        ended: Whether nothing more arrives: the peer has ended or is lost.
+        lost: Whether the peer is gone.
+        on_ready: Called by `Exchange.dispatch` when something has arrived; see `watch`.
     """
 
-    def __init__(self, inner: socket.socket, send: Callable[[bytes], None]) -> None:
-        self._inner, self._send = inner, send
-        self.descriptor = inner.fileno()
-        inner.setblocking(False)
-        self._pending = bytearray()
-        self._sent = self._acknowledged = 0
-        self._received = self._written = self._reported = 0
-        self.peer_ended = self._end_sent = self._unread = self.closed = False
-        self._abandoned_since: float | None = None
+    def __init__(self, exchange: Exchange, send_message: Callable[[bytes], None]) -> None:
+        self._exchange, self._send_message, self._changed = exchange, send_message, exchange.changed
+        self.ended = self.lost = self._closed = self._end_sent = self._peer_ended = False
+        self.on_ready: Callable[[], object] | None = None
+        self._decoder = Decoder()
+        self._arrived: deque[bytes] = deque()
+        self._queue: deque[Iterator[bytes]] = deque()
+        self._buffer = bytearray()
+        self._put = self._sent = self._acknowledged = 0
+        self._received = self._taken = self._reported = 0
+        self._deadline = 0.0
 
-    def interest(self) -> int:
-        """Return what to wait for on the local socket: `selectors.EVENT_READ`, `EVENT_WRITE`, both or 0."""
-        if self.closed:
-            return 0
-        reads = self.peer_ended or self._sent - self._acknowledged < WINDOW
-        return (selectors.EVENT_READ if reads else 0) | (selectors.EVENT_WRITE if self._pending else 0)
+    # ---- any thread
 
-    def on_ready(self, events: int) -> int:
-        """Handle what the local socket is ready for; return the number of bytes that were sent to the peer."""
-        before = self._sent
-        if self._pending and events & selectors.EVENT_WRITE:
-            self._write()
-        if self.interest() & events & selectors.EVENT_READ:
-            self._read()
-        return self._sent - before
-
-    def on_message(self, message: bytes) -> None:
-        """Handle a message of the peer.
+    def send(self, *events: Event) -> None:
+        """Send events; waits while the other end reads nothing.
 
         Raises:
-            ProtocolError: The message is not of this protocol.
+            ChannelClosedError: The other end has closed, or this one.
         """
-        kind = message[:1]
-        if self.closed:
-            self.peer_ended = self.peer_ended or kind == END
-            return
-        if kind == PING:
-            return
-        if len(message) < _PREFIX or kind not in (DATA, ACKNOWLEDGE, END):
-            raise ProtocolError(f"a message of {len(message)} bytes arrived that is not of this protocol")
-        count = _COUNT.unpack_from(message, 1)[0]
-        if kind == ACKNOWLEDGE:
-            self._acknowledged = min(max(self._acknowledged, count), self._sent)
-        elif count != self._received or self.peer_ended:
-            raise ProtocolError(f"data from byte {count} on arrived after byte {self._received}")
-        elif kind == END:
-            self.end()
-        else:
-            self._accept(message)
+        now = steady_time.now()
+        data = encode([Stamped(now, event) for event in events])
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_at_end or self._put - self._acknowledged < WINDOW)
+            if self._is_at_end:
+                raise ChannelClosedError("the other end has closed")
+            self._put += len(data)
+            self._queue.append(iter((data,)))
+        self._exchange.request_step(self)
 
-    def _accept(self, message: bytes) -> None:
-        self._received += len(message) - _PREFIX
-        self._pending += message[_PREFIX:]
-        if len(self._pending) > WINDOW + CHUNK:
-            raise ProtocolError(f"more than {WINDOW} bytes arrived that were not acknowledged")
-        self._write()
-
-    def end(self) -> None:
-        """Send nothing more to the peer, which has ended; the link closes once all it sent was written."""
-        self.peer_ended = True
-        self._send_end()
-        self._close_when_written()
-
-    def is_abandoned(self, now: float, seconds: float) -> bool:
-        """Whether the local end has closed, and the peer has acknowledged nothing of what is left for ``seconds``."""
-        if self.closed or self.interest() & selectors.EVENT_READ or not _hung_up(self.descriptor):
-            self._abandoned_since = None
-            return False
-        self._abandoned_since = self._abandoned_since or now
-        return now - self._abandoned_since >= seconds
-
-    def _read(self) -> None:
-        try:
-            data = self._inner.recv(CHUNK)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.close()
-        elif not self.peer_ended:
-            self._send(DATA + _COUNT.pack(self._sent) + data)
-            self._sent += len(data)
-
-    def _write(self) -> None:
-        try:
-            while self._pending and not self._unread:
-                with memoryview(self._pending) as view:
-                    count = self._inner.send(view[:CHUNK])
-                del self._pending[:count]
-                self._written += count
-        except BlockingIOError:
-            pass
-        except OSError:  # the local end reads nothing more; what it has sent can still be read
-            self._unread = True
-        if self._unread:
-            self._pending.clear()
-        if self._written - self._reported >= WINDOW // 4:
-            self._send(ACKNOWLEDGE + _COUNT.pack(self._written))
-            self._reported = self._written
-        self._close_when_written()
-
-    def _close_when_written(self) -> None:
-        if self.peer_ended and not self._pending:
-            self.close()
+    def queue(self, parts: Iterable[bytes]) -> None:
+        """Send encoded frames without waiting, unless the stream has ended; taken from ``parts`` as the peer reads."""
+        if not self._is_at_end:
+            self._queue.append(iter(parts))
+            self._exchange.request_step(self)
 
     def close(self) -> None:
-        """End the link, and let the peer know."""
-        self.closed = True
-        self._send_end()
+        """Close this end; what was sent before still leaves, unless the other end reads nothing."""
+        with self._changed:
+            self._closed, self._deadline = True, time.monotonic() + FLUSH_SECONDS
+            self._arrived.clear()
+            self._changed.notify_all()
+        self._exchange.request_step(self)
+        self._exchange.after_close()
 
-    def _send_end(self) -> None:
-        if not self._end_sent:
-            self._end_sent = True
-            self._send(END + _COUNT.pack(self._sent))
+    @property
+    def _is_at_end(self) -> bool:
+        return self.ended or self._closed
 
-    def release(self) -> None:
-        """Close the local socket, whose other end then reads the end of the stream."""
-        self.closed = True
-        self._inner.close()
+    # ---- the thread that receives
+
+    def watch(self, selector: selectors.BaseSelector, call: Callable[[], object]) -> None:
+        """Call ``call`` on the thread that waits on a selector whenever events, or the end, can be received."""
+        self.on_ready = call
+        if self._exchange not in selector.get_map():
+            selector.register(self._exchange, selectors.EVENT_READ, self._exchange.dispatch)
+        if self._arrived or self.ended:
+            self._exchange.announce(self)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds (None: no limit) for data or the end; return whether there is data."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived or self._is_at_end, timeout)
+            return bool(self._arrived)
+
+    def receive(self, timeout: float | None = None) -> list[Stamped]:
+        """Wait up to ``timeout`` seconds (None: no limit) and return some of the events, possibly none.
+
+        Raises:
+            ChannelClosedError: The other end has closed, and all it sent was returned.
+        """
+        with self._changed:
+            if not self.wait(timeout):
+                if self._is_at_end:
+                    raise ChannelClosedError("the other end has closed")
+                return []
+            data = self._arrived.popleft()
+            while self._arrived and len(data) < CHUNK:
+                data += self._arrived.popleft()
+            self._taken += len(data)
+        if self._taken - self._reported >= WINDOW // 4:
+            self._exchange.request_step(self)
+        if self._arrived or self.ended:
+            self._exchange.announce(self)
+        return self._decoder.feed(data)
+
+    # ---- the exchange's thread
+
+    def take(self, message: bytes) -> None:
+        """Handle a message of the peer; one that is not of this protocol ends the stream."""
+        with self._changed:
+            kind = message[:1]
+            count = _COUNT.unpack_from(message, 1)[0] if len(message) >= _PREFIX else None
+            if kind == END:
+                self._peer_ended = self.ended = True
+            elif kind == ACKNOWLEDGE and count is not None:
+                self._acknowledged = min(max(self._acknowledged, count), self._sent)
+                self._deadline = time.monotonic() + FLUSH_SECONDS
+            elif kind == DATA and count == self._received and not self.ended:
+                self._accept(message[_PREFIX:])
+            elif kind != PING:
+                self.ended = True
+            self._changed.notify_all()
+
+    def _accept(self, data: bytes) -> None:
+        self._received += len(data)
+        if self._received - self._taken > WINDOW + CHUNK:  # more than is allowed without an acknowledgement
+            self.ended = True
+        elif not self._closed:
+            self._arrived.append(data)
+
+    def lose(self) -> None:
+        """End the stream: the peer is gone."""
+        with self._changed:
+            self.ended = self.lost = self._peer_ended = self._end_sent = True
+            self._changed.notify_all()
+
+    def step(self, now: float) -> int:
+        """Send what the window allows, and this end's end; return the number of bytes."""
+        with self._changed:
+            before = self._sent
+            if self.ended or (self._closed and now >= self._deadline):
+                self._queue.clear()
+                self._buffer.clear()
+            while not self._end_sent and self._sent - self._acknowledged < WINDOW and (data := self._next_data()):
+                self._send_message(DATA + _COUNT.pack(self._sent) + data)
+                self._sent += len(data)
+            if self._taken - self._reported >= WINDOW // 4 and not self._is_at_end:
+                self._send_message(ACKNOWLEDGE + _COUNT.pack(self._taken))
+                self._reported = self._taken
+            if not self._end_sent and (self.ended or (self._closed and not self._buffer and not self._queue)):
+                self._end_sent, self._deadline = True, now + FLUSH_SECONDS
+                self._send_message(END + _COUNT.pack(self._sent))
+            return self._sent - before
+
+    def _next_data(self) -> bytes:
+        while len(self._buffer) < CHUNK and self._queue:
+            if (part := next(self._queue[0], None)) is None:
+                self._queue.popleft()
+            else:
+                self._buffer += part
+        data = bytes(self._buffer[:CHUNK])
+        del self._buffer[:CHUNK]
+        return data
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the stream needs its connection no more."""
+        return self._closed and self._end_sent and (self._peer_ended or now >= self._deadline)
 
 
-def _hung_up(descriptor: int) -> bool:
-    waiter = select.poll()
-    waiter.register(descriptor, 0)
-    return bool(waiter.poll(0))
+class Exchange(ABC):
+    """A thread that carries the streams of one ZeroMQ socket; no other thread uses the socket.
+
+    A selector can wait for what arrives (`fileno`), and then calls `dispatch`.
+
+    Args:
+        name: Name of the thread.
+        pace: Of wake-ups that carry little: each costs several times what a short message costs.
+
+    Attributes:
+        changed: Notified when a stream has changed; guards all of them.
+    """
+
+    def __init__(self, name: str, pace: Pace) -> None:
+        self._context, self._poller = zmq.Context(), zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self.changed = threading.Condition()
+        self._wake, self._ready = Signal(), Signal()
+        self._handle(self._wake.fileno(), self._wake.clear)
+        self._due: set[Stream] = set()
+        self._arrived: dict[Stream, None] = {}  # in their order
+        self._next_tick = 0.0
+        self._pace, self._carried = pace, 0
+        self._linger = FLUSH_SECONDS
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # ---- any thread
+
+    def request_step(self, stream: Stream) -> None:
+        """Have the thread call ``stream.step``."""
+        with self.changed:
+            self._due.add(stream)
+        self._wake.set()
+
+    def announce(self, stream: Stream) -> None:
+        """Have `dispatch` call ``stream.on_ready``."""
+        if stream.on_ready is not None:
+            with self.changed:
+                self._arrived[stream] = None
+            self._ready.set()
+
+    def after_close(self) -> None:
+        """Called when a stream was closed."""
+        return
+
+    # ---- the thread that receives
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `dispatch` should be called."""
+        return self._ready.fileno()
+
+    def dispatch(self) -> None:
+        """Call ``on_ready`` of the streams on which something has arrived."""
+        self._ready.clear()
+        deadline = time.monotonic() + SLICE_SECONDS
+        with self.changed:
+            waiting = list(self._arrived)
+        for stream in waiting:
+            if time.monotonic() >= deadline:
+                self._ready.set()
+                break
+            with self.changed:
+                del self._arrived[stream]
+            if stream.on_ready is not None:
+                stream.on_ready()
+
+    # ---- the exchange's thread
+
+    def _handle(self, source: Any, call: Callable[[], None]) -> None:
+        """Call ``call`` whenever a ZeroMQ socket or a descriptor can be read."""
+        self._handlers[source] = call
+        self._poller.register(source, zmq.POLLIN)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                wait = max(0.0, self._next_tick - time.monotonic())
+                for source, _ in self._poller.poll(math.ceil(1000 * wait)):
+                    self._handlers[source]()
+                if (now := time.monotonic()) >= self._next_tick:
+                    self._next_tick = now + TICK_SECONDS
+                    self._tick()
+                    self._due.update(self._streams())
+                with self.changed:
+                    due, self._due = self._due, set()
+                for stream in due:
+                    self._carried += stream.step(now)
+                self._pace.after(self._carried)
+                self._carried = 0
+        finally:
+            for stream in self._streams():
+                stream.lose()
+                self.announce(stream)
+            self._destroy(self._linger)
+
+    def _take(self, stream: Stream, message: bytes) -> None:
+        """Give a stream a message."""
+        self._carried += len(message) if message.startswith(DATA) else 0
+        stream.take(message)
+        self._due.add(stream)
+        self.announce(stream)
+
+    def _lose(self, stream: Stream) -> None:
+        stream.lose()
+        self.announce(stream)
+
+    def _destroy(self, seconds: float) -> None:
+        """Close all sockets; messages that have not left have so many seconds."""
+        self._context.destroy(linger=int(1000 * seconds))
+        self._wake.close()
+        self._ready.close()
+
+    @abstractmethod
+    def _streams(self) -> Iterable[Stream]:
+        """Return the streams."""
+
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """Return whether nothing is left to carry."""
+
+    @abstractmethod
+    def _tick(self) -> None:
+        """Check for peers that are gone: every `TICK_SECONDS`, and soon after the end of a connection."""
