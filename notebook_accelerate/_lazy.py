@@ -24,6 +24,10 @@ class _LazyModule(ModuleType):
             replace_everywhere(import_module(exports(self.__name__).homes[name]), name, value)
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        """Pickle by name, as cloudpickle does with plain modules: functions of cells refer to this package."""
+        return import_module, (self.__name__,)
+
 
 def replace_everywhere(home: ModuleType, name: str, value: object) -> None:
     """Bind a function's name to another value in its home and in all modules of this package that imported it.
@@ -52,7 +56,7 @@ def _modules_of_this_package() -> list[ModuleType]:
     ]
 
 
-def attach(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def reexport(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a module that re-exports its type-checking imports.
 
     Type checkers see ordinary imports; at run time the same lines, read from the source, are the table of names. (The
@@ -61,7 +65,7 @@ def attach(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if TYPE_CHECKING:
             from notebook_accelerate.hardware.batch_size_search import release_memory as release_memory
         else:
-            __getattr__, __dir__, __all__ = attach(__name__)
+            __getattr__, __dir__, __all__ = reexport(__name__)
 
     ``from <this package> import submodule as submodule`` makes a submodule an attribute, which is not in ``__all__``;
     ``import *`` re-exports what another such module does, or what an ordinary module defines.
@@ -102,7 +106,7 @@ class Exports(NamedTuple):
 def exports(module_name: str) -> Exports:
     """Read the imports under ``if TYPE_CHECKING:`` of a module that re-exports; of others, the names they define."""
     source = _source(module_name)
-    if "attach(__name__)" not in source:
+    if "reexport(__name__)" not in source:
         return Exports(dict.fromkeys(_DEFINITION.findall(source), module_name), set())
     homes: dict[str, str] = {}
     submodules: set[str] = set()
@@ -138,4 +142,4 @@ def _type_checking_imports(source: str) -> list[ast.ImportFrom]:
     return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
 
 
-__all__ = ["Exports", "attach", "exports", "replace_everywhere"]
+__all__ = ["Exports", "exports", "reexport", "replace_everywhere"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.attach import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.big_modeling.estimate import (
         estimate_memory as estimate_memory,
+        measure_device_map as measure_device_map,
     )
     from notebook_accelerate.big_modeling.gradients import (
         offloaded_gradients as offloaded_gradients,
@@ -35,4 +36,4 @@ if TYPE_CHECKING:
         cpu_offload_with_hook as cpu_offload_with_hook,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

@@ -87,7 +87,7 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, each tensor directly to its device; one tensor is in flight at a time.
+    """Load a checkpoint into a model, each tensor directly to its device; one tensor is loaded at a time.
 
     On the CPU, empty weights become mappings of a safetensors file, which must not change while the model is used.
 

@@ -33,7 +33,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMap:
-    """Fill the devices with a model's modules in order: accelerators, then the CPU, then the disk.
+    """Assign a model's modules to devices in order: accelerators, then the CPU, then the disk.
 
     Memory for the largest later layer is reserved on the first accelerator and on the CPU, where offloaded layers
     compute. Time is linear in the number of modules. Modules that share parameters are placed on one device, and shared

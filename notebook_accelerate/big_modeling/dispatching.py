@@ -150,7 +150,7 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> torch.nn.Module:
-    """Move a model's modules to the devices of a map; hooks move inputs and load offloaded weights.
+    """Move a model's modules to the devices of a device map; hooks move inputs and load offloaded weights.
 
     Args:
         model: The model.

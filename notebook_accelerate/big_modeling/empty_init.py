@@ -14,7 +14,7 @@ from notebook_accelerate.config import environ
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Create models without memory: parameters of models that are built inside are on the meta device.
+    """Create models whose parameters take no memory: inside the block they are on the meta device.
 
     Args:
         include_buffers: Buffers and all other tensors too. None: False, or the value of
@@ -24,7 +24,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
     Example:
         with init_empty_weights():
-            model = torch.nn.Linear(10**6, 10**6)  # 4 TB, were it not empty
+            model = torch.nn.Linear(10**6, 10**6)  # would take 4 TB
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -32,7 +32,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of models that are built inside on a device.
+    """Create the parameters of models that are built in the block on a device.
 
     Args:
         device: The device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -24,4 +24,4 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.quantization_config import BnbQuantizationConfig as BnbQuantizationConfig
     from notebook_accelerate.config.training_config import *
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.deepspeed_config import (
@@ -26,4 +26,4 @@ if TYPE_CHECKING:
         map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

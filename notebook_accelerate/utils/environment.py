@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.environ import (
@@ -26,4 +26,4 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.hardware.ports_and_libraries import are_libraries_initialized as are_libraries_initialized
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

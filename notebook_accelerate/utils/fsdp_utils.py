@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.checkpointing.merging import merge_fsdp_weights as merge_fsdp_weights
@@ -26,4 +26,4 @@ if TYPE_CHECKING:
         save_fsdp_optimizer as save_fsdp_optimizer,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.commands.launch_environments import (
@@ -16,4 +16,4 @@ if TYPE_CHECKING:
         prepare_tpu as prepare_tpu,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

@@ -1,12 +1,15 @@
-"""Re-exports: PyTorch/XLA."""
+"""Re-exports: the packages for TPUs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.commands.launch_environments import install_xla as install_xla
+    from notebook_accelerate.commands.tpu_packages import (
+        install_tpu as install_tpu,
+        install_xla as install_xla,
+    )
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

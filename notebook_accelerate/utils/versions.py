@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
@@ -13,4 +13,4 @@ if TYPE_CHECKING:
         is_torch_version as is_torch_version,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.config_file import (
@@ -13,4 +13,4 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.hardware.basic_config import write_basic_config as write_basic_config
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
+import notebook_accelerate
 from notebook_accelerate import _lazy, utils
 
 SURFACE = Path(__file__).parents[2] / "parity" / "surface" / "api_surface.json"
@@ -71,6 +73,11 @@ def test_a_submodule_does_not_hide_a_function_of_the_same_name() -> None:
     assert _run(code) == "True True"
 
 
+def test_functions_that_refer_to_the_package_are_pickled() -> None:
+    for module in (notebook_accelerate, notebook_accelerate.utils):
+        assert cloudpickle.loads(cloudpickle.dumps(module)) is module
+
+
 def test_constants_have_the_documented_values() -> None:
     values = {name: row["value"] for name, row in ROWS.items() if row["kind"] == "constant"}
     assert len(values) > 10
@@ -92,12 +99,12 @@ def test_a_missing_dependency_of_a_home_is_a_module_not_found_error(
     package.mkdir()
     (package / "__init__.py").write_text(
         "from typing import TYPE_CHECKING\n"
-        "from notebook_accelerate._lazy import attach\n"
+        "from notebook_accelerate._lazy import reexport\n"
         "if TYPE_CHECKING:\n"
         "    from lazy_package import other as other\n"
         "    from lazy_package.home import broken as broken\n"
         "else:\n"
-        "    __getattr__, __dir__, __all__ = attach(__name__)\n"
+        "    __getattr__, __dir__, __all__ = reexport(__name__)\n"
     )
     (package / "home.py").write_text("import no_such_package_here")
     (package / "other.py").touch()
@@ -116,4 +123,4 @@ def test_a_missing_dependency_of_a_home_is_a_module_not_found_error(
 
 def test_an_installation_without_sources_names_the_remedy() -> None:
     with pytest.raises(ImportError, match=r"install the package with its \.py files"):
-        _lazy.attach("sys")
+        _lazy.reexport("sys")

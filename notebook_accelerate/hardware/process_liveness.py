@@ -1,4 +1,4 @@
-"""Identifies a rank's process so that another process can find out whether it has ended."""
+"""Identifies a process so that another process can find out whether it has ended."""
 
 from __future__ import annotations
 
