@@ -19,7 +19,8 @@ from notebook_accelerate.hardware.versions import installed_version
 
 _PACKAGES = (
     "torch", "numpy", "ipykernel", "ipywidgets", "jupyterlab", "notebook", "accelerate", "transformers", "trl", "peft",
-    "diffusers", "datasets", "lightning", "deepspeed", "megatron-core", "torchao", "bitsandbytes", "ray", "torch_xla",
+    "diffusers", "datasets", "lightning", "deepspeed", "megatron-core", "torchao", "bitsandbytes", "ray", "torch_tpu",
+    "torch_xla",
 )  # fmt: skip
 _VARIABLES = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_", "CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "OMP_NUM_THREADS")
 

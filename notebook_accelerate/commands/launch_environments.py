@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,6 @@ from notebook_accelerate.config.enums import PrecisionType
 from notebook_accelerate.config.environ import as_text
 from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.plain_values import merge_dicts
-from notebook_accelerate.errors import LaunchError
 
 
 def _variables(args: argparse.Namespace, prefix: str) -> dict[str, str]:
@@ -298,64 +295,3 @@ class PrepareForLaunch:
             os.environ["RANK"] = str(processes * int(os.environ.get("NODE_RANK", "0")) + index)
         os.environ["FORK_LAUNCHED"] = "1"
         self.launcher(*args)
-
-
-def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
-    """Install torch_xla and the torch it is built against, for this Python.
-
-    Prints what changes. The installation replaces torch, so a kernel that has imported torch must be restarted.
-
-    Args:
-        upgrade: Whether to replace an installed torch_xla by a newer one.
-        dry_run: Only print what would change.
-
-    Returns:
-        The command, for pip.
-
-    Raises:
-        LaunchError: There is no torch_xla for this Python or this system, or pip failed.
-    """
-    python = sys.version_info[:2]
-    found = [release for release in _XLA_RELEASES if release[1] <= python <= release[2]]
-    if not found or sys.platform != "linux":
-        raise LaunchError(
-            f"there is no torch_xla for Python {python[0]}.{python[1]} on {sys.platform}: it is built for Linux and "
-            f"Python {_dotted(_XLA_RELEASES[-1][1])} to {_dotted(_XLA_RELEASES[0][2])}; use such a notebook"
-        )
-    version = found[0][0]
-    wanted = [f"torch=={version}.*", f"torch_xla[tpu]=={version}.*"]
-    command = [sys.executable, "-m", "pip", "install", *(["--upgrade"] if upgrade else []), *wanted]
-    kept = _installed("torch_xla").startswith(f"{version}.") and not upgrade
-    _print(
-        f"Here: Python {_dotted(python)}, torch {_installed('torch')}, torch_xla {_installed('torch_xla')}.",
-        "torch_xla is already installed: nothing to do." if kept else shlex.join(command),
-    )
-    if kept or dry_run:
-        return command
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise LaunchError(f"pip could not install torch_xla:\n{(done.stdout + done.stderr)[-2000:]}")
-    _print(f"torch is now {_installed('torch')}; restart the kernel, which has the old torch in memory.")
-    return command
-
-
-# Versions of torch_xla that are also versions of torch, newest first, with the oldest and the newest Python they have
-# files for: https://pypi.org/project/torch-xla/#files
-_XLA_RELEASES: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...] = (
-    ("2.9", (3, 10), (3, 13)),
-    ("2.8", (3, 10), (3, 13)),
-)
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _installed(name: str) -> str:
-    from notebook_accelerate.hardware.versions import installed_version
-
-    return installed_version(name) or "not installed"
-
-
-def _print(*lines: str) -> None:
-    print(*lines, sep="\n")

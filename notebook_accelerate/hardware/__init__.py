@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.hardware.detection import HardwareInfo as HardwareInfo, detect as detect
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)

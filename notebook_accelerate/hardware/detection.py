@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.hardware import device_counts
+from notebook_accelerate.hardware import device_counts, tpu_environment
 from notebook_accelerate.hardware.device_table import ROWS
 
 
@@ -18,7 +18,7 @@ class HardwareInfo:
     """Properties of this machine that a launch needs."""
 
     accelerator: str
-    """Type of device that training uses here: cpu, cuda, mps, xpu, npu, mlu, musa, sdaa, hpu, neuron or xla."""
+    """Type of device that training uses here: cpu, cuda, mps, xpu, npu, mlu, musa, sdaa, hpu, neuron, tpu or xla."""
     count: int
     """Number of these devices that this process may use; 0 for cpu."""
     cpu_count: int
@@ -29,6 +29,8 @@ class HardwareInfo:
     """Where the user types code: terminal, jupyter, colab, kaggle or vscode."""
     loopback: str | None
     """Name of the loopback network interface; None if it is unknown."""
+    tpu: str = ""
+    """Generation of the TPU, as "v5e"; "" without torch_tpu or if it is not known."""
 
 
 def detect() -> HardwareInfo:
@@ -41,6 +43,7 @@ def detect() -> HardwareInfo:
         memory_bytes=memory_bytes(),
         host=host(),
         loopback=_loopback(),
+        tpu=tpu_environment.generation(os.environ, tpu_environment.pci_generations()) if accelerator == "tpu" else "",
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from notebook_accelerate.hardware import device_table, nvml, torch_build, xla_environment
+from notebook_accelerate.hardware import device_table, nvml, torch_build, tpu_environment, xla_environment
 
 _PROBE_SECONDS = 60
 
@@ -130,13 +130,23 @@ def _xla() -> int:
     return _tpu_chips()
 
 
+def _tpu() -> int:
+    """Count TPUs as torch_tpu does, and in a container that hides the bus by the type that Colab and Kaggle set."""
+    if not _installed("torch_tpu"):
+        return 0
+    return _visible_chips(len(tpu_environment.pci_generations()) or xla_environment.chips_of_host(os.environ))
+
+
 def _tpu_chips() -> int:
     google = _paths("/sys/class/accel/accel*/device/vendor")
     chips = sum(_read_line(path) == "0x1ae0" for path in google)
     if not chips and Path("/dev/vfio/vfio").exists() and os.environ.get("TPU_ACCELERATOR_TYPE"):
         chips = len(_paths("/dev/vfio/[0-9]*"))
     # In a container the devices may be hidden; the type that Colab and Kaggle set is visible.
-    chips = chips or xla_environment.chips_of_host(os.environ)
+    return _visible_chips(chips or xla_environment.chips_of_host(os.environ))
+
+
+def _visible_chips(chips: int) -> int:
     for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
         chips = _count_listed(os.environ.get(name), chips)
     return chips
@@ -214,6 +224,7 @@ _CUDA_PROBE = (
 )
 
 COUNTERS: dict[str, Callable[[], int]] = {
+    "tpu": _tpu,
     "xla": _xla,
     "mlu": lambda: _device_files("mlu", "/dev/cambricon_dev*"),
     "sdaa": lambda: _device_files("sdaa"),

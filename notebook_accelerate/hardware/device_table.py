@@ -6,6 +6,7 @@ The rows are data; methods that need torch import it when called.
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,15 @@ class DeviceRow:
     """Distributed type of several ranks on such devices; NO if only one process can use them."""
     communicator: str = "torch"
     """Implementation of collectives: torch (process groups), xla, or none."""
+    functions: str = ""
+    """Module of torch with the functions for such devices; empty: ``torch.<type>``."""
     extension: str = ""
     """Module to import before torch knows the type; empty if torch itself does."""
     visible_variables: tuple[str, ...] = ()
     """Environment variables that restrict the devices of a process."""
 
     def load(self) -> Any:
-        """Import the extension of this type, and return ``torch.<type>``.
+        """Import the extension of this type, and return torch's module with the functions for it.
 
         Returns:
             The module (``torch.cuda``, ``torch.npu``, ...), or None for types without one (xla).
@@ -45,14 +48,21 @@ class DeviceRow:
         torch = importlib.import_module("torch")
         if self.extension:
             importlib.import_module(self.extension)
-        return getattr(torch, self.type, None)
+        return getattr(torch, self.functions or self.type, None)
 
     def device(self, index: int = 0) -> torch.device:
-        """Return the device of this type with ``index``, which types with one device per process ignore."""
+        """Return the device of this type with ``index``, which types with one device per process ignore.
+
+        Raises:
+            ImportError: The extension is not installed.
+            RuntimeError: torch_tpu is installed and has found no TPU.
+        """
         torch = importlib.import_module("torch")
         self.load()
         if self.type == "xla":
             return xla_device()
+        if self.type == "tpu":
+            return _tpu_device()
         if self.type in _ONE_PER_PROCESS:
             return torch.device(self.type)  # type: ignore[no-any-return]
         return torch.device(self.type, index)  # type: ignore[no-any-return]
@@ -61,12 +71,20 @@ class DeviceRow:
         """Make the device with ``index`` the current one of this process and return it."""
         device = self.device(index)
         module = self.load()
+        _selected.add(self.type)
         if self.type not in _ONE_PER_PROCESS and hasattr(module, "set_device"):
             module.set_device(device)
         return device
 
+    def is_initialized(self) -> bool:
+        """Return whether this process uses devices of this type; asking imports nothing and starts no driver."""
+        if self.functions:
+            return self.type in _selected
+        function = getattr(getattr(sys.modules.get("torch"), self.type, None), "is_initialized", None)
+        return self.type in _selected if function is None else bool(function())
+
     def call(self, name: str, *args: Any) -> Any:
-        """Call ``torch.<type>.<name>(*args)``, if the function exists.
+        """Call the function ``name`` of the module that `load` returns, if it exists.
 
         Args:
             name: Function of the module: empty_cache, synchronize, device_count, get_rng_state_all, ...
@@ -82,6 +100,18 @@ class DeviceRow:
     def is_accelerator(self) -> bool:
         """Whether the type is not the CPU."""
         return self.type != "cpu"
+
+
+def _tpu_device() -> torch.device:
+    """Return this process's TPU device, which torch_tpu chooses by LOCAL_RANK."""
+    torch = importlib.import_module("torch")
+    try:
+        return torch.device("tpu")  # type: ignore[no-any-return]
+    except RuntimeError as error:  # torch_tpu registers the type only where it finds a TPU
+        raise RuntimeError(
+            "torch_tpu is installed and has found no TPU: it looks for Google's devices in /sys/bus/pci/devices and "
+            "for their groups in /dev/vfio; to train on the CPU, pass cpu=True to the launch or to the Accelerator"
+        ) from error
 
 
 def xla_device() -> torch.device:
@@ -118,10 +148,22 @@ def _check_world(found: int) -> None:
 
 
 # Types with exactly one device per process, without an index.
-_ONE_PER_PROCESS = frozenset(("cpu", "mps", "xla", "hpu", "neuron"))
+_ONE_PER_PROCESS = frozenset(("cpu", "mps", "tpu", "xla", "hpu", "neuron"))
+
+_selected: set[str] = set()
+"""Types of which this process has selected a device: torch.mps and torch.accelerator have no ``is_initialized``."""
 
 # In order of preference on a machine with several types: specialised devices first, the CPU last.
 ROWS: tuple[DeviceRow, ...] = (
+    # torch_tpu 0.2 lets only torch itself call most functions of torch.tpu, and names torch.accelerator to others.
+    DeviceRow(
+        type="tpu",
+        backend="tpu_dist",
+        distributed_type=DistributedType.MULTI_TPU,
+        functions="accelerator",
+        extension="torch_tpu",
+        visible_variables=("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"),
+    ),
     DeviceRow(
         type="xla",
         backend="xla",

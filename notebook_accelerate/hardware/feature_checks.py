@@ -378,6 +378,11 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     return True
 
 
+def is_torch_tpu_available() -> bool:
+    """Return whether torch_tpu is installed and there is a TPU; its runtime is not started."""
+    return _usable("tpu")
+
+
 # -- precisions
 
 
@@ -387,7 +392,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     Args:
         ignore_tpu: Ignore the machine's TPU.
     """
-    if is_torch_xla_available(check_is_tpu=True):
+    if is_torch_tpu_available() or is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     if is_mps_available():
         return is_torch_version(">=", "2.6.0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,67 @@ class Gpu:
     """Total memory; 0 where the GPU shares the main memory and NVML reports no size."""
     capability: tuple[int, int]
     pci_bus_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuUse:
+    """Use of one physical GPU by all its processes.
+
+    Attributes:
+        uuid: Its identity, as `bare_uuid` returns it.
+        percent: Share of the last sample period in which a kernel ran; None where NVML has no figure (MIG).
+        used_bytes: Memory in use.
+        total_bytes: Total memory; 0 where NVML reports no size.
+    """
+
+    uuid: str
+    percent: float | None
+    used_bytes: int
+    total_bytes: int
+
+
+def bare_uuid(uuid: object) -> str:
+    """Return an identity without NVML's prefix ("GPU-" or "MIG-"), which torch's device properties lack.
+
+    Args:
+        uuid: The identity; NVML's text, or torch's object.
+    """
+    return str(uuid).lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+class GpuReader:
+    """Reads the use of all GPUs through NVML, which stays initialised until `close`; without a driver there are none.
+
+    Memory by process is not read: NVML names processes by the host's pids, which mean nothing in a container.
+    https://github.com/NVIDIA/nvidia-docker/issues/1483
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(_session())
+        indices = range(_query("nvmlDeviceGetCount", default=0))
+        handles = [_query("nvmlDeviceGetHandleByIndex", index) for index in indices]
+        named = [(bare_uuid(_query("nvmlDeviceGetUUID", handle, default="")), handle) for handle in handles if handle]
+        self._handles = [(uuid, handle) for uuid, handle in named if uuid]
+
+    def read(self) -> list[GpuUse]:
+        """Return the use of each GPU."""
+        return [_use(uuid, handle) for uuid, handle in self._handles]
+
+    def close(self) -> None:
+        """Shut NVML down."""
+        self._handles = []
+        self._stack.close()
+
+
+def _use(uuid: str, handle: Any) -> GpuUse:
+    rates, memory = _query("nvmlDeviceGetUtilizationRates", handle), _query("nvmlDeviceGetMemoryInfo", handle)
+    return GpuUse(
+        uuid=uuid,
+        percent=None if rates is None else float(rates.gpu),
+        used_bytes=0 if memory is None else int(memory.used),
+        total_bytes=0 if memory is None else int(memory.total),
+    )
 
 
 @contextmanager

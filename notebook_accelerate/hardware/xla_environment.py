@@ -34,7 +34,7 @@ def layout(environment: Mapping[str, str], chips: int) -> XlaLayout:
     """
     if environment.get("PJRT_DEVICE", "").upper() == "CPU":
         return XlaLayout(1, max(1, chips))
-    generation, _ = _accelerator_type(environment)
+    generation, _ = accelerator_type(environment)
     # Chips of the second and third generation have two cores, which one process must use.
     return XlaLayout(max(1, chips), 2 if generation in {"v2", "v3"} else 1)
 
@@ -50,12 +50,13 @@ def chips_of_host(environment: Mapping[str, str]) -> int:
     Returns:
         The number; 0 without a TPU.
     """
-    generation, number = _accelerator_type(environment)
+    generation, number = accelerator_type(environment)
     if generation in {"v5e", "v5litepod", "v6e"}:
         return min(number, 8)
     return min(-(-number // 2), 4)  # these count cores, two per chip; a machine has at most four chips
 
 
-def _accelerator_type(environment: Mapping[str, str]) -> tuple[str, int]:
+def accelerator_type(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the generation and the size in the variable TPU_ACCELERATOR_TYPE; ("", 0) without it."""
     found = re.fullmatch(r"(v\d+\w*)-(\d+)", environment.get("TPU_ACCELERATOR_TYPE", "").strip())
     return (found[1], int(found[2])) if found else ("", 0)

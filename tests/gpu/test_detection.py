@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+from tests.support import gpu
+
+pytestmark = [pytest.mark.gpu, gpu.only_cuda]
 
 # cuDeviceGetCount answers CUDA_ERROR_NOT_INITIALIZED (3) in a process in which nobody has called cuInit.
 _REPORT = """

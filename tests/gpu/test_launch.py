@@ -7,16 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support import gpu
 from tests.support.kernel import Kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.notebook]
 
 SETUP = """
 import ctypes, os, torch
+from tests.support.gpu import COUNT, DEVICE, DRY
 from notebook_accelerate import Accelerator, notebook_launcher
 
 def train(steps):
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=DRY)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -31,11 +33,12 @@ def train(steps):
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    with Kernel() as running:
+    with Kernel(env=gpu.rank_environment()) as running:
         running.run(SETUP, timeout=60).expect_ok()
         yield running
 
 
+@gpu.only_cuda
 def test_cuda_used_in_the_kernel_before_the_launch(kernel: Kernel) -> None:
     kernel.run("x = torch.ones(8, device='cuda'); (x * 2).sum().item()", timeout=60).expect_ok()
     cell = kernel.run("run = notebook_launcher(train, (5,), num_processes=1, timeout=120)", timeout=150).expect_ok()
@@ -44,6 +47,7 @@ def test_cuda_used_in_the_kernel_before_the_launch(kernel: Kernel) -> None:
     assert kernel.run("run.results[0][0]").result_text == "'cuda:0'"
 
 
+@gpu.only_cuda
 def test_a_driver_initialised_without_torch(kernel: Kernel) -> None:
     """torch.cuda.is_initialized() says False although the driver is initialised (accelerate#3925)."""
     kernel.run("assert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0 and not torch.cuda.is_initialized()").expect_ok()
@@ -63,19 +67,23 @@ def test_nccl_world_of_what_is_there(kernel: Kernel) -> None:
 def world():
     import torch.distributed as dist
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", rank=rank, world_size=size)
-    value = torch.full((4,), float(rank + 1), device="cuda")
+    if not DRY:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if DRY else "nccl", rank=rank, world_size=size)
+    value = torch.full((4,), float(rank + 1), device=DEVICE)
     dist.all_reduce(value)
     return value[0].item(), size, dist.get_backend()
 """).expect_ok()
-    cell = kernel.run("run = notebook_launcher(world, timeout=180); run.results[0]", timeout=200).expect_ok()
+    cell = kernel.run(
+        "run = notebook_launcher(world, num_processes=COUNT, timeout=180); run.results[0]", timeout=200
+    ).expect_ok()
     assert cell.result_text is not None
     value, size, backend = eval(cell.result_text)
-    assert (value, backend) == (size * (size + 1) / 2, "nccl")
-    assert kernel.run(f"len(run.results) == torch.cuda.device_count() == {size}").result_text == "True"
+    assert (value, backend) == (size * (size + 1) / 2, "gloo" if gpu.DRY else "nccl")
+    assert kernel.run(f"len(run.results) == COUNT == {size}").result_text == "True"
 
 
+@gpu.only_cuda
 def test_memory_is_freed_after_the_run(kernel: Kernel) -> None:
     kernel.run("""
 import subprocess
@@ -99,12 +107,13 @@ before = used()
 
 def test_tensors_come_back_without_starting_cuda_in_the_kernel(kernel: Kernel) -> None:
     code = (
-        "run = notebook_launcher(lambda: torch.arange(3, device='cuda'), num_processes=1, timeout=120); run.results[0]"
+        "run = notebook_launcher(lambda: torch.arange(3, device=DEVICE), num_processes=1, timeout=120); run.results[0]"
     )
     assert kernel.run(code, timeout=150).expect_ok().result_text == "tensor([0, 1, 2])"
     assert kernel.run("torch.cuda.is_initialized()").result_text == "False"
 
 
+@gpu.only_cuda
 def test_gpu_memory_is_sampled(kernel: Kernel) -> None:
     kernel.run(
         """
@@ -116,4 +125,8 @@ run = notebook_launcher(busy, num_processes=1, timeout=120)
 """,
         timeout=150,
     ).expect_ok()
-    assert kernel.run("run.store.resources[0].gpu_memory_bytes > (1 << 28)").result_text == "True"
+    kernel.run("(device,) = run.store.devices.of_rank(0)").expect_ok()
+    assert kernel.run("device.device, device.peak >= 1 << 28, device.total > device.used > 1 << 28").result_text == (
+        "('cuda:0', True, True)"
+    )
+    assert kernel.run("0 <= device.percent <= 100, len(device.uuid)").result_text == "(True, 36)"

@@ -13,9 +13,11 @@ from torch import nn
 from notebook_accelerate import init_empty_weights
 from notebook_accelerate.hardware.feature_checks import is_bnb_available
 from notebook_accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
+from tests.support import gpu
 
 pytestmark = [
     pytest.mark.gpu,
+    gpu.only_cuda,  # the kernels
     pytest.mark.skipif(not is_bnb_available(), reason="bitsandbytes is not installed"),
 ]
 EIGHT: dict[str, Any] = {"load_in_8bit": True}

@@ -27,7 +27,7 @@ FOLDER = ROOT / ".build" / "matrix"
 TABLE = ROOT / ".build" / "matrix.json"
 REQUIREMENTS = ROOT / "requirements" / "matrix.txt"
 QUICKSTART = "examples/01_quickstart.ipynb"
-QUICKSTART_NEEDS = ("nbclient", "scikit-learn")
+QUICKSTART_NEEDS = ("matplotlib", "nbclient", "nbconvert", "scikit-learn")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 MAY_BE_MISSING = ("3.14",)
 """The Pythons that the package does not declare yet: tried where an interpreter is found."""

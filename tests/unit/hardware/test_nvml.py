@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +10,12 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate.hardware import gpu_properties, nvml
+from tests.support import fake_nvml
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None or sys.platform == "win32":
-        pytest.skip("no C compiler on this machine")
-    path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
-    source = Path(__file__).with_name("fake_nvml.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True, timeout=300)
-    return path
+    return fake_nvml.build(tmp_path_factory.mktemp("nvml"))
 
 
 def _run(library: Path, code: str, **variables: str) -> str:
@@ -66,12 +60,21 @@ def test_names_and_driver_decide_on_peer_to_peer(library: Path) -> None:
     assert _run(library, code) == f"{(names, 2)} 535.104.05 False"
 
 
-def test_utilisation_and_memory_are_read_per_process(library: Path) -> None:
+def test_use_is_read_per_gpu(library: Path) -> None:
     code = (
-        "from notebook_accelerate.telemetry.sampler import GpuReader\n"
-        "reader = GpuReader(); print(reader.read()); reader.close()"
+        "from notebook_accelerate.hardware.nvml import GpuReader\n"
+        "reader = GpuReader(); print(*reader.read(), sep='\\n'); reader.close(); print(reader.read())"
     )
-    assert _run(library, code) == str({100: (40.0, 1 << 30), 101: (41.0, 1 << 30)})
+    assert _run(library, code).splitlines() == [
+        str(nvml.GpuUse(uuid="0abc", percent=40.0, used_bytes=3 << 30, total_bytes=24 << 30)),
+        str(nvml.GpuUse(uuid="1abc", percent=41.0, used_bytes=0, total_bytes=0)),
+        "[]",
+    ]
+
+
+@pytest.mark.parametrize("uuid", ["GPU-0ABC", "0abc", "MIG-0abc", "GPU-0abc"])
+def test_identities_of_nvml_and_of_torch_compare_equal(uuid: str) -> None:
+    assert nvml.bare_uuid(uuid) == "0abc"
 
 
 def test_the_package_imports_no_pynvml(library: Path) -> None:

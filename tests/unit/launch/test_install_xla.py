@@ -1,4 +1,4 @@
-"""What install_xla would do on this Python and others; nothing is installed."""
+"""What install_xla and install_tpu would do on this Python and others; nothing is installed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from notebook_accelerate.commands import tpu_packages
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.utils import install_xla
+from notebook_accelerate.utils import install_tpu, install_xla
 
 
 def test_a_dry_run_says_what_would_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +28,66 @@ def test_where_there_is_none(version: tuple[int, int], platform: str, monkeypatc
     monkeypatch.setattr(sys, "platform", platform)
     with pytest.raises(LaunchError, match=rf"no torch_xla for Python {version[0]}\.{version[1]} on {platform}"):
         install_xla(dry_run=True)
+
+
+def _with(monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], **versions: str) -> None:
+    monkeypatch.setattr(sys, "version_info", python)
+    monkeypatch.setattr(tpu_packages, "_installed", lambda name: versions.get(name, "not installed"))
+
+
+@pytest.mark.parametrize(
+    ("python", "torch", "said"),
+    [
+        ((3, 12), "2.13.0+cu128", "This downgrades torch 2.13.0+cu128 to 2.9"),
+        ((3, 12), "2.13.0", "utils.install_tpu()"),
+        ((3, 11), "2.13.0", "needs Python 3.12 or later"),
+    ],
+)
+def test_a_downgrade_of_torch_is_named_with_what_to_install_instead(
+    python: tuple[int, int], torch: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _with(monkeypatch, python, torch=torch)
+    install_xla(dry_run=True)
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("versions", [{"torch": "2.9.1"}, {"torch": "2.8.0"}, {}])
+def test_without_a_downgrade_there_is_no_note(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _with(monkeypatch, (3, 12), **versions)
+    install_xla(dry_run=True)
+    said = capsys.readouterr().out
+    assert "downgrade" not in said
+    assert "install_tpu" not in said
+
+
+@pytest.mark.parametrize(
+    ("versions", "wanted", "said"),
+    [
+        ({"torch": "2.13.0+cpu"}, "torch==2.13.0+cpu", ""),
+        ({"torch": "2.9.0"}, "torch>=2.11.0,<=2.15.0", "This replaces torch 2.9.0"),
+        ({}, "torch>=2.11.0,<=2.15.0", "torch not installed"),
+        ({"torch": "2.13.0", "torch_tpu": "0.2.0"}, "torch==2.13.0", "nothing to do"),
+        ({"torch": "2.13.0", "torch_xla": "2.9.0"}, "torch==2.13.0", "torch_xla is installed too"),
+    ],
+)
+def test_torch_tpu_keeps_a_torch_that_it_works_with(
+    versions: dict[str, str],
+    wanted: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _with(monkeypatch, (3, 12), **versions)
+    command = install_tpu(dry_run=True)
+    assert command[-2:] == [wanted, "torch_tpu>=0.2"]
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("version", "platform"), [((3, 11), "linux"), ((3, 12), "darwin")])
+def test_where_there_is_no_torch_tpu(version: tuple[int, int], platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with(monkeypatch, version)
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(LaunchError, match=r"no torch_tpu for Python .*install_xla"):
+        install_tpu(dry_run=True)

@@ -1,0 +1,102 @@
+"""The devices of a run's ranks: the memory that each rank holds, joined with the use that the driver measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from notebook_accelerate.telemetry.events import DeviceMemoryEvent, DeviceUseEvent
+
+MAX_DEVICES = 64
+"""Devices that are kept per rank, and GPUs per run and rank: a rank may send any name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDevice:
+    """One device of a rank; sizes in bytes, None where they are not known.
+
+    Attributes:
+        device: The rank's name for it, as "cuda:0".
+        name: Its model, as "Tesla T4"; "" if it is not known.
+        uuid: Its identity, equal for two ranks on the same device; "" if it is not known.
+        allocated: Memory of the rank's tensors.
+        reserved: Memory that torch's allocator in the rank has taken from the device.
+        peak: The most that was allocated at once.
+        total: Memory of the device.
+        used: Memory in use by all processes on the device.
+        percent: Utilisation of the device by all processes.
+    """
+
+    device: str
+    name: str
+    uuid: str
+    allocated: int
+    reserved: int
+    peak: int
+    total: int | None
+    used: int | None
+    percent: float | None
+
+
+class RankDevices:
+    """The latest figures of each rank's devices."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, dict[str, DeviceMemoryEvent]] = {}
+        self._use: dict[str, DeviceUseEvent] = {}
+
+    def add_memory(self, rank: int, event: DeviceMemoryEvent) -> None:
+        """Keep what a rank reports; its peak is the highest of all reports, for torch's can be reset."""
+        sizes = (event.allocated, event.reserved, event.peak, event.total)
+        if not _numbers(sizes) or not all(isinstance(text, str) for text in (event.device, event.name, event.uuid)):
+            return
+        devices = self._memory.setdefault(rank, {})
+        if (before := devices.get(event.device)) is not None:
+            event.peak = max(before.peak, event.peak)
+        elif len(devices) >= MAX_DEVICES:
+            return
+        devices[event.device] = event
+
+    def add_use(self, event: DeviceUseEvent) -> None:
+        """Keep what a host reports."""
+        known = event.uuid in self._use or len(self._use) < MAX_DEVICES * max(1, len(self._memory))
+        if known and isinstance(event.uuid, str) and _numbers((event.used, event.total, event.percent or 0)):
+            self._use[event.uuid] = event
+
+    def of_rank(self, rank: int) -> list[RankDevice]:
+        """Return the devices on which a rank has held memory, in their order."""
+        return [self._joined(event) for _, event in sorted(self._memory.get(rank, {}).items(), key=_order)]
+
+    def ranks_on(self, uuid: str) -> list[int]:
+        """Return the ranks that hold memory on a device."""
+        return [rank for rank, devices in self._memory.items() if any(each.uuid == uuid for each in devices.values())]
+
+    def __bool__(self) -> bool:
+        return bool(self._memory)
+
+    def _joined(self, event: DeviceMemoryEvent) -> RankDevice:
+        use = self._use.get(event.uuid)
+        return RankDevice(
+            device=event.device,
+            name=event.name,
+            uuid=event.uuid,
+            allocated=event.allocated,
+            reserved=event.reserved,
+            peak=event.peak,
+            total=event.total or (use.total if use is not None else 0) or None,
+            used=use.used or None if use is not None else None,
+            percent=use.percent if use is not None else None,
+        )
+
+
+def _numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, (int, float)) and 0 <= value < 2**63 for value in values)
+
+
+def _order(item: tuple[str, DeviceMemoryEvent]) -> tuple[str, int]:
+    kind, _, index = item[0].partition(":")
+    return kind, int(index) if index.isdigit() else 0
+
+
+__all__ = ["RankDevice", "RankDevices"]

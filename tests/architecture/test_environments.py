@@ -1,0 +1,70 @@
+"""docs/environments.md: every "works" of its table has tests, and they exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "environments.md").read_text()
+UNTESTED = ("unknown", "not available")
+STATUSES = ("works", "works (kernel)", "HTML display", "HTML display (kernel)", *UNTESTED)
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """Return the rows of the table of a section, the head first."""
+    section = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _named() -> dict[tuple[str, str], list[str]]:
+    """Return the tests of each cell of the table, by environment and column."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for environments, column, test in _rows("The tests behind the table")[1:]:
+        names = [environments] if environments.startswith("nbclient") else environments.split(", ")
+        for name in names:
+            found.setdefault((name, column), []).append(test)
+    return found
+
+
+def _cells() -> dict[tuple[str, str], str]:
+    head, *rows = _rows("What works where")
+    return {(row[0], column): status for row in rows for column, status in zip(head[1:], row[1:], strict=True)}
+
+
+def test_each_status_is_explained() -> None:
+    assert set(_cells().values()) <= set(STATUSES)
+    explained = re.findall(r"^- \*\*(.+?)\*\*:", TEXT, re.MULTILINE)
+    assert {status.removesuffix(" (kernel)") for status in STATUSES} <= set(explained)
+
+
+def test_a_test_stands_behind_everything_that_works() -> None:
+    tested = {cell for cell, status in _cells().items() if status not in UNTESTED}
+    assert tested == set(_named())
+
+
+def test_the_named_tests_exist() -> None:
+    for test in {test for tests in _named().values() for test in tests}:
+        path, _, name = test.partition("::")
+        names = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+        assert name in names, test
+
+
+def test_the_versions_are_those_of_the_requirements() -> None:
+    versions = {row[0]: row[1] for row in _rows("Versions")[1:]}
+    for service in ("colab", "kaggle"):
+        lines = "\n".join((ROOT / f"requirements/{name}.txt").read_text() for name in ("hosted", service))
+        pins = dict(re.findall(r"^([\w-]+)==(\S+)$", lines, re.MULTILINE))
+        for name in ("IPython", "ipykernel", "ipywidgets"):
+            assert f"{name} {pins[name.lower()]}" in versions[service.title()]
+        makefile = (ROOT / "Makefile").read_text()
+        python = re.search(rf"^PYTHON_{service} := ([\d.]+)$", makefile, re.MULTILINE)
+        assert python is not None
+        assert f"Python {python.group(1)}" in versions[service.title()]
+        torch = re.search(r"^HOSTED_TORCH := torch==([\d.]+)$", makefile, re.MULTILINE)
+        assert torch is not None
+        assert f"torch {torch.group(1)}" in versions[service.title()]
+    marimo = dict(re.findall(r"^(marimo)==(\S+)$", (ROOT / "requirements/marimo.txt").read_text(), re.MULTILINE))
+    assert versions["marimo"] == marimo["marimo"]

@@ -1,0 +1,43 @@
+"""The table of what the tests on a GPU measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.gpu import DRY, Figure
+
+_FIGURES = pytest.StashKey[list[tuple[str, str]]]()
+_TABLE = Path(__file__).resolve().parents[2] / ".build" / "gpu-figures.md"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_FIGURES] = []
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Figure:
+    """Note a figure for the table that is printed after the tests, and written to .build/gpu-figures.md."""
+
+    def note(name: str, value: str) -> None:
+        request.config.stash[_FIGURES].append((name, value))
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures."""
+    figures = terminalreporter.config.stash[_FIGURES]
+    if not figures:
+        return
+    import torch
+
+    where = "a dry run on the CPU: these figures mean nothing" if DRY else torch.cuda.get_device_name(0)
+    lines = [f"Measured on: {where} · torch {torch.__version__}", "", "| figure | measured |", "|---|---|"]
+    lines.extend(f"| {name} | {value} |" for name, value in figures)
+    _TABLE.parent.mkdir(exist_ok=True)
+    _TABLE.write_text("\n".join(lines) + "\n")
+    terminalreporter.section("figures")
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -1,0 +1,51 @@
+"""The functions of `torch.cuda` that describe devices and count memory, for ranks on a machine without a GPU.
+
+Importing it changes nothing. It reports; nothing is computed "on cuda".
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+NAME = "Tesla T4"
+TOTAL = 15 << 30
+
+
+class CountedCuda:
+    """What the allocators of the stand-in hold, in bytes by index of the device.
+
+    Attributes:
+        allocated: Memory of tensors.
+        peak: The most of it since the start.
+        reserved: Memory that the allocator has.
+    """
+
+    def __init__(self, devices: int = 2) -> None:
+        self.allocated, self.peak, self.reserved = ([0] * devices for _ in range(3))
+
+    def install(self) -> CountedCuda:
+        """Answer for `torch.cuda` in this process from now on."""
+        for name in ("allocated", "reserved"):
+            setattr(torch.cuda, f"memory_{name}", lambda index, name=name: getattr(self, name)[index])
+        answers: dict[str, Any] = {
+            "max_memory_allocated": lambda index: self.peak[index],
+            "device_count": lambda: len(self.allocated),
+            "is_initialized": lambda: True,
+            "get_device_properties": lambda index: SimpleNamespace(name=NAME, total_memory=TOTAL, uuid=f"{index}abc"),
+        }
+        for name, answer in answers.items():
+            setattr(torch.cuda, name, answer)
+        return self
+
+    def hold(self, allocated: int, reserved: int, device: int | None = None) -> None:
+        """Hold so much memory from now on, on this rank's device unless another is named."""
+        index = int(os.environ["LOCAL_RANK"]) if device is None else device
+        self.allocated[index], self.reserved[index] = allocated, reserved
+        self.peak[index] = max(self.peak[index], allocated)
+
+
+__all__ = ["NAME", "TOTAL", "CountedCuda"]
