@@ -20,11 +20,11 @@ from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing import tensor_files
 from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, Store
 from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, make_record
-from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity
 from notebook_accelerate.checkpointing.rank_agreement import gather_failures
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.checkpointing.state_files import StateFile
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.state.warn_once import warn_once
 
 _SILENCE_LIMIT = 600.0

@@ -37,11 +37,11 @@ from notebook_accelerate.checkpointing.manifest import (
     manifest_json,
     read_manifest,
 )
-from notebook_accelerate.checkpointing.process_liveness import parse_identity, this_process
 from notebook_accelerate.checkpointing.rank_agreement import gather_values
 from notebook_accelerate.checkpointing.save_lock import second_writer_error
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware import temporary_folders
+from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 from notebook_accelerate.state.world import world_from_environ
 
 _HEARTBEAT = 30.0

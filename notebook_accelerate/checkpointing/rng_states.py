@@ -56,6 +56,9 @@ def _generators(device_type: str) -> dict[str, _Generator]:
         generator = _Generator(module.get_rng_state_all, module.set_rng_state_all)
     elif device_type == "mps":
         key, generator = "torch_mps_manual_seed", _Generator(torch.mps.get_rng_state, torch.mps.set_rng_state)
+    elif device_type == "tpu":
+        key = "torch_tpu_manual_seed"
+        generator = _Generator(lambda: _tpu_generator().get_state(), _restore_tpu)
     elif device_type == "xla":
         import torch_xla.core.xla_model as xm
 
@@ -63,3 +66,13 @@ def _generators(device_type: str) -> dict[str, _Generator]:
     else:
         return _HOST_GENERATORS
     return {**_HOST_GENERATORS, key: generator}
+
+
+def _restore_tpu(state: torch.Tensor) -> None:
+    _tpu_generator().set_state(state)
+
+
+def _tpu_generator() -> torch.Generator:
+    """Return the generator of this process's TPU: torch_tpu lets only torch call ``torch.tpu.get_rng_state``."""
+    accelerator: Any = torch.accelerator
+    return torch.tpu.default_generators[accelerator.current_device_index()]  # type: ignore[attr-defined, no-any-return]

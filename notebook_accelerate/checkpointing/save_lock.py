@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
-from notebook_accelerate.checkpointing.process_liveness import UNKNOWN, ProcessIdentity, parse_identity, this_process
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware.process_liveness import UNKNOWN, ProcessIdentity, parse_identity, this_process
 
 _TRIES = 200
 """Tries before a lock counts as held: another process may be looking at it, or removing it."""

@@ -24,7 +24,7 @@ from notebook_accelerate.checkpointing.state_saving import wait_for_saves
 from notebook_accelerate.checkpointing.tensor_files import read
 from notebook_accelerate.checkpointing.tied_tensors import add_tied_names
 from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
-from notebook_accelerate.config import constants
+from notebook_accelerate.config import constants, environ
 from notebook_accelerate.data_loader.stateful_loaders import LoaderState
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from notebook_accelerate.state.warn_once import warn_once
@@ -385,3 +385,15 @@ def _continue_numbering(accelerator: PreparedObjects, folder: AnyPath) -> None:
         found = automatic_naming.automatic_checkpoints(automatic_naming.project_directory(project))
         if folder in found:
             project.iteration = checkpoint_layout.number_of(found[-1].name) + 1
+
+
+def resumed_checkpoint() -> str | None:
+    """Return the checkpoint from which this run goes on; None in a launch that begins a training.
+
+    For the launched function: ``notebook_launcher(..., resume=run)`` and ``run.resume()`` choose the newest complete
+    checkpoint of the earlier run. All ranks get the same.
+
+    Returns:
+        Its absolute path, or its URL: for ``accelerator.load_state``, or ``Trainer.train(resume_from_checkpoint=...)``.
+    """
+    return environ.text(environ.RESUMED)

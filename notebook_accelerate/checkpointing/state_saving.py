@@ -10,20 +10,22 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate import telemetry
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_stores import store_for
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.manifest import Manifest
-from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.sharded_protocol import returns_state_parts, saves_own_state
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import StateFile
 from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.telemetry import CheckpointEvent, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
@@ -85,12 +87,14 @@ def save_state(
     wait_for_saves(_CALL)
     project = accelerator.project_configuration
     target = _open_target(accelerator, automatic_naming.next_target(project, output_dir))
+    began = steady_time.now()
+    telemetry.send_soon()  # a run that goes on from this checkpoint has everything that was logged before
     background = not blocking or accelerator.device.type == "xla"  # XLA tensors have no memory to write from
     group = rank_agreement.background_group() if background and returns_state_parts(accelerator.strategy) else None
 
     def capture() -> PendingSave:
         files = _collect_files(accelerator, target, safe_serialization, blocking, save_model_func_kwargs)
-        return _prepare_save(accelerator, target, files, background)
+        return _prepare_save(accelerator, target, files, background, began)
 
     save = _capture_on_all_ranks(target, capture)
     if project.automatic_checkpoint_naming:
@@ -222,14 +226,14 @@ def _collect_files(
 
 
 def _prepare_save(
-    accelerator: PreparedObjects, target: SaveTarget, files: list[StateFile], background: bool
+    accelerator: PreparedObjects, target: SaveTarget, files: list[StateFile], background: bool, began: float
 ) -> PendingSave:
     """Return this rank's part of a checkpoint, with copies of the state if a thread will write it.
 
     Only its own step changes an optimizer's state, two thirds of all bytes with Adam: the thread copies it, and the
     next step waits for that. Weights and other values, which any code may change, are copied before this returns.
     """
-    save = PendingSave(target, _manifest_of(accelerator), files, _after_commit(accelerator, target))
+    save = PendingSave(target, _manifest_of(accelerator), files, _after_commit(accelerator, target, began))
     if background:
         save.optimizers = [file.optimizer for file in files if file.optimizer is not None]
         deferred = [file.optimizer_state() for file in files if file.optimizer is not None]
@@ -254,11 +258,16 @@ def _producer() -> str:
     return f"notebook_accelerate {version}"
 
 
-def _after_commit(accelerator: PreparedObjects, target: SaveTarget) -> Callable[[], None]:
-    """Return the function to call after the commit, which removes the checkpoints above the limit."""
-    project = accelerator.project_configuration
-    if not project.automatic_checkpoint_naming:
-        return lambda: None
-    return lambda: target.store.remove_checkpoints(
-        automatic_naming.checkpoints_above_limit(target.folder.parent.parent, project.total_limit)
-    )
+def _after_commit(accelerator: PreparedObjects, target: SaveTarget, began: float) -> Callable[[], None]:
+    """Return the function to call after the commit: it reports the checkpoint, and removes those above the limit."""
+    project, main = accelerator.project_configuration, accelerator.is_main_process
+
+    def committed() -> None:
+        if main:
+            telemetry.emit(CheckpointEvent(str(target.folder), began))
+        if project.automatic_checkpoint_naming:
+            target.store.remove_checkpoints(
+                automatic_naming.checkpoints_above_limit(target.folder.parent.parent, project.total_limit)
+            )
+
+    return committed

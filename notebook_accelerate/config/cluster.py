@@ -64,7 +64,7 @@ class RayCluster:
 
     @property
     def description(self) -> str:
-        """The cluster, as a part of a message."""
+        """The cluster, as text for a message."""
         return "a Ray cluster" if self.address == "auto" else f"the Ray cluster at {hide_credentials(self.address)}"
 
     def __repr__(self) -> str:

@@ -59,8 +59,13 @@ class BaseConfig:
         check_one_of("mixed_precision", self.mixed_precision, PrecisionType.list())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contents of a file: enums by value, without fields that are None or empty."""
+        """Return the contents of a file: enums by value, without fields that are None or empty.
+
+        A number of processes that was not chosen, -1, is left out too: Accelerate's launcher refuses it in a file.
+        """
         values = {name: getattr(value, "value", value) for name, value in dataclasses.asdict(self).items()}
+        if values.get("num_processes") == -1:
+            del values["num_processes"]
         return {name: value for name, value in values.items() if value is not None and value != {}}
 
     @staticmethod

@@ -308,7 +308,7 @@ class DeepSpeedPlugin:
     # -- transformers -------------------------------------------------------------------------------------------------
 
     def is_zero3_init_enabled(self) -> bool:
-        """Return whether transformers shards models while it builds them."""
+        """Return whether transformers shards models during construction."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
@@ -334,7 +334,7 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Give transformers, where it is installed, the configuration by which it shards models while it builds them.
+        """Pass transformers, if installed, the configuration with which it shards models during construction.
 
         transformers keeps a weak reference, so the configuration ends with this plugin.
         """

@@ -87,6 +87,8 @@ class DistributedType(_NamedEnum):
     MEGATRON_LM = "MEGATRON_LM"
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
+    MULTI_TPU = "MULTI_TPU"
+    """TPUs through torch_tpu; those through torch_xla are XLA."""
 
 
 class SageMakerDistributedType(_NamedEnum):

@@ -22,6 +22,9 @@ KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET", "JPY_PARENT_PID", "JPY_SESSION_NAME
 STORE = "NOTEBOOK_ACCELERATE_STORE"
 """Variable of ranks that one launch started on one machine: the private folder of their process groups' stores."""
 
+RESUMED = "NOTEBOOK_ACCELERATE_RESUMED"
+"""Variable of ranks that go on with the training of an earlier run: the checkpoint that they load."""
+
 SERVED_STORE = "NOTEBOOK_ACCELERATE_SERVED_STORE"
 """Variable of rank 0 of a run on several machines: address and port at which it serves the process groups' store."""
 

@@ -232,7 +232,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_cpu_offload(self) -> None:
-        """Replace a truth value of `cpu_offload` by torch's object."""
+        """Replace `cpu_offload=True` or `False` by torch's object."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
         if not isinstance(self.cpu_offload, bool):

@@ -29,7 +29,7 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """How ``torch.autocast`` behaves, for mixed precision and for ``Accelerator.autocast``."""
+    """Arguments of ``torch.autocast``, for mixed precision and for ``Accelerator.autocast``."""
 
     enabled: bool = True
     """Whether autocast is on."""
@@ -39,7 +39,7 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """How the gradient scaler of fp16 behaves: the arguments of ``torch.amp.GradScaler``."""
+    """Arguments of ``torch.amp.GradScaler``, the gradient scaler of fp16."""
 
     init_scale: float = 65536.0
     """Initial scale."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 START_METHODS = ("auto", "inline", "fork", "zygote", "spawn")
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 RDZV_BACKENDS = ("static", "c10d")
+OUTPUTS = ("cell", "panel")
 REPORT_SOURCES = (
     "accelerate", "lightning", "mlflow", "pytorch_accelerated", "rich", "tensorboard", "torch", "tqdm", "transformers",
     "wandb",
@@ -84,6 +86,18 @@ class LaunchConfig:
     """Whether the ranks serve this package to other libraries as ``accelerate``; see ``as_accelerate``."""
     report_from: Sequence[str] = REPORT_SOURCES
     """Libraries whose losses, steps, progress and scalars the ranks report to the run, beside the Accelerator's own."""
+    name: str | None = None
+    """Name of the run: letters, digits and . _ -; None: the function's name and the run's number."""
+    save: str | os.PathLike[str] | None = None
+    """Folder of runs in which the run is kept; None: NOTEBOOK_ACCELERATE_RUNS where it is set, else the run is not."""
+    detach: bool = False
+    """Whether the run goes on without this kernel, under a process of its own; ``block`` is then False."""
+    automatic_metrics: bool = True
+    """Whether panels show curves of what is not logged: the loss given to ``backward``, learning rate, memory, ..."""
+    output: str = "cell"
+    """Where the text that ranks write is shown: cell (under the launch, and in the panel) or panel (there only)."""
+    tags: Sequence[str] = ()
+    """Words by which the table of runs finds this run."""
 
     def __post_init__(self) -> None:
         check_one_of("start_method", self.start_method, START_METHODS)
@@ -107,6 +121,14 @@ class LaunchConfig:
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
         _check_environment(self.env)
         _check_sources(self.report_from)
+        _check_name(self.name)
+        _check_detached(self)
+        if self.save is not None and not (isinstance(self.save, (str, os.PathLike)) and os.fspath(self.save)):
+            raise ValueError(f"save={self.save!r} is not a folder; pass its path, as save='runs'")
+        check_one_of("output", self.output, OUTPUTS)
+        _check_tags(self.tags)
+        if self.output == "panel" and self.panel is False:
+            raise ValueError("output='panel' is not allowed with panel=False, which shows no panel; pass output='cell'")
         check_accelerator_arguments(self.accelerator)
         if self.accelerator is not None and not self.accelerator:
             object.__setattr__(self, "accelerator", None)
@@ -237,12 +259,41 @@ def _check_above_zero(name: str, value: Any) -> None:
         raise ValueError(f"rdzv_conf={{{name!r}: {value!r}}} is not allowed; pass a number above 0")
 
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def _check_name(name: object) -> None:
+    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise ValueError(f"name={name!r} is not allowed; pass at most 100 letters, digits and . _ -, as name='train-3'")
+
+
+def _check_detached(config: LaunchConfig) -> None:
+    """Check that a detached run is one of this machine, in processes of its own."""
+    if not config.detach:
+        return
+    if config.num_nodes > 1 or config.on is not None:
+        other = f"num_nodes={config.num_nodes}" if config.num_nodes > 1 else f"on={config.on!r}"
+        raise ValueError(f"detach=True is not allowed with {other}: detached runs use this machine only")
+    if config.start_method in ("inline", "fork"):
+        raise ValueError(
+            f"detach=True is not allowed with start_method={config.start_method!r}, whose ranks come from the kernel; "
+            "pass 'auto', 'zygote' or 'spawn'"
+        )
+    object.__setattr__(config, "block", False)
+
+
 def _check_sources(sources: object) -> None:
     if isinstance(sources, str) or not isinstance(sources, Sequence) or not set(sources) <= set(REPORT_SOURCES):
         raise ValueError(
             f"report_from={sources!r} is not allowed; pass some of {', '.join(REPORT_SOURCES)}, as "
             "report_from=('transformers', 'tqdm'), or () for none"
         )
+
+
+def _check_tags(tags: object) -> None:
+    words = isinstance(tags, Sequence) and not isinstance(tags, str) and all(isinstance(tag, str) for tag in tags)
+    if not words or "" in tags:  # type: ignore[operator]
+        raise ValueError(f"tags={tags!r} is not allowed; pass non-empty texts, as tags=('baseline', 'lr sweep')")
 
 
 def _check_environment(env: object) -> None:

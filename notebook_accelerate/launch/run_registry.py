@@ -7,14 +7,18 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate.errors import DeviceBusyError
+from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
+from notebook_accelerate.launch.run_display import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from notebook_accelerate.launch.kept.kept_runs import KeptRuns
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.run import Run
 
@@ -86,9 +90,15 @@ def add(run: Run) -> None:
         if not _watching_exit:
             atexit.register(shutdown)
             _watching_exit = True
+    run.add_done_callback(_drop_old_results)
+    tell(run)
+
+
+def tell(run: Run) -> None:
+    """Call what watches launches; see `watch`."""
+    with _lock:
         watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
         _watchers[:] = [reference for reference in _watchers if reference() is not None]
-    run.add_done_callback(_drop_old_results)
     for watcher in watchers:
         with suppress(Exception):  # a view must never prevent the start of a run
             watcher(run)
@@ -119,12 +129,56 @@ def watch(launched: Callable[[Run], None]) -> None:
         _watchers.append(weakref.WeakMethod(launched))
 
 
-def runs() -> list[Run]:
-    """Return the runs of this kernel, the oldest first.
+class Runs(list["Run"]):
+    """A list of runs; as the last line of a cell it is a table with their curves, `widgets.RunsTable`."""
+
+    def _table(self) -> Any:
+        return load("runs")(None if self == runs() else self)
+
+    def _ipython_display_(self) -> None:
+        if running_kernel() is None:
+            raise NotImplementedError  # IPython then shows the list
+        self._table()._ipython_display_()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/plain": repr(self)}
+
+
+@overload
+def runs(folder: None = None) -> Runs: ...
+
+
+@overload
+def runs(folder: str | os.PathLike[str]) -> KeptRuns: ...
+
+
+def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
+    """Return the runs of this kernel and the user's detached runs, the oldest first, as a table in a cell.
+
+    With a folder, return a table of the runs that are kept in it.
 
     Runs that a variable refers to keep their results, and so do the last three that ended, if these hold at most 1 GiB.
     Of older runs everything else is kept.
+
+    Args:
+        folder: The folder that ``save`` named; None: this kernel's runs, and those launched with ``detach=True`` in
+            any kernel in the last 30 days, until they are deleted.
+
+    Returns:
+        A list of runs; of a folder, a table of their settings, code version, final metrics and duration.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
     """
+    if folder is not None:
+        from notebook_accelerate.launch.kept.kept_runs import kept_runs
+
+        return kept_runs(folder)
+    return Runs(sorted([*own_runs(), *attaching.detached_runs()], key=lambda run: run.started))
+
+
+def own_runs() -> list[Run]:
+    """Return the runs that this kernel supervises or has supervised, the oldest first."""
     with _lock:
         return [entry.current() for entry in _entries]
 
@@ -141,7 +195,8 @@ def debug(rank: int | None = None) -> None:
     Raises:
         ValueError: There is no such run, or no such rank.
     """
-    living = _living()
+    detached = [run for run in attaching.attached_runs() if run.ended is None or run.held]
+    living = sorted([*_living(), *detached], key=lambda run: run.started)
     chosen = [run for run in living if run.commands.prompts.debugged()] or [run for run in living if run.held] or living
     if not chosen:
         raise ValueError(
@@ -156,10 +211,16 @@ def _living() -> list[Run]:
         return [run for entry in _entries if (run := entry.living) is not None]
 
 
-def shutdown() -> None:
-    """Stop every run and end the server process that the zygote start method forks from."""
+def shutdown(all: bool = False) -> None:
+    """Stop every run of this kernel and end the server process that the zygote start method forks from.
+
+    Args:
+        all: Whether to stop the user's detached runs, too; else they go on.
+    """
     for run in _living():
         run.stop(grace=1.0)
+    if all:
+        attaching.stop_detached(grace=1.0)
     close_zygote()
 
 

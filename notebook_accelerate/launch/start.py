@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,13 +17,15 @@ from notebook_accelerate.errors import LaunchError, RunInterrupted
 from notebook_accelerate.hardware.ports_and_libraries import loopback_problem
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.launching_cell import LaunchingCell
-from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for, running_kernel
+from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import inline, ports, store_folders
 from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
-from notebook_accelerate.launch.run import Run
+from notebook_accelerate.launch.run import Run, default_name, next_number
+from notebook_accelerate.launch.run_call import RunCall
 from notebook_accelerate.launch.state import error_messages
+from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
@@ -33,10 +36,19 @@ from notebook_accelerate.telemetry import inherited_state, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.kept.run_writer import RunWriter
 
 
-def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> Run:
+def start(
+    config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...] = (), resume: Run | None = None
+) -> Run:
     """Launch ``function(*arguments)`` as configured by ``config``.
+
+    Args:
+        config: Configuration of the launch.
+        function: The function.
+        arguments: Its arguments.
+        resume: A run that has ended, whose training goes on from its newest complete checkpoint.
 
     Returns:
         The run: ended when ``config.block``, otherwise with all its ranks started.
@@ -55,10 +67,25 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
             f"{name} is an async function; pass one that runs it: lambda *args: asyncio.run({name}(*args))"
         )
     config = _where(config)
+    if config.detach:
+        from notebook_accelerate.launch.attaching import launch_detached
+
+        run = launch_detached(config, function, arguments, resume)
+        run.reserve_output()
+        run_registry.tell(run)
+        _announce(run, _publisher(run), f"detached: notebook_accelerate.attach({run.name!r}) opens it in any kernel")
+        run.show_live()
+        return run
+    return start_here(config, function, arguments, resume)
+
+
+def start_here(
+    config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...], resume: Run | None
+) -> Run:
+    """Launch under the supervision of this process; see `start`."""
     run_registry.release_held()
-    if all(run.ended is not None for run in run_registry.runs()):
+    if all(run.ended is not None for run in run_registry.own_runs()):
         steady_time.set_to_system_time()
-    name = getattr(function, "__name__", type(function).__name__)
     try:
         with deferred_interrupts():
             plan = _plan(config)
@@ -67,15 +94,75 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
         if (problem := error_messages.system_error(error)) is error:
             raise
         raise problem from error
+    try:
+        run, plan = _new_run(config, plan, commands, function, arguments, resume)
+    except BaseException:
+        if commands is not None:
+            commands.close()
+        raise
     if commands is None:
-        run = Run(config, name)
         _run_inline(run, plan, function, arguments)
     else:
-        run = Run(config, name, Journal(), commands)
         _supervise(run, plan, commands, function, arguments)
     if config.block and run.error is not None:
         raise run.error from error_messages.original(run.error)
     return run
+
+
+def _new_run(
+    config: LaunchConfig,
+    plan: LaunchPlan,
+    commands: CommandQueue | None,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    resume: Run | None,
+) -> tuple[Run, LaunchPlan]:
+    """Return the run and its plan: kept in a folder where that is asked for, going on with ``resume`` where given."""
+    resumption = None
+    if resume is not None:
+        from notebook_accelerate.launch.resumption import resumption_of
+
+        resumption = resumption_of(resume)
+    function_name = getattr(function, "__name__", type(function).__name__)
+    number = next_number()
+    name = config.name or (resume.name if resume is not None else default_name(function_name, number))
+    journal = Journal()
+    writer = _writer(config, name, number, function, arguments, journal)
+    run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
+    run.call = RunCall(function, arguments)
+    if writer is not None:
+        run.folder = writer.folder
+    if resumption is not None:
+        resumption.begin(journal)
+        if resumption.checkpoint is not None:
+            plan = replace(plan, variables={**plan.variables, environ.RESUMED: resumption.checkpoint.path})
+    if writer is not None:
+        writer.start(run, () if resumption is None else resumption.frames)
+    return run, plan
+
+
+def _writer(
+    config: LaunchConfig,
+    name: str,
+    number: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    journal: Journal,
+) -> RunWriter | None:
+    """Return what writes the run's journal; None where the run is not kept."""
+    parent = config.save or environ.text("NOTEBOOK_ACCELERATE_RUNS")
+    if not parent:
+        return None
+    from notebook_accelerate.launch.kept import run_folder, run_writer
+
+    now = steady_time.now()
+    limit = run_writer.MAX_DETACHED_RESULT_BYTES if config.detach else run_writer.MAX_RESULT_BYTES
+    folder = run_folder.create_folder(parent, name, now)
+    try:
+        header = run_folder.header(name, number, function, arguments, config, now)
+        return run_writer.RunWriter(folder, header, journal, limit)
+    except OSError as error:
+        raise LaunchError(f"the run cannot be kept in {folder}: {error.strerror or error}") from error
 
 
 def _where(config: LaunchConfig) -> LaunchConfig:
@@ -99,6 +186,10 @@ def _plan(config: LaunchConfig) -> LaunchPlan:
         return executor.submit(lambda: make_plan(config, hardware.detect(), kernel_facts())).result()
 
 
+def _publisher(run: Run) -> Publisher:
+    return publisher_for(run.id, text=run.config.output == "cell")
+
+
 # ---- in the kernel
 
 
@@ -108,7 +199,7 @@ def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], argume
         run.reserve_output()
         run.journal.append(RunPlanned(plan, 0, 1))
         run_registry.add(run)
-        _announce(run, publisher_for(run.id))
+        _announce(run, _publisher(run))
         run.show_live()
         inline.execute(context, function, arguments)
     except KeyboardInterrupt as stop:
@@ -124,7 +215,7 @@ def _supervise(
 ) -> None:
     """Start a run in separate processes, and wait for its end if it blocks the cell."""
     run.reserve_output()
-    context = RunContext(run.id, run.config, run.function_name, run.journal, commands, publisher_for(run.id))
+    context = RunContext(run.id, run.config, run.function_name, run.journal, commands, _publisher(run))
 
     prepare = partial(_prepare, run, context, plan)
     launch = Launch(
@@ -164,6 +255,8 @@ def _prepare(
 
 def _on_this_machine(context: RunContext, plan: LaunchPlan) -> LaunchPlan:
     """Return a plan with a port and a private folder for the ranks of this machine, if it has several."""
+    if plan.accelerator == "tpu" and plan.variables:
+        plan = replace(plan, variables={**plan.variables, **_tpu_addresses(plan.num_processes)})
     if plan.world_size == 1 or plan.where:
         return plan
     _check_loopback()
@@ -172,6 +265,17 @@ def _on_this_machine(context: RunContext, plan: LaunchPlan) -> LaunchPlan:
     if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
         context.journal.append(NoteAdded(note))
     return replace(plan, port=port, store=store)
+
+
+def _tpu_addresses(ranks: int) -> dict[str, str]:
+    """Return what torch_tpu's runtimes must agree on before they start: an address for each, and a profiling session.
+
+    Source: ``torch.tpu.distributed.set_tpu_launch_env`` of torch_tpu 0.2.0.
+    """
+    return {
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{port}" for port in ports.unused(ranks)),
+        "TORCH_TPU_XPROF_SESSION_ID": str(time.time_ns()),
+    }
 
 
 def _release(run: Run) -> None:
@@ -193,13 +297,12 @@ def _check_loopback() -> None:
         )
 
 
-def _announce(run: Run, publisher: Publisher) -> None:
-    """Show the run's header, if the launch is displayed."""
-    show = running_kernel() is not None if run.config.panel == "auto" else bool(run.config.panel)
-    if not show or run.plan is None:
+def _announce(run: Run, publisher: Publisher, *more: str) -> None:
+    """Show the run's header and more lines, if the launch is displayed."""
+    if not run.displayed or run.plan is None:
         return
     publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence()}")
-    for note in run.notes:
+    for note in [*run.notes, *more]:
         publisher.line("stdout", f"  {note}")
     publisher.flush(force=True)
     run.take_output()

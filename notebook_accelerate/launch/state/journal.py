@@ -46,6 +46,13 @@ class Journal:
         with self._lock:
             return list(self._records)
 
+    @property
+    def last_time(self) -> float:
+        """When the last thing happened that the journal has, in seconds since the epoch."""
+        with self._lock:
+            last = self._records[-1].time if self._records else 0.0
+        return max(last, *self.store.last_activity.values(), 0.0)
+
     def append(self, event: RunEvent, at: float | None = None) -> None:
         """Append an event of the run, ``at`` seconds since the epoch (None: now).
 

@@ -13,6 +13,10 @@ from notebook_accelerate.launch.state.waits import slice_of
 from notebook_accelerate.telemetry import InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Sender
 
+STAY_SECONDS = 1.0
+"""Seconds that a rank's debugger has for its next prompt before another rank's is shown: a command such as ``n`` may
+wait for a rank that is stopped too."""
+
 
 @dataclass
 class Prompt:
@@ -23,6 +27,7 @@ class Prompt:
         request: The rank's request.
         channel: The channel to the rank.
         on_answer: Called with the rank as soon as the prompt is answered here.
+        seen: Whether the user has seen what the rank wrote before it.
         over: Whether the rank does not wait for it any more.
     """
 
@@ -31,6 +36,7 @@ class Prompt:
     channel: Sender
     on_answer: Callable[[int], None]
     over: bool = False
+    seen: bool = False
 
     @property
     def of_debugger(self) -> bool:
@@ -49,6 +55,7 @@ class PromptQueue:
 
     Attributes:
         shown_in_cell: Whether a cell that waits for its ranks shows their prompts, besides ``wait`` and ``debug``.
+        on_change: Called when what is open changes, on any thread.
     """
 
     def __init__(self) -> None:
@@ -58,7 +65,10 @@ class PromptQueue:
         self._debugged: set[int] = set()
         self._closed = False
         self._endings = 0
+        self._current: int | None = None
+        self._stay_until = 0.0
         self.shown_in_cell = False
+        self.on_change: Callable[[], None] = lambda: None
 
     def put(self, prompt: Prompt) -> None:
         """Add the prompt of a rank."""
@@ -66,14 +76,25 @@ class PromptQueue:
             self._open[prompt.rank] = self._last[prompt.rank] = prompt
             if prompt.of_debugger:
                 self._debugged.add(prompt.rank)
-            self._changed.notify_all()
+            self._note_change()
 
     def give_back(self, prompt: Prompt) -> None:
         """Return a prompt that was taken and not answered, unless its rank does not wait for it any more."""
         with self._changed:
             if self._last.get(prompt.rank) is prompt and not prompt.over:
                 self._open[prompt.rank] = prompt
-                self._changed.notify_all()
+                self._note_change()
+
+    def stay_with(self, rank: int) -> None:
+        """Take the next prompts from this rank, as long as its debugger holds it and asks in time."""
+        with self._changed:
+            self._current, self._stay_until = rank, time.monotonic() + STAY_SECONDS
+            self._changed.notify_all()
+
+    def current(self, default: int) -> int:
+        """Return the rank whose prompts are taken first, if a debugger holds it; ``default`` otherwise."""
+        with self._changed:
+            return self._current if self._current is not None and self._current in self._debugged else default
 
     def drop(self, rank: int) -> None:
         """Remove the prompt of a rank that has ended, or that its debugger has released."""
@@ -81,7 +102,7 @@ class PromptQueue:
             self._open.pop(rank, None)
             self._last.pop(rank, None)
             self._debugged.discard(rank)
-            self._changed.notify_all()
+            self._note_change()
 
     def withdraw(self, rank: int, number: int) -> None:
         """Remove prompt ``number`` of a rank that does not wait for it any more: answered, or ended by an interrupt."""
@@ -90,19 +111,23 @@ class PromptQueue:
             if last is not None and last.request.number == number:
                 last.over = True
                 self._open.pop(rank, None)
-                self._changed.notify_all()
+                self._note_change()
 
     def close(self) -> None:
         """End all waits for prompts: the run has ended."""
         with self._changed:
             self._closed = True
             self._endings += 1
-            self._changed.notify_all()
+            self._note_change()
 
     def reopen(self) -> None:
         """Accept prompts again: ranks are held after the end of the run."""
         with self._changed:
             self._closed = False
+
+    def _note_change(self) -> None:
+        self._changed.notify_all()
+        self.on_change()
 
     def debugged(self) -> list[int]:
         """Return the ranks that a debugger holds, in order."""
@@ -128,6 +153,8 @@ class PromptQueue:
     ) -> Prompt | None:
         """Wait for a prompt and take it.
 
+        With several debuggers open, the prompts of one are taken until it lets its rank go on; see `stay_with`.
+
         Args:
             timeout: Seconds; None waits until the run ends.
             rank: Take only prompts of this rank, and only while its debugger holds it.
@@ -146,7 +173,8 @@ class PromptQueue:
                 left = None if deadline is None else deadline - time.monotonic()
                 if (left is not None and left <= 0) or (rank is not None and timeout is None and self._let_go(rank)):
                     return None
-                self._changed.wait(slice_of(left))
+                stay = self._stay_until - time.monotonic()
+                self._changed.wait(slice_of(left) if stay <= 0 else min(slice_of(left), stay))
             return None
 
     def await_prompt(self, rank: int, timeout: float) -> Prompt | None:
@@ -176,6 +204,10 @@ class PromptQueue:
         if rank is not None:
             return self._open.get(rank)
         wanted = [each for each in self._open if among is None or each in among]
+        if self._current in wanted:
+            return self._open[self._current]
+        if self._current in self._debugged and time.monotonic() < self._stay_until:
+            return None
         return self._open[min(wanted)] if wanted else None
 
     def _let_go(self, rank: int) -> bool:

@@ -29,10 +29,20 @@ class RankResult:
         nbytes: Bytes that the value takes about; None: those of the value that ``load`` returns.
         rank: Global index, for error messages.
         advice: What to return in place of a value that cannot be read.
+        pickled: Returns the value's pickle, for `load_bytes`, until the value is read; None: there is none.
     """
 
-    def __init__(self, load: Callable[[], Any], nbytes: int | None = 0, *, rank: int = 0, advice: str = "") -> None:
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        nbytes: int | None = 0,
+        *,
+        rank: int = 0,
+        advice: str = "",
+        pickled: Callable[[], bytes] | None = None,
+    ) -> None:
         self._load: Callable[[], Any] | None = load
+        self._pickled = pickled
         self._rank, self._advice, self._freed = rank, advice, ""
         self._value: Any = None
         self._loading = threading.RLock()  # held for as long as unpickling takes
@@ -45,6 +55,12 @@ class RankResult:
         if self._nbytes is None:
             self._nbytes = estimated_bytes(self.read())
         return self._nbytes
+
+    def pickled(self, most: int) -> bytes | None:
+        """Return the pickle of a value that was not read yet; None where there is none of up to ``most`` bytes."""
+        with self._lock:
+            pickled, nbytes = self._pickled, self._nbytes
+        return pickled() if pickled is not None and nbytes is not None and nbytes <= most else None
 
     def read(self) -> Any:
         """Return the value.
@@ -61,7 +77,7 @@ class RankResult:
                 with self._lock:
                     freed = self._freed
                     if not freed:
-                        self._value, self._load = value, None
+                        self._value, self._load, self._pickled = value, None, None
             if freed:
                 del value
                 raise ResultsFreedError(freed)
@@ -84,7 +100,8 @@ class RankResult:
             if self._freed:
                 return
             dropped = self._load, self._value
-            self._freed, self._load, self._value, self._nbytes = reason, None, None, 0
+            self._freed, self._load, self._value = reason, None, None
+            self._nbytes, self._pickled = 0, None
         del dropped  # without the lock: deleting it may run code of the user
 
     def freed(self, reason: str) -> RankResult:
@@ -136,13 +153,14 @@ def received(event: ResultEvent, descriptors: tuple[int, ...], rank: int) -> Ran
         return _unreadable(f"rank {rank}: {event.error}", rank)
     if event.sizes is None:
         payload = event.payload
-        return RankResult(lambda: load_bytes(payload), len(payload), rank=rank, advice=event.advice)
+        nbytes = len(payload)
+        return RankResult(lambda: load_bytes(payload), nbytes, rank=rank, advice=event.advice, pickled=lambda: payload)
     if not descriptors:
         size = f"{sum(event.sizes) / 1e6:.0f} MB"
         text = f"the return value of rank {rank} ({size}) was lost: the kernel has no free file descriptors"
         return _unreadable(text, rank)
     files = ResultFiles(descriptors, event.sizes)
-    return RankResult(files.load, files.nbytes, rank=rank, advice=event.advice)
+    return RankResult(files.load, files.nbytes, rank=rank, advice=event.advice, pickled=files.in_band)
 
 
 def _unreadable(text: str, rank: int) -> RankResult:

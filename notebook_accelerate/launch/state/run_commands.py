@@ -18,8 +18,10 @@ class RunCommands(Protocol):
     Attributes:
         prompts: The ranks that wait for a line of text.
         requests: Requests to the ranks, matched with their replies.
+        refusal: Why the run cannot be stopped from here; "" where it can.
     """
 
+    refusal: str
     prompts: PromptQueue
     requests: RankRequests
 
@@ -41,6 +43,8 @@ class RunCommands(Protocol):
 
 class NoCommands:
     """The commands of a run without a supervisor: an inline run, or one rebuilt from its journal."""
+
+    refusal = ""
 
     def __init__(self) -> None:
         self.prompts, self.requests = PromptQueue(), RankRequests()

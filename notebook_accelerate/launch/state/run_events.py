@@ -7,7 +7,7 @@ The supervisor emits them; `RunState` is the fold over them. The journal also co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.telemetry import Event, RankFailure
@@ -28,9 +28,10 @@ class RunEvent(Event):
 
 @dataclass(slots=True)
 class RunCreated(RunEvent):
-    """A launch has begun: the first event of every journal."""
+    """A launch has begun: the first event of every journal; ``arguments`` are those of the function, by name."""
 
     function_name: str
+    arguments: dict[str, bool | int | float | str | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -65,6 +66,23 @@ class DiagnosisAdded(RunEvent):
     def shift(self, seconds: float) -> None:
         """See ``Event.shift``."""
         self.diagnosis = self.diagnosis.shifted(seconds)
+
+
+@dataclass(slots=True)
+class RunStalled(RunEvent):
+    """No rank has made progress since ``since``, in seconds since the epoch; ``verdict`` says why, in a sentence."""
+
+    since: float
+    verdict: str
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.since += seconds
+
+
+@dataclass(slots=True)
+class RunMoved(RunEvent):
+    """A rank of a run that was stalled has made progress."""
 
 
 @dataclass(slots=True)
@@ -127,6 +145,20 @@ class RankExited(RunEvent):
     rank: int
     state: str
     exit: str
+
+
+@dataclass(slots=True)
+class RankPaused(RunEvent):
+    """A rank waits for ``run.resume()``."""
+
+    rank: int
+
+
+@dataclass(slots=True)
+class RankResumed(RunEvent):
+    """A rank that was paused continues."""
+
+    rank: int
 
 
 @dataclass(slots=True)
@@ -198,6 +230,32 @@ class RanksReleased(RunEvent):
     """The ranks that were held for inspection after a failure have ended."""
 
 
+@dataclass(slots=True)
+class RunLost(RunEvent):
+    """The process that ran the run is gone without recording its end; ``message`` says what is known."""
+
+    message: str
+
+
+@dataclass(slots=True)
+class RunContinued(RunEvent):
+    """The run goes on with the training of an earlier one, whose records up to ``until`` precede its own.
+
+    Attributes:
+        name: Name of the earlier run.
+        status: How it had ended.
+        checkpoint: The checkpoint that the ranks load.
+        until: When that checkpoint was taken, in seconds since the epoch.
+        step: The last step that was logged before; None where none was.
+    """
+
+    name: str
+    status: str
+    checkpoint: str
+    until: float
+    step: int | None = None
+
+
 __all__ = [
     "RUN",
     "AttemptEnded",
@@ -209,15 +267,21 @@ __all__ = [
     "PromptOpened",
     "RankExited",
     "RankFailed",
+    "RankPaused",
+    "RankResumed",
     "RankReturned",
     "RankRunning",
     "RankStarted",
     "RankStopped",
     "RanksReleased",
+    "RunContinued",
     "RunCreated",
     "RunEnded",
     "RunEvent",
+    "RunLost",
+    "RunMoved",
     "RunPlanned",
+    "RunStalled",
     "StopAdvanced",
     "WarningAdded",
 ]

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "starting": frozenset({"running", "stopping", "succeeded", "failed", "stopped"}),
-        "running": frozenset({"starting", "stopping", "succeeded", "failed", "stopped"}),  # starting: a restart
+        "starting": frozenset({"running", "stopping", "succeeded", "failed", "stopped", "lost"}),
+        "running": frozenset({"starting", "stopping", "succeeded", "failed", "stopped", "lost"}),  # starting: a restart
         # starting: a restart that lets a notebook join; succeeded: the ranks had just returned when it began
-        "stopping": frozenset({"starting", "succeeded", "failed", "stopped"}),
+        "stopping": frozenset({"starting", "succeeded", "failed", "stopped", "lost"}),
         "succeeded": frozenset(),
         "failed": frozenset(),
         "stopped": frozenset(),
+        "lost": frozenset(),
     }
 )
 RANK_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -72,7 +73,7 @@ class RankInfo:
     Attributes:
         rank: Global index.
         pid: Its process id; None before it has a process.
-        state: "starting", "running", "succeeded", "failed" or "stopped".
+        state: "starting", "running", "succeeded", "failed", "stopped" or "lost".
         last_step: The last step that it logged; None when it has logged none.
         exit: How its process ended, as "exit 0" or "SIGKILL"; "" while it runs.
         returned: Holds what the function returned; None unless it succeeded.
@@ -120,6 +121,38 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class Break:
+    """Where a run goes on with the training of an earlier one.
+
+    Attributes:
+        name: Name of the earlier run.
+        status: How it had ended.
+        checkpoint: The checkpoint that the ranks load.
+        time: When that checkpoint was taken, in seconds since the epoch; earlier records are of the earlier run.
+        step: The last step that was logged before; None where none was.
+    """
+
+    name: str
+    status: str
+    checkpoint: str
+    time: float
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A run of which no rank makes progress while some wait in a collective.
+
+    Attributes:
+        since: When the last rank made progress, in seconds since the epoch.
+        verdict: Why, in a sentence; "" when it is not known.
+    """
+
+    since: float
+    verdict: str
+
+
+@dataclass(frozen=True)
 class RunState:
     """A run at one point of its journal.
 
@@ -131,17 +164,21 @@ class RunState:
         ranks: The ranks that are shown in this notebook, in order.
         starting: How many of them have not started to run.
         attempts: The attempts, the oldest first.
+        arguments: The function's arguments, by name.
         failures: The failures of the last attempt, the first one first.
         stop_phase: Phase of the last attempt's stop sequence: a key of `STOP_TRANSITIONS`.
         stop_reason: Why the ranks are stopped; "" while they are not, and if a failure is the cause.
         held: Whether ranks are kept for inspection although the run has ended.
         prompts: By rank, the number of the prompt that it waits at.
+        paused: The ranks that wait for ``run.resume()``.
         notes: Remarks of the launch.
         warnings: Findings of the sanity checks.
         diagnoses: Results of automatic diagnoses, the oldest first.
+        stall: The stall that lasts; None while ranks make progress.
         error: Class of the error that the run ended with; "" without one.
         message: The error's text.
         cause: The error of the launch itself.
+        breaks: Where it goes on with the training of earlier runs, the oldest first.
     """
 
     started: float = 0.0
@@ -151,17 +188,21 @@ class RunState:
     ranks: tuple[RankInfo, ...] = ()
     starting: int = 0
     attempts: tuple[Attempt, ...] = ()
+    arguments: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
     failures: tuple[RankFailure, ...] = ()
     stop_phase: str = "none"
     stop_reason: str = ""
     held: bool = False
     prompts: Mapping[int, int] = field(default_factory=dict)
+    paused: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     diagnoses: tuple[Diagnosis, ...] = ()
+    stall: Stall | None = None
     error: str = ""
     message: str = ""
     cause: BaseException | None = None
+    breaks: tuple[Break, ...] = ()
 
     def apply(self, event: events.RunEvent, time: float) -> RunState:
         """Return the state after ``event``, which happened at ``time`` seconds since the epoch.
@@ -201,7 +242,7 @@ class RunState:
 
     def _created(self, event: events.RunCreated, time: float) -> RunState:
         self._require(not self.started, event)
-        return replace(self, started=time)
+        return replace(self, started=time, arguments=dict(event.arguments))
 
     def _planned(self, event: events.RunPlanned, _time: float) -> RunState:
         self._require(self.attempt_status != "running", event)
@@ -217,13 +258,27 @@ class RunState:
     def _diagnosed(self, event: events.DiagnosisAdded, _time: float) -> RunState:
         return replace(self, diagnoses=(*self.diagnoses, event.diagnosis))
 
+    def _stalled(self, event: events.RunStalled, _time: float) -> RunState:
+        return self._while_not_ended(event, stall=Stall(event.since, event.verdict))
+
+    def _run_moved(self, _event: events.RunMoved, _time: float) -> RunState:
+        return replace(self, stall=None)
+
     def _attempt_started(self, event: events.AttemptStarted, time: float) -> RunState:
         _check("attempt", ATTEMPT_TRANSITIONS, self.attempt_status, "running")
         self._require(self.plan is not None, event)
         ranks = tuple(RankInfo(info.rank, node=info.node) for info in self.ranks)
         attempts = (*self.attempts, Attempt(event.number, time))
         return self._while_not_ended(
-            event, ranks=ranks, starting=len(ranks), attempts=attempts, stop_phase="none", stop_reason="", failures=()
+            event,
+            ranks=ranks,
+            starting=len(ranks),
+            attempts=attempts,
+            stop_phase="none",
+            stop_reason="",
+            failures=(),
+            paused=frozenset(),
+            stall=None,
         )
 
     def _rank_started(self, event: events.RankStarted, _time: float) -> RunState:
@@ -252,7 +307,15 @@ class RunState:
         self._require(event.state in ENDED, event)
         after = self if info.state == event.state else self._moved(event.rank, event.state, event)
         returned = info.returned if event.state == "succeeded" else None
+        after = replace(after, paused=after.paused - {event.rank})
         return after._with_rank(replace(after.rank(event.rank), exit=event.exit, returned=returned, exited=True))
+
+    def _rank_paused(self, event: events.RankPaused, _time: float) -> RunState:
+        self._living(event.rank, event)
+        return replace(self, paused=self.paused | {event.rank})
+
+    def _rank_resumed(self, event: events.RankResumed, _time: float) -> RunState:
+        return replace(self, paused=self.paused - {event.rank})
 
     def _prompt_opened(self, event: events.PromptOpened, _time: float) -> RunState:
         _check("prompt", PROMPT_TRANSITIONS, "open" if event.rank in self.prompts else "none", "open")
@@ -290,6 +353,7 @@ class RunState:
             event,
             status=_check("run", RUN_TRANSITIONS, self.status, event.status),
             ended=time,
+            stall=None,
             held=self.stop_phase == "held",
             error=event.error,
             message=event.message,
@@ -299,6 +363,34 @@ class RunState:
     def _ranks_released(self, event: events.RanksReleased, _time: float) -> RunState:
         self._require(self.held, event)
         return replace(self, held=False)
+
+    def _lost(self, event: events.RunLost, time: float) -> RunState:
+        ranks = tuple(
+            info
+            if info.exited
+            else replace(info, state=info.state if info.state in ENDED else "lost", exit="lost", exited=True)
+            for info in self.ranks
+        )
+        attempts = self.attempts
+        if self.attempt_status == "running":
+            attempts = (*attempts[:-1], replace(attempts[-1], ended=time, outcome="lost"))
+        return self._while_not_ended(
+            event,
+            status=_check("run", RUN_TRANSITIONS, self.status, "lost"),
+            ended=time,
+            ranks=ranks,
+            starting=0,
+            attempts=attempts,
+            prompts={},
+            paused=frozenset(),
+            error="RunLostError",
+            message=event.message,
+        )
+
+    def _continued(self, event: events.RunContinued, _time: float) -> RunState:
+        self._require(not self.attempts, event)
+        found = Break(event.name, event.status, event.checkpoint, event.until, event.step)
+        return self._while_not_ended(event, breaks=(*self.breaks, found))
 
     # ---- shared by them
 
@@ -365,6 +457,8 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
     events.NoteAdded: RunState._noted,
     events.WarningAdded: RunState._warned,
     events.DiagnosisAdded: RunState._diagnosed,
+    events.RunStalled: RunState._stalled,
+    events.RunMoved: RunState._run_moved,
     events.AttemptStarted: RunState._attempt_started,
     events.RankStarted: RunState._rank_started,
     events.RankRunning: RunState._rank_running,
@@ -372,6 +466,8 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
     events.RankFailed: RunState._rank_failed,
     events.RankStopped: RunState._rank_stopped,
     events.RankExited: RunState._rank_exited,
+    events.RankPaused: RunState._rank_paused,
+    events.RankResumed: RunState._rank_resumed,
     events.PromptOpened: RunState._prompt_opened,
     events.PromptClosed: RunState._prompt_closed,
     events.StopAdvanced: RunState._stop_advanced,
@@ -379,6 +475,8 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
     events.AttemptEnded: RunState._attempt_ended,
     events.RunEnded: RunState._run_ended,
     events.RanksReleased: RunState._ranks_released,
+    events.RunLost: RunState._lost,
+    events.RunContinued: RunState._continued,
 }
 
 __all__ = [
@@ -390,7 +488,9 @@ __all__ = [
     "STOP_PHASES",
     "STOP_TRANSITIONS",
     "Attempt",
+    "Break",
     "RankInfo",
     "RunState",
+    "Stall",
     "TransitionError",
 ]

@@ -57,6 +57,10 @@ class RunView(Protocol):
         """See ``Run.error``."""
 
     @property
+    def ended(self) -> float | None:
+        """See ``Run.ended``."""
+
+    @property
     def started(self) -> float:
         """See ``Run.started``."""
 

@@ -1,0 +1,251 @@
+"""Launches detached runs, and attaches to them from any kernel of the same user."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate import errors
+from notebook_accelerate.errors import BrokenRunError, LaunchError
+from notebook_accelerate.launch.detached import run_directory
+from notebook_accelerate.launch.detached.control_client import ControlClient
+from notebook_accelerate.launch.kept.opened_run import open_run
+from notebook_accelerate.launch.kept.run_folder import read_summary
+from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter, to_file, uninterrupted
+from notebook_accelerate.launch.run import Run, default_name, next_number
+from notebook_accelerate.launch.run_call import RunCall
+from notebook_accelerate.launch.state.call_arguments import call_arguments
+from notebook_accelerate.launch.state.waits import SLICE
+from notebook_accelerate.telemetry.cell_sources import cell_sources
+from notebook_accelerate.telemetry.pickling import dump
+from notebook_accelerate.telemetry.tracebacks import cell_name
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
+
+START_SECONDS = 120.0
+"""Seconds that the process of a detached run has to begin: on a slow disk the imports take long."""
+OPEN_SECONDS = 20.0
+"""Seconds that the journal of a run that has just begun has for its first events."""
+LISTED_RUNS = 20
+"""Most detached runs that are listed, the latest ones."""
+_attached: dict[str, Run] = {}
+"""By folder: a run has the same number each time it is listed."""
+_lock = threading.Lock()
+
+
+def launch_detached(
+    config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...], resume: Run | None
+) -> Run:
+    """Launch ``function(*arguments)`` under a process of its own, which outlives this kernel, and attach to it.
+
+    Args:
+        config: Configuration of the launch.
+        function: The function.
+        arguments: Its arguments.
+        resume: A kept run that has ended, whose training goes on.
+
+    Raises:
+        ValueError: A detached run with this name is running.
+        LaunchError: The process did not start, or it could not launch the run.
+        SerializationError: The function or its arguments cannot be sent to the ranks.
+        KeyboardInterrupt: The launch was interrupted, and stopped.
+    """
+    function_name = getattr(function, "__name__", type(function).__name__)
+    if resume is not None and resume.folder is None:
+        raise LaunchError(
+            f"run {resume.name} is not kept in a folder, so a detached run cannot go on with it; "
+            f"launch it with detach=False, or keep it next time: notebook_launcher(..., save='runs')"
+        )
+    cells = cell_sources()
+    payload = to_file(function, arguments)
+    try:
+        order = {
+            "config": config.changed(
+                name=_unused_name(config, function_name, resume),
+                save=config.save or os.environ.get("NOTEBOOK_ACCELERATE_RUNS") or run_directory.runs_folder(),
+            ),
+            "function": function_name,
+            "arguments": call_arguments(function, arguments),
+            "resume": None if resume is None else str(resume.folder),
+            "sources": cells,
+            "names": {filename: cell_name(filename) for filename in cells},
+            "origin": _origin(),
+        }
+        answer = _start(dump(order, "the configuration of the launch").to_file(), payload)
+    finally:
+        os.close(payload)
+    if "error" in answer:
+        kind = getattr(errors, answer["error"], None) or {"ValueError": ValueError, "TypeError": TypeError}.get(
+            answer["error"], LaunchError
+        )
+        raise kind(answer["message"])
+    run = attach(Path(answer["folder"]))
+    run.config, run.call = config, RunCall(function, arguments)
+    deadline = time.monotonic() + OPEN_SECONDS
+    while run.plan is None and run.ended is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return run
+
+
+def _unused_name(config: LaunchConfig, function_name: str, resume: Run | None) -> str:
+    """Return the name of a new run: one given by the user must not be that of a detached run that lives."""
+    # A run has its summary when it has ended; its process needs a moment more.
+    running = [each for each in run_directory.entries() if each.lives and read_summary(Path(each.folder)) is None]
+    living = {entry.name for entry in running}
+    given = config.name or ("" if resume is None else resume.name)
+    if given and given in living:
+        raise ValueError(
+            f"name={given!r} is the name of a detached run that has not ended: pass another name, "
+            f"or use that run: notebook_accelerate.attach({given!r})"
+        )
+    name = given or default_name(function_name, next_number())
+    while name in living:
+        name = default_name(function_name, next_number())
+    return name
+
+
+def _origin() -> dict[str, Any]:
+    """Return where a run is launched, as its user knows the place."""
+    found: dict[str, Any] = {"pid": os.getpid()}
+    with suppress(OSError):
+        found["folder"] = str(Path.cwd())
+    if notebook := os.environ.get("JPY_SESSION_NAME"):
+        found["notebook"] = notebook
+    return found
+
+
+def _start(order: int, payload: int) -> dict[str, Any]:
+    """Start the process of a run and return its answer: the run's folder, or an error."""
+    ours, theirs = socket.socketpair()
+    with ours, TemporaryFile() as log:
+        try:
+            with theirs, uninterrupted():
+                call = "from notebook_accelerate.launch.detached_process import main; "
+                call += f"main({order}, {payload}, {theirs.fileno()})"
+                process = start_interpreter(call, [order, payload, theirs.fileno()], log.fileno())
+        finally:
+            os.close(order)
+        try:
+            answer = _answer(ours)
+        except BaseException:
+            with suppress(OSError):
+                ours.send(b"cancel")
+            raise
+        finally:
+            process.wait()  # it has forked the process that stays
+        if answer is None:
+            raise LaunchError(f"the process of the detached run did not start{log_tail(log)}")
+        return answer
+
+
+def _answer(connection: socket.socket) -> dict[str, Any] | None:
+    """Wait for the answer of the process, in slices that an interrupt ends; None where it ends without one."""
+    connection.settimeout(SLICE)
+    deadline, data = time.monotonic() + START_SECONDS, b""
+    while time.monotonic() < deadline:
+        try:
+            received = connection.recv(1 << 16)
+        except TimeoutError:
+            continue
+        data += received
+        if not received or data.endswith(b"\n"):
+            break
+    found: dict[str, Any] | None = json.loads(data) if data.endswith(b"\n") else None
+    return found
+
+
+def attach(name: str | PathLike[str]) -> Run:
+    """Attach to a detached run from any kernel of the user that launched it.
+
+    Args:
+        name: The run's name; where several had it, the last one is meant. Or its folder.
+
+    Returns:
+        The run, with everything that its ranks have logged and printed, also while no kernel was attached; it can be
+        stopped, asked, diagnosed and debugged from here. One that has ended can be read. The same kernel gets the same
+        object again.
+
+    Raises:
+        ValueError: There is no detached run with this name.
+        FileNotFoundError: There is no kept run in this folder.
+        BrokenRunError: Its journal is damaged.
+    """
+    folder = _folder_of(name)
+    with _lock:
+        known = _attached.get(str(folder))
+        if known is not None and (known.ended is None or known.status != "lost"):
+            return known
+        run = _attached[str(folder)] = _open(folder)
+        return run
+
+
+def _folder_of(name: str | PathLike[str]) -> Path:
+    found = [entry for entry in run_directory.entries() if entry.name == name]
+    if found:
+        return Path(max(found, key=lambda entry: (entry.lives, entry.created)).folder)
+    if isinstance(name, str) and os.sep not in name:
+        known = ", ".join(dict.fromkeys(entry.name for entry in run_directory.entries())) or "none"
+        raise ValueError(
+            f"there is no detached run named {name!r}; there are: {known}. "
+            "A kept run is opened by its folder: notebook_accelerate.open_run('runs/NAME')"
+        )
+    return Path(name).expanduser().absolute()
+
+
+def _open(folder: Path) -> Run:
+    """Open a run that may have begun a moment ago."""
+    deadline = time.monotonic() + OPEN_SECONDS
+    while True:
+        try:
+            return open_run(folder)
+        except BrokenRunError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def detached_runs() -> list[Run]:
+    """Return the user's detached runs that can be read, the oldest first."""
+    found = []
+    for entry in run_directory.entries()[-LISTED_RUNS:]:
+        with suppress(BrokenRunError, OSError):
+            found.append(attach(Path(entry.folder)))
+    return found
+
+
+def attached_runs() -> list[Run]:
+    """Return the detached runs that this kernel has attached to."""
+    with _lock:
+        return list(_attached.values())
+
+
+def leave() -> None:
+    """Leave the detached runs to themselves: their objects follow them no more."""
+    with _lock:
+        runs = list(_attached.values())
+        _attached.clear()
+    for run in runs:
+        if isinstance(run.commands, ControlClient):
+            run.commands.close()
+
+
+def stop_detached(grace: float) -> None:
+    """Stop the user's detached runs, and wait for their ends."""
+    running = [run for run in detached_runs() if run.ended is None or run.held]
+    for run in running:
+        run.request_stop(grace)
+    for run in running:
+        run.stop(grace)
+
+
+__all__ = ["attach", "attached_runs", "detached_runs", "launch_detached", "leave", "stop_detached"]

@@ -1,0 +1,395 @@
+"""The file of a kept run's journal: appends whole frames, and reads them into a `Journal`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from notebook_accelerate.errors import BrokenRunError
+from notebook_accelerate.launch.kept import journal_format
+from notebook_accelerate.launch.kept.journal_format import Frame, Points
+from notebook_accelerate.launch.state.journal import Journal
+from notebook_accelerate.launch.state.rank_result import RankResult
+from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent
+from notebook_accelerate.telemetry import (
+    CheckpointEvent,
+    DroppedEvent,
+    Event,
+    LogEvent,
+    MetricEvent,
+    ProgressEvent,
+    TraceEvent,
+)
+from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
+from notebook_accelerate.telemetry.downsampling import m4
+from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.store import Record, SeriesTail
+
+JOURNAL_NAME = "journal.nbac"
+MAX_JOURNAL_BYTES = 64 << 20
+"""A larger journal is thinned: its curves to `KEPT_POINTS`, its output to `KEPT_LOG_BYTES`."""
+KEPT_POINTS = 700_000
+"""Points that stay of all curves of a run when its journal is thinned: 16 MiB."""
+KEPT_LOG_BYTES = 8 << 20
+"""Bytes of output that stay of all ranks together when a journal is thinned; the newest ones."""
+MAX_READ_BYTES = 512 << 20
+"""A larger file is not read: no journal of this package is."""
+MAX_LATEST = 20_000
+"""Events of ranks, other than metrics and output, that stay when a journal is thinned; the newest ones."""
+_POINT_BYTES = 24
+_POINTS_PER_FRAME = 100_000
+
+ResultLoader = Callable[[int, Any], RankResult]
+"""Returns the result of a rank from what its event says about its file; None: no file."""
+
+
+class JournalFile:
+    """Appends to a journal. No descriptor stays open: ranks that are forked meanwhile would inherit it.
+
+    Args:
+        path: The file, which is created.
+
+    Attributes:
+        path: The file.
+        size: Its bytes, all of them of whole frames.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        _write_new(path, journal_format.MAGIC)
+        self.size = len(journal_format.MAGIC)
+
+    def append(self, data: bytes) -> None:
+        """Append frames; after an error the file is as it was before.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            _write_all(descriptor, data)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, self.size)
+            raise
+        finally:
+            os.close(descriptor)
+        self.size += len(data)
+
+    def sync(self) -> None:
+        """Have the system write the file to the disk; its new time shows that the writer lives."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.utime(descriptor)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def thin(self) -> None:
+        """Replace the file with a smaller one, at once: of its curves and its output, a bounded part stays."""
+        data = b"".join([journal_format.MAGIC, *thinned_frames(read_journal(self.path))])
+        write_file(self.path, data)
+        self.size = len(data)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file, or replace it: it is complete, or as it was."""
+    part = path.with_name(path.name + ".new")
+    with suppress(FileNotFoundError):
+        part.unlink()
+    try:
+        _write_new(part, data, sync=True)
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _write_new(path: Path, data: bytes, *, sync: bool = False) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _write_all(descriptor, data)
+        if sync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+@dataclass
+class JournalContents:
+    """A journal that was read, or is being followed.
+
+    Attributes:
+        load_result: Returns the results of ranks.
+        journal: The events.
+        header: The section about the launch; empty before it was read.
+        sections: The other sections that are no curves, by kind.
+        stored: By rank, what its event says about the file of its result.
+        latest: The events of ranks of which only the last is of use, by kind, rank and what else tells them apart.
+        end: Bytes of the file that were read.
+        identity: Device and inode of the file.
+    """
+
+    load_result: ResultLoader = field(default=lambda _rank, _stored: RankResult(int))
+    journal: Journal = field(default_factory=Journal)
+    header: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stored: dict[int, Any] = field(default_factory=dict)
+    latest: dict[tuple[Any, ...], Record] = field(default_factory=dict)
+    end: int = 0
+    identity: tuple[int, int] = (0, 0)
+
+    def same_file(self, stream: BinaryIO) -> bool:
+        """Whether an open file is the one that was read."""
+        return _identity(stream) == self.identity
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Add the complete frames of bytes that follow those of the calls before.
+
+        Raises:
+            ValueError: They are no frames of a journal.
+        """
+        start = self.end
+        for frame, end in journal_format.read_frames(data):
+            self.end = start + end
+            self._take(frame)
+
+    def _take(self, frame: Frame) -> None:
+        content = frame.content
+        if isinstance(content, list):
+            self._take_rows(content)
+        elif isinstance(content, dict):
+            self._take_section(content, frame.payload)
+        else:
+            raise ValueError("a frame has neither events nor a section")
+
+    def _take_section(self, section: dict[str, Any], payload: bytes) -> None:
+        kind = section.get("kind")
+        if not self.header:
+            _check_header(section)
+            self.header = section
+        elif kind == "points":
+            name, rank, tail = _points_of(section, payload)
+            store = self.journal.store.automatic if section.get("automatic") is True else self.journal.store
+            store.add_points(name, rank, tail, thinned=section.get("thinned") is True)
+        elif isinstance(kind, str):
+            self.sections[kind] = section
+
+    def _take_rows(self, rows: list[Any]) -> None:
+        if not self.header:
+            raise ValueError("it does not begin with a header")
+        points: Points = {}
+        waiting: list[Record] = []
+        for row in rows:
+            if journal_format.take_points(row, points):
+                continue
+            record = journal_format.record_of(row)
+            if record is None:
+                continue
+            if isinstance(record.event, RunEvent):
+                self._add(points, waiting)
+                self._take_run_event(record, row[3])
+            else:
+                self._note(record)
+                waiting.append(record)
+        self._add(points, waiting)
+
+    def _add(self, points: Points, records: list[Record]) -> None:
+        """Add what was collected, and empty the collections."""
+        import numpy as np
+
+        for (name, rank), (steps, times, values) in points.items():
+            columns = np.array(steps, "<i8"), np.array(times, "<f8"), np.array(values, "<f8")
+            self.journal.store.add_points(name, rank, SeriesTail(*columns, (0, 0), whole=False))
+        self.journal.add(list(records))
+        points.clear()
+        records.clear()
+
+    def _take_run_event(self, record: Record, values: dict[str, Any]) -> None:
+        event = record.event
+        assert isinstance(event, RunEvent)
+        if isinstance(event, RankReturned):
+            self.stored[event.rank] = values.get("stored")
+            event.result = self.load_result(event.rank, values.get("stored"))
+        self.journal.append(event, record.time)
+
+    def _note(self, record: Record) -> None:
+        event = record.event
+        kind = type(event)
+        if kind in (MetricEvent, AutomaticMetricEvent, LogEvent):
+            return
+        key = (kind.__name__, record.rank, *distinguishing(event))
+        if isinstance(event, DroppedEvent) and (before := self.latest.get(key)) is not None:
+            assert isinstance(before.event, DroppedEvent)
+            record = record._replace(event=DroppedEvent(before.event.count + event.count))
+        self.latest.pop(key, None)
+        self.latest[key] = record
+        if len(self.latest) > MAX_LATEST:
+            del self.latest[next(iter(self.latest))]
+
+
+def distinguishing(event: Event) -> tuple[Any, ...]:
+    """Return what tells events of one kind and rank apart, of which the last one each is of use."""
+    if isinstance(event, ProgressEvent):
+        return (event.total is None,)
+    if isinstance(event, (TraceEvent, CheckpointEvent)):
+        return (event.path,)
+    return (getattr(event, "device", ""), getattr(event, "uuid", ""))
+
+
+def _check_header(section: dict[str, Any]) -> None:
+    version = section.get("format")
+    if section.get("kind") != "header" or type(version) is not int:
+        raise ValueError("it does not begin with a header")
+    if version > journal_format.FORMAT:
+        raise ValueError(
+            f"it has format {version}, and this version reads formats up to {journal_format.FORMAT}: "
+            "pip install -U notebook-accelerate"
+        )
+    for name, kind in {"name": str, "function": str, "config": dict, "process": dict, "arguments": dict}.items():
+        if not isinstance(section.get(name), kind):
+            raise ValueError(f"its header has no {name}")
+
+
+def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, SeriesTail]:
+    import numpy as np
+
+    name, rank, count = section.get("name"), section.get("rank"), section.get("count")
+    if not (isinstance(name, str) and type(rank) is int and 0 <= rank <= journal_format.MAX_RANK):
+        raise ValueError("a curve has no name or no rank")
+    if type(count) is not int or count * _POINT_BYTES != len(payload):
+        raise ValueError(f"the curve {name[:80]!r} does not have {count} points")
+    columns = [
+        np.frombuffer(payload, dtype=kind, count=count, offset=8 * count * index)
+        for index, kind in enumerate(("<i8", "<f8", "<f8"))
+    ]
+    return name, rank, SeriesTail(columns[0], columns[1], columns[2], (0, 0), whole=True)
+
+
+def read_journal(path: Path, load_result: ResultLoader | None = None) -> JournalContents:
+    """Read a journal; a last event that was not written completely is left out.
+
+    Args:
+        path: The file.
+        load_result: See ``JournalContents``; None: results are not read.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        BrokenRunError: The file is damaged, too large, or no journal.
+    """
+    contents = JournalContents() if load_result is None else JournalContents(load_result)
+    size = path.stat().st_size
+    if size > MAX_READ_BYTES:
+        raise BrokenRunError(
+            f"{path} is no journal of a run: it has {size:,} bytes, at most {MAX_READ_BYTES:,} are read"
+        )
+    with path.open("rb") as file:
+        contents.identity = _identity(file)
+        data = memoryview(file.read(MAX_READ_BYTES))
+    if bytes(data[: len(journal_format.MAGIC)]) != journal_format.MAGIC:
+        raise BrokenRunError(f"{path} is no journal of a run: it does not begin with {journal_format.MAGIC.decode()}")
+    feed(contents, data[len(journal_format.MAGIC) :], path)
+    contents.end += len(journal_format.MAGIC)
+    if not contents.header:
+        raise BrokenRunError(f"{path} has no header: the process that wrote it ended before it had begun")
+    return contents
+
+
+def _identity(stream: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(stream.fileno())
+    return status.st_dev, status.st_ino
+
+
+def feed(contents: JournalContents, data: bytes | memoryview, path: Path) -> None:
+    """Add frames to contents; see ``JournalContents.feed``.
+
+    Raises:
+        BrokenRunError: They are no frames of a journal.
+    """
+    try:
+        contents.feed(data)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise BrokenRunError(f"{path} is damaged: {describe_error(error)}") from error
+
+
+def thinned_frames(contents: JournalContents) -> list[bytes]:
+    """Return the frames of a journal with a bounded part of the curves and the output of ``contents``."""
+    journal = contents.journal
+    frames = [journal_format.encode_frame(section) for section in (contents.header, *contents.sections.values())]
+    rows = [journal_format.row_of(record) for record in journal.records]
+    for row in rows:
+        if row[0] == "RankReturned" and (stored := contents.stored.get(row[3]["rank"])) is not None:
+            row[3]["stored"] = stored
+    frames += journal_format.encode_rows(rows)
+    frames += points_frames(journal)
+    frames += journal_format.encode_records(last_lines(journal, KEPT_LOG_BYTES))
+    frames += journal_format.encode_records(contents.latest.values())
+    return frames
+
+
+def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
+    """Return the frames of the curves, thinned to `KEPT_POINTS`.
+
+    Args:
+        journal: The journal.
+        until: Seconds since the epoch; leave out later points.
+    """
+    stores = (journal.store, journal.store.automatic)
+    series = [(store, name, rank) for store in stores for name in store.metric_names() for rank in store.ranks_of(name)]
+    limit = max(4, KEPT_POINTS // max(1, len(series)))
+    frames = []
+    for store, name, rank in series:
+        tail, thinned = store.tail(name, rank), store.is_thinned(name, rank)
+        columns = (tail if until is None else tail.where(tail.times <= until))[:3]
+        kept = m4(columns[2], limit)
+        thinned = thinned or len(kept) < len(columns[2])
+        for start in range(0, len(kept), _POINTS_PER_FRAME):
+            part = kept[start : start + _POINTS_PER_FRAME]
+            section = {"kind": "points", "name": name, "rank": rank, "count": len(part), "thinned": thinned}
+            if store is journal.store.automatic:
+                section["automatic"] = True
+            kinds = ("<i8", "<f8", "<f8")
+            payload = b"".join(column[part].astype(kind).tobytes() for column, kind in zip(columns, kinds, strict=True))
+            frames.append(journal_format.encode_frame(section, payload))
+    return frames
+
+
+def last_lines(journal: Journal, most_bytes: int) -> Sequence[Record]:
+    """Return the newest lines of all ranks, within ``most_bytes`` in all, in order of time."""
+    store = journal.store
+    found = [
+        Record(rank, line.time, LogEvent(line.stream, line.text))
+        for rank in store.log_ranks()
+        for line in store.log_chunks(rank)
+    ]
+    found.sort(key=lambda record: record.time)
+    left = most_bytes
+    for index in range(len(found) - 1, -1, -1):
+        event = found[index].event
+        assert isinstance(event, LogEvent)
+        left -= len(event.text) + 100  # about the JSON around it
+        if left < 0:
+            return found[index + 1 :]
+    return found
+
+
+__all__ = ["JOURNAL_NAME", "JournalContents", "JournalFile", "feed", "read_journal", "write_file"]

@@ -1,0 +1,246 @@
+"""Opens kept runs: the same `Run`, read-only, and going on while its writer does."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
+from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
+from notebook_accelerate.launch.detached import run_directory
+from notebook_accelerate.launch.detached.control_client import ControlClient
+from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalContents, feed, read_journal
+from notebook_accelerate.launch.kept.run_folder import config_from
+from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES, result_name
+from notebook_accelerate.launch.run import Run
+from notebook_accelerate.launch.state.rank_result import RankResult
+from notebook_accelerate.launch.state.run_commands import NoCommands
+from notebook_accelerate.launch.state.run_events import RanksReleased, RunLost
+from notebook_accelerate.telemetry import LogEvent, cell_sources, tracebacks
+from notebook_accelerate.telemetry.pickling import load_bytes
+from notebook_accelerate.telemetry.store import Record
+
+FOLLOW_SECONDS = 0.25
+"""Seconds between two looks at the journal of a run that goes on."""
+STALE_SECONDS = 60.0
+"""Seconds without a write after which a run of another machine, whose processes cannot be seen here, is lost."""
+
+
+def open_run(path: str | PathLike[str]) -> Run:
+    """Open a kept run, also one that another kernel runs or has run.
+
+    Opening runs no code of the run: metrics, output, failures and states are plain data. The results are pickled;
+    reading ``run.results`` unpickles them, which can run any code of whoever wrote the files.
+
+    Args:
+        path: The run's folder, or the journal in it.
+
+    Returns:
+        The run: read-only, with its panel, metrics, logs and report. While the process that runs it lives, it follows
+        the journal; when that process is gone without an end, its status is "lost".
+
+    Raises:
+        FileNotFoundError: There is no kept run.
+        BrokenRunError: The journal is damaged, or not of this package.
+    """
+    file = journal_path(path)
+    contents = read_journal(file, partial(_stored_result, file.parent))
+    header, journal = contents.header, contents.journal
+    if not journal.state.started:
+        raise BrokenRunError(f"{file} has no events: the process that wrote it ended before the run had begun")
+    if journal.state.held and _has_ended(contents, file):
+        journal.append(RanksReleased(), journal.last_time)
+    if journal.state.ended is None and _has_ended(contents, file):
+        _read_on(contents, file)  # it may have ended in an orderly way since it was read
+        _lose(contents)
+    tracebacks.name_foreign_cells(_cells_of(header))
+    commands = _commands(contents, file.parent)
+    run = Run(config_from(header["config"]), header["function"], journal, commands, name=header["name"])
+    run.folder = file.parent
+    if run.ended is None or run.held:
+        follower = _Follower(contents, file)
+        weakref.finalize(run, follower.over.set)
+        weakref.finalize(run, commands.close)
+        threading.Thread(target=follower.main, name="notebook-accelerate-follow", daemon=True).start()
+    return run
+
+
+def _cells_of(header: dict[str, Any]) -> dict[str, str]:
+    """Return the names of the cells of the writer's kernel, by file name."""
+    cells = header.get("cells")
+    found = cells.items() if isinstance(cells, dict) else ()
+    return {filename: name for filename, name in found if isinstance(name, str) and cell_sources.is_cell(filename)}
+
+
+def _commands(contents: JournalContents, folder: Path) -> ControlClient | _ReadOnly:
+    """Return the commands of a run that goes on: of a detached one, over the socket of its process."""
+    if contents.journal.state.ended is None or contents.journal.state.held:
+        for entry in run_directory.entries():
+            if entry.folder == str(folder):
+                with suppress(OSError):
+                    return ControlClient(Path(entry.socket))
+    name, writer = contents.header["name"], _writer_of(contents)
+    return _ReadOnly(f"run {name} is read-only here: it was opened from {folder}, {writer} runs it")
+
+
+def journal_path(path: str | PathLike[str]) -> Path:
+    """Return the file of the journal in a run's folder.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    given = Path(path).expanduser().absolute()
+    file = given / JOURNAL_NAME if given.is_dir() else given
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{given} is no kept run: it has no {JOURNAL_NAME}; notebook_accelerate.runs('runs') lists a folder of runs"
+        )
+    return file
+
+
+def finished(contents: JournalContents, file: Path) -> None:
+    """End the journal of a run whose writer is gone, as it is read for a table."""
+    if contents.journal.state.started and contents.journal.state.ended is None and _has_ended(contents, file):
+        _lose(contents)
+
+
+def _lose(contents: JournalContents) -> None:
+    journal = contents.journal
+    if journal.state.ended is None:
+        text = f"run {contents.header['name']} was lost: {_writer_of(contents)} is gone and has recorded no end"
+        journal.append(RunLost(text), journal.last_time)
+
+
+def _writer_of(contents: JournalContents) -> str:
+    return str(parse_identity(contents.header["process"]) or UNKNOWN)
+
+
+def _has_ended(contents: JournalContents, file: Path) -> bool:
+    """Whether the process that writes the journal is gone, as far as can be seen from here."""
+    writer = parse_identity(contents.header["process"])
+    here = this_process()
+    if writer is not None and writer.machine and writer.machine == here.machine:
+        return writer.has_ended()
+    with suppress(OSError):
+        return time.time() - file.stat().st_mtime > STALE_SECONDS
+    return True
+
+
+def _stored_result(folder: Path, rank: int, stored: object) -> RankResult:
+    values = stored if isinstance(stored, dict) else {}
+    size = values.get("bytes")
+    if type(size) is not int or not 0 <= size <= MAX_DETACHED_RESULT_BYTES:
+        missing = RankResult(int, rank=rank)
+        missing.free(
+            f"the result of rank {rank} was not kept: none above {MAX_RESULT_BYTES >> 20} MiB is, and none of "
+            "start_method='inline'"
+        )
+        return missing
+    return RankResult(partial(_load_result, folder / result_name(rank), size, values.get("crc32")), size, rank=rank)
+
+
+def _load_result(path: Path, size: int, checksum: object) -> Any:
+    try:
+        data = path.read_bytes() if path.stat().st_size == size else b""
+    except OSError as error:
+        raise SerializationError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) != size or zlib.crc32(data) != checksum:
+        raise SerializationError(f"{path} is not the result that the run's journal names: it was changed or is damaged")
+    return load_bytes(data)
+
+
+class _ReadOnly(NoCommands):
+    """The commands of a run that another process runs.
+
+    Args:
+        text: The error of every command.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.refusal = self.requests.elsewhere = text
+
+    def _refuse(self) -> NoReturn:
+        raise NotebookAccelerateError(self.refusal)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def stop(self, grace: float) -> None:
+        """Raise an error."""
+        self._refuse()
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """Raise an error."""
+        self._refuse()
+
+
+class _Follower:
+    """Adds what the writer of a journal appends to it, until the run has ended or nobody refers to it.
+
+    Attributes:
+        over: Set when nobody refers to the run.
+    """
+
+    def __init__(self, contents: JournalContents, file: Path) -> None:
+        self._contents, self._file = contents, file
+        self.over = threading.Event()
+
+    def main(self) -> None:
+        """Follow the journal."""
+        journal = self._contents.journal
+        while (journal.state.ended is None or journal.state.held) and not self.over.wait(FOLLOW_SECONDS):
+            gone = _has_ended(self._contents, self._file)  # before reading: what it wrote last is read
+            try:
+                _read_on(self._contents, self._file)
+            except (BrokenRunError, OSError) as error:
+                if journal.state.ended is None:
+                    self._contents.journal.append(RunLost(f"the journal cannot be read any more: {error}"))
+                return
+            if gone:
+                _lose(self._contents)
+                if journal.state.held:
+                    journal.append(RanksReleased(), journal.last_time)
+
+
+def _read_on(contents: JournalContents, file: Path) -> None:
+    """Add what was appended since the last call; where the file was replaced by a thinned one, what is new in it."""
+    with file.open("rb") as stream:
+        if stream.seek(0, 2) >= contents.end and contents.same_file(stream):
+            stream.seek(contents.end)
+            feed(contents, stream.read(), file)
+            return
+    again = read_journal(file, contents.load_result)
+    _add_news(contents, again)
+    contents.end, contents.identity = again.end, again.identity
+
+
+def _add_news(contents: JournalContents, again: JournalContents) -> None:
+    journal, other = contents.journal, again.journal
+    store, since = journal.store, journal.last_time
+    for record in other.records[len(journal.records) :]:
+        journal.append(record.event, record.time)  # type: ignore[arg-type]
+    for name in other.store.metric_names():
+        for rank in other.store.ranks_of(name):
+            tail = other.store.tail(name, rank)
+            known = store.tail(name, rank).times[-1] if rank in store.ranks_of(name) else 0.0
+            new = tail.times > known
+            store.add_points(name, rank, tail.where(new))
+    lines = [
+        Record(rank, line.time, LogEvent(line.stream, line.text))
+        for rank in other.store.log_ranks()
+        for line in other.store.log_chunks(rank)
+        if line.time > since
+    ]
+    journal.add([*lines, *again.latest.values()])
+
+
+__all__ = ["finished", "journal_path", "open_run"]

@@ -1,0 +1,182 @@
+"""The folder of a kept run: its name, and what its journal says about the launch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate.config.hidden_values import HIDDEN, hide_credentials, shown_value
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.hardware.process_liveness import this_process
+from notebook_accelerate.hardware.versions import installed_version
+from notebook_accelerate.launch.kept import journal_format
+from notebook_accelerate.launch.state.call_arguments import call_arguments
+from notebook_accelerate.telemetry import tracebacks
+from notebook_accelerate.telemetry.cell_sources import cell_sources
+
+_SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
+_TEXT_CHARS = 1000
+_GIT_SECONDS = 10.0
+
+
+def create_folder(parent: str | os.PathLike[str], name: str, created: float) -> Path:
+    """Create the folder of a run: its date, time and name, with a number where that is taken.
+
+    Args:
+        parent: Folder of runs; created where it is missing.
+        name: The run's name.
+        created: Seconds since the epoch.
+
+    Raises:
+        LaunchError: The folder cannot be created.
+    """
+    stem = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(created))}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:100]}"
+    base = Path(parent).expanduser().absolute()
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 10_000):
+            folder = base / (stem if number == 1 else f"{stem}-{number}")
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue
+            return folder
+    except OSError as error:
+        raise LaunchError(
+            f"the run cannot be kept in {base}: {error.strerror or error}; pass another folder: save='runs'"
+        ) from error
+    raise LaunchError(f"the run cannot be kept in {base}: it has too many folders named {stem}")
+
+
+def header(
+    name: str, number: int, function: Callable[..., Any], arguments: tuple[Any, ...], config: LaunchConfig, at: float
+) -> dict[str, Any]:
+    """Return the first section of a journal: who runs what, and how.
+
+    Args:
+        name: The run's name.
+        number: Its number in its kernel.
+        function: The launched function.
+        arguments: Its arguments.
+        config: Configuration of the launch.
+        at: When it was launched, in seconds since the epoch.
+    """
+    return {
+        "kind": "header",
+        "format": journal_format.FORMAT,
+        "name": name,
+        "number": number,
+        "function": getattr(function, "__name__", type(function).__name__),
+        "created": at,
+        "config": _stored_config(config),
+        "arguments": call_arguments(function, arguments),
+        "process": asdict(this_process()),
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": installed_version("torch") or "",
+            "notebook_accelerate": installed_version("notebook-accelerate") or "",
+        },
+        "folder": str(Path.cwd()),
+        "cells": {filename: tracebacks.cell_name(filename) for filename in cell_sources()},
+    }
+
+
+def _stored_config(config: LaunchConfig) -> dict[str, Any]:
+    stored = {}
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if value != each.default:
+            stored[each.name] = _plain(shown_value(each.name, os.fspath(value) if each.name == "save" else value))
+    return stored
+
+
+def _plain(value: object, depth: int = 4) -> Any:
+    """Return a value as JSON has it; other objects as the name of their type."""
+    if value is None or type(value) in (bool, int):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else str(value)
+    if type(value) is str:
+        return hide_credentials(value[:_TEXT_CHARS])
+    if depth and isinstance(value, Mapping) and len(value) <= _TEXT_CHARS:
+        return {
+            str(key): HIDDEN if _SECRET.search(str(key)) else _plain(item, depth - 1) for key, item in value.items()
+        }
+    if depth and isinstance(value, (list, tuple)) and len(value) <= _TEXT_CHARS:
+        return [_plain(item, depth - 1) for item in value]
+    return repr(value) if repr(value) == HIDDEN else f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def config_from(stored: Mapping[str, Any]) -> LaunchConfig:
+    """Return the configuration that a header has; fields that were hidden, or are of no use here, keep defaults."""
+    known = {each.name for each in fields(LaunchConfig)} - {"env", "rdzv_conf", "accelerator", "on"}
+    config = LaunchConfig()
+    for name, value in stored.items():
+        if name in known:
+            try:
+                config = config.changed(**{name: tuple(value) if isinstance(value, list) else value})
+            except (TypeError, ValueError):
+                continue
+    return config
+
+
+def code_version(folder: Path) -> dict[str, Any]:
+    """Return the section about the code's version: the commit of a git repository, and whether files differ from it.
+
+    Args:
+        folder: The folder of the code.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    section: dict[str, Any] = {"kind": "code", "commit": (commit or "").strip(), "dirty": None}
+    if commit:
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+        section["dirty"] = None if changed is None else bool(changed.strip())
+    return section
+
+
+def _git(folder: Path, *command: str) -> str | None:
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", *command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+SUMMARY_NAME = "summary.json"
+MAX_SUMMARY_BYTES = 4 << 20
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return what the table of runs needs of a run that has ended; None where it has not, or its summary is no use."""
+    path = folder / SUMMARY_NAME
+    try:
+        if path.stat().st_size > MAX_SUMMARY_BYTES:
+            return None
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+__all__ = ["SUMMARY_NAME", "code_version", "config_from", "create_folder", "header", "read_summary"]

@@ -1,0 +1,239 @@
+"""The thread that writes the journal of a kept run while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
+from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalFile, distinguishing, write_file
+from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, WarningAdded
+from notebook_accelerate.telemetry import CheckpointEvent, DroppedEvent, LogEvent, MetricEvent, TraceEvent
+from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
+from notebook_accelerate.telemetry.error_text import describe_error
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.state.journal import Journal
+    from notebook_accelerate.launch.state.rank_result import RankResult
+    from notebook_accelerate.telemetry.store import Record
+
+PERIOD = 0.5
+"""Seconds between two writes: what is missing of a run whose kernel is killed, beside the write itself."""
+SYNC_SECONDS = 10.0
+"""Seconds after which the system is asked to write the file to the disk."""
+RETRY_SECONDS = 10.0
+"""Seconds until the next try after an error of the disk."""
+MAX_WAITING = 300_000
+"""Events that wait for a slow disk; beyond, those that a full queue may drop are counted instead."""
+MAX_RESULT_BYTES = 64 << 20
+"""Largest pickled result that is kept, in bytes, of a run whose kernel has it too."""
+MAX_DETACHED_RESULT_BYTES = 1 << 40
+"""Largest pickled result of a detached run: what the disk has room for."""
+END_SECONDS = 60.0
+"""Seconds that the end of a run waits for the disk."""
+_ALL_OF = frozenset({MetricEvent, AutomaticMetricEvent, LogEvent, TraceEvent, CheckpointEvent})
+"""Events of ranks that are all written; of others, the last one of each period."""
+_WRITE_BYTES = 1 << 20
+
+
+class RunWriter:
+    """Writes the journal of a run into a folder, on a thread.
+
+    The thread that appends an event adds it to a list and does not wait for the disk.
+
+    Args:
+        folder: The folder, which exists and is empty.
+        header: The journal's first section.
+        journal: The run's journal; it has no events yet.
+        max_result_bytes: Largest pickled result that is kept.
+
+    Raises:
+        OSError: The file cannot be created.
+
+    Attributes:
+        folder: The folder.
+    """
+
+    def __init__(
+        self, folder: Path, header: dict[str, Any], journal: Journal, max_result_bytes: int = MAX_RESULT_BYTES
+    ) -> None:
+        self.folder, self._header, self._journal = folder, header, journal
+        self._max_result_bytes = max_result_bytes
+        self._file = JournalFile(folder / JOURNAL_NAME)
+        self._file.append(journal_format.encode_frame(header))
+        self._lock = threading.Lock()
+        self._waiting: list[Record] = []
+        self._results: dict[int, RankResult] = {}
+        self._dropped: dict[int, int] = {}
+        self._wake, self._over = threading.Event(), False
+        self._code: dict[str, Any] = {}
+        self._unwritten: list[bytes] = []
+        self._problem, self._retry_at, self._sync_at = "", 0.0, time.monotonic() + SYNC_SECONDS
+        self._unsubscribe = journal.subscribe(self._on_records)
+        self._thread = threading.Thread(target=self._main, name="notebook-accelerate-save", daemon=True)
+
+    def start(self, run: Run, history: Sequence[bytes] = ()) -> None:
+        """Start the thread, which ends with the run.
+
+        Args:
+            run: The run.
+            history: Frames of the run that it goes on with.
+        """
+        self._unwritten += history
+        self._thread.start()
+        run.add_ending_callback(self._end)
+
+    # ---- on the threads that append
+
+    def _on_records(self, records: Sequence[Record]) -> None:
+        with self._lock:
+            if len(self._waiting) + len(records) > MAX_WAITING:
+                records = [record for record in records if not self._drop(record)]
+            self._waiting.extend(records)
+            for record in records:
+                if isinstance(record.event, RankReturned):
+                    self._results[record.event.rank] = record.event.result
+
+    def _drop(self, record: Record) -> bool:
+        if record.event.droppable:
+            self._dropped[record.rank] = self._dropped.get(record.rank, 0) + 1
+        return record.event.droppable
+
+    def _end(self, run: Run) -> None:
+        """Have everything written that was recorded; called before the waiting cell goes on."""
+        self._over = True
+        self._wake.set()
+        self._thread.join(END_SECONDS)
+        self._unsubscribe()
+
+    # ---- on the writer's thread
+
+    def _main(self) -> None:
+        self._write(last=False)  # first: another kernel may open the run
+        try:
+            self._code = run_folder.code_version(Path.cwd())
+            self._unwritten.append(journal_format.encode_frame(self._code))
+        except Exception:  # noqa: BLE001 - a run is kept without it
+            self._code = {}
+        while True:
+            over = self._over
+            self._write(last=over)
+            if over:
+                return
+            self._wake.wait(PERIOD)
+
+    def _write(self, *, last: bool) -> None:
+        if not last and time.monotonic() < self._retry_at:
+            return
+        try:
+            self._append()
+            self._encode_waiting()
+            self._append()
+            self._tidy(last)
+            self._problem = ""
+        except Exception as error:  # noqa: BLE001 - the run must go on without the disk
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            if not self._problem:
+                self._problem = describe_error(error)
+                text = f"the run is not kept in {self.folder} any more: {self._problem}; it is tried again"
+                self._journal.append(WarningAdded(text))
+
+    def _encode_waiting(self) -> None:
+        with self._lock:
+            records, self._waiting = self._waiting, []
+            results, self._results = self._results, {}
+            dropped, self._dropped = self._dropped, {}
+        stored = {rank: self._store_result(rank, result) for rank, result in results.items()}
+        rows = [journal_format.row_of(record) for record in _worth_keeping(records)]
+        for row in rows:
+            if row[0] == RankReturned.__name__:
+                row[3]["stored"] = stored.get(row[3]["rank"])
+        now = records[-1].time if records else 0.0
+        rows += [[DroppedEvent.__name__, rank, now, {"count": count}] for rank, count in dropped.items()]
+        self._unwritten += journal_format.encode_rows(rows)
+
+    def _store_result(self, rank: int, result: RankResult) -> dict[str, Any] | None:
+        with suppress(OSError):  # the events are worth more than a result
+            pickled = result.pickled(self._max_result_bytes)
+            if pickled is not None:
+                write_file(self.folder / result_name(rank), pickled)
+                return {"bytes": len(pickled), "crc32": zlib.crc32(pickled)}
+        return None
+
+    def _append(self) -> None:
+        while self._unwritten:
+            count, size = 0, 0
+            while count < len(self._unwritten) and (not count or size + len(self._unwritten[count]) <= _WRITE_BYTES):
+                size += len(self._unwritten[count])
+                count += 1
+            self._file.append(b"".join(self._unwritten[:count]))
+            del self._unwritten[:count]
+
+    def _tidy(self, last: bool) -> None:
+        if self._file.size > journal_file.MAX_JOURNAL_BYTES:
+            self._file.thin()
+        if last or time.monotonic() >= self._sync_at:
+            self._file.sync()
+            self._sync_at = time.monotonic() + SYNC_SECONDS
+        if last:
+            summary = summary_of(self._header, self._code, self._journal)
+            write_file(self.folder / run_folder.SUMMARY_NAME, json.dumps(summary, indent=1).encode())
+
+
+def _worth_keeping(records: Sequence[Record]) -> list[Record]:
+    """Return the events to write: of those that replace each other, such as the progress of a rank, the last ones."""
+    kept: list[Record] = []
+    seen: set[tuple[Any, ...]] = set()
+    for record in reversed(records):
+        kind = type(record.event)
+        if isinstance(record.event, RunEvent) or kind in _ALL_OF or kind is DroppedEvent:
+            kept.append(record)
+        elif kind in journal_format.RANK_EVENTS:
+            key = (kind, record.rank, *distinguishing(record.event))
+            if key not in seen:
+                seen.add(key)
+                kept.append(record)
+    return kept[::-1]
+
+
+def result_name(rank: int) -> str:
+    """Return the name of the file of a rank's pickled result."""
+    return f"result-{rank}.pickle"
+
+
+def summary_of(header: dict[str, Any], code: dict[str, Any], journal: Journal) -> dict[str, Any]:
+    """Return what a table of runs shows of a run, from its journal."""
+    state, store = journal.state, journal.store
+    last = {}
+    for name in store.metric_names():
+        ranks = store.ranks_of(name)
+        value = store.last_value(name, ranks[0]) if ranks else None
+        if value is not None:
+            last[name] = value if math.isfinite(value) else str(value)
+    return {
+        "format": journal_format.FORMAT,
+        "name": header["name"],
+        "function": header["function"],
+        "status": state.status,
+        "started": state.started,
+        "ended": state.ended,
+        "ranks": len(state.ranks),
+        "config": header["config"],
+        "arguments": header["arguments"],
+        "commit": code.get("commit", ""),
+        "dirty": code.get("dirty"),
+        "metrics": last,
+        "message": state.message,
+        "continues": [each.name for each in state.breaks],
+    }
+
+
+__all__ = ["MAX_DETACHED_RESULT_BYTES", "RunWriter", "result_name", "summary_of"]

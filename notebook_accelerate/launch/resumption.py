@@ -1,0 +1,100 @@
+"""Goes on with the training of a run that has ended: its newest complete checkpoint, and its history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from notebook_accelerate.launch.kept import journal_file, journal_format
+from notebook_accelerate.launch.kept.journal_file import JournalContents, last_lines, points_frames
+from notebook_accelerate.launch.run import Run
+from notebook_accelerate.launch.state.journal import Journal
+from notebook_accelerate.launch.state.run_events import NoteAdded, RunContinued
+from notebook_accelerate.telemetry import CheckpointEvent
+from notebook_accelerate.telemetry.store import Record
+
+MANIFEST_NAME = "checkpoint_manifest.json"
+"""Written last: a folder with it is a complete checkpoint; the name is of `checkpointing.checkpoint_layout`, which the
+kernel's side does not import."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run goes on with an earlier one.
+
+    Attributes:
+        run: The earlier run.
+        checkpoint: The checkpoint; None where it has none that is complete.
+        frames: Its history up to that checkpoint, as frames of a journal.
+    """
+
+    run: Run
+    checkpoint: CheckpointEvent | None
+    frames: tuple[bytes, ...]
+
+    def begin(self, journal: Journal) -> None:
+        """Add the history to the journal of the new run, and where it breaks."""
+        earlier = self.run
+        if self.checkpoint is None:
+            text = f"run {earlier.name} has no complete checkpoint to go on from: the training begins again"
+            journal.append(NoteAdded(text))
+            return
+        history = JournalContents(journal=Journal(journal.store), header={"kind": "header"})
+        for frame in self.frames:
+            history.feed(frame)
+            history.end = 0
+        step = max(journal.store.last_step.values(), default=None)
+        for known in earlier.breaks:
+            journal.append(RunContinued(known.name, known.status, known.checkpoint, known.time, known.step))
+        path = self.checkpoint.path
+        journal.append(RunContinued(earlier.name, earlier.status, path, self.checkpoint.time, step))
+        at = f" (step {step})" if step is not None and step >= 0 else ""
+        journal.append(NoteAdded(f"goes on with run {earlier.name}, which {_ended(earlier)}, from {path}{at}"))
+
+
+def _ended(run: Run) -> str:
+    return f"was {run.status}" if run.status in ("stopped", "lost") else run.status
+
+
+def resumption_of(run: Run) -> Resumption:
+    """Return how a launch goes on with a run.
+
+    Args:
+        run: A run that has ended.
+
+    Raises:
+        ValueError: It is no run, or has not ended.
+    """
+    if not isinstance(run, Run):
+        raise ValueError(
+            f"resume={run!r} is no run; pass the run itself, or one from notebook_accelerate.open_run('runs/NAME')"
+        )
+    if run.ended is None or run.held:
+        raise ValueError(f"run {run.name} is {run.status if run.ended is None else 'held'}; end it first: run.stop()")
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        return Resumption(run, None, ())
+    lines = last_lines(run.journal, journal_file.KEPT_LOG_BYTES)
+    frames = [*points_frames(run.journal, checkpoint.time), *journal_format.encode_records(lines)]
+    frames += journal_format.encode_records(checkpoint_records(run, checkpoint.time))
+    return Resumption(run, checkpoint, tuple(frames))
+
+
+def checkpoint_records(run: Run, until: float) -> list[Record]:
+    """Return the records of a run's checkpoints up to a time, in seconds since the epoch."""
+    found = [event for event in list(run.store.checkpoints) if event.time <= until]
+    return [Record(0, event.time, event) for event in found]
+
+
+def newest_checkpoint(run: Run) -> CheckpointEvent | None:
+    """Return the newest checkpoint of a run that is complete and still there; None where there is none.
+
+    A URL is taken as it is: the ranks, which have the packages for it, look there.
+    """
+    for event in reversed(list(run.store.checkpoints)):
+        if "://" in event.path or (Path(event.path) / MANIFEST_NAME).is_file():
+            return event
+    return None
+
+
+__all__ = ["Resumption", "newest_checkpoint", "resumption_of"]

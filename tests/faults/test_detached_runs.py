@@ -1,0 +1,264 @@
+"""Runs that outlive their kernel, in real kernels: killed, attached again, steered, lost."""
+
+from __future__ import annotations
+
+import random
+import re
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from notebook_accelerate import LaunchError, Run, RunLostError, attach, notebook_launcher, open_run, runs, shutdown
+from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch.detached import run_directory
+from tests.faults.test_kept_runs import check_history, train
+from tests.support.kernel import Kernel
+from tests.support.waiting import until
+
+_TRAIN = """
+import time, notebook_accelerate
+from notebook_accelerate import Accelerator, notebook_launcher
+from tests.faults.test_kept_runs import train as train_model
+
+def train(project, seconds, steps, fails_at=-1, stops_at=-1):
+    accelerator = Accelerator(cpu=True)
+    for step in range(steps if stops_at >= 0 or fails_at >= 0 else 0):
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+        print("step", step, flush=True)
+        time.sleep(seconds)
+        if step == stops_at and accelerator.process_index == 1:
+            breakpoint()
+        if step == fails_at:
+            raise RuntimeError("as asked")
+    if stops_at < 0 and fails_at < 0:
+        return train_model(project, seconds, steps)
+    return step
+"""
+_LAUNCH = """
+run = notebook_launcher(train, {arguments}, num_processes=2, use_port=0, detach=True, name={name!r}, panel=False{more})
+print(run.folder)
+"""
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder of detached runs, which are stopped at the end."""
+    folder = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    yield folder
+    shutdown(all=True)
+    sockets = folder / "notebook-accelerate" / "sockets"
+    until(lambda: not sockets.exists() or not list(sockets.iterdir()), seconds=60)
+    attaching.leave()
+
+
+def _launch(kernel: Kernel, name: str, arguments: str, more: str = "") -> Path:
+    kernel.check(_TRAIN)
+    cell = kernel.check(_LAUNCH.format(name=name, arguments=arguments, more=more))
+    return Path(cell.stdout.strip().splitlines()[-1])
+
+
+def _writer(run: Run) -> psutil.Process:
+    """Return the process that supervises a detached run: the one that its ranks' server is a child of."""
+    rank = psutil.Process(run.ranks[0].pid or 0)
+    return next(process for process in reversed(rank.parents()) if "detached_process" in " ".join(process.cmdline()))
+
+
+def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None:
+    project = str(tmp_path / "project")
+    with Kernel() as kernel:
+        folder = _launch(kernel, "train-3", f"({project!r}, 0.05, 60)")
+        followed = attach("train-3")
+        until(lambda: followed.store.last_step.get(0, -1) >= 5, seconds=120)
+        kernel.kill()
+    with Kernel() as kernel:
+        kernel.check("import notebook_accelerate\nrun = notebook_accelerate.attach('train-3')")
+        assert kernel.value("[each.name for each in notebook_accelerate.runs()]") == ["train-3"]
+        assert kernel.value("run.status") == "running"
+        assert kernel.value("list(run.ask('seconds').values())") == [0.05, 0.05]
+        assert kernel.value("str(run.diagnose().verdict)").endswith("all are moving")
+        assert "succeeded" in (kernel.check("await run").result_text or "")
+        assert kernel.value("run.status") == "succeeded"
+        attached = kernel.value("[list(each) for each in run.results]")
+    assert followed.wait(60)
+    assert followed.folder == folder
+    undisturbed = notebook_launcher(train, (str(tmp_path / "plain"), 0.0, 60), num_processes=2, use_port=0, panel=False)
+    assert tuple(attached) == followed.results == undisturbed.results
+    for rank in (0, 1):
+        assert followed.metrics["loss"].rank(rank).steps.tolist() == list(range(60))
+    assert attach("train-3") is followed
+    (row,) = runs(folder.parent)
+    assert (row.name, row.status, row.config["detach"]) == ("train-3", "succeeded", True)
+    followed.delete()
+    assert not folder.exists()
+    with pytest.raises(ValueError, match="no detached run named 'train-3'; there are: none"):
+        attach("train-3")
+
+
+def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
+    with Kernel() as kernel:
+        _launch(kernel, "stops", "('', 0.0, 3, -1, 1)")
+        followed = attach("stops")
+        until(lambda: followed.prompts == (1,), seconds=120)
+        kernel.kill()
+    with Kernel() as kernel:
+        kernel.check("import notebook_accelerate\nrun = notebook_accelerate.attach('stops')")
+        kernel.types("p step * 100", "c")
+        shown = kernel.check("notebook_accelerate.debug()").stdout
+        assert "100" in shown
+        assert re.search(r"Cell In\[\d+\]", shown), "the cell of the kernel that is gone"
+        assert kernel.value("run.wait(60)")
+        assert kernel.value("run.results") == [2, 2]
+        assert kernel.value("run.logs(rank=0)") == ["step 0", "step 1", "step 2"]
+
+
+def test_the_ranks_of_a_failed_run_are_held_for_the_next_kernel(state: Path) -> None:
+    with Kernel() as kernel:
+        _launch(kernel, "fails", "('', 0.0, 5, 3)", ", debug=True")
+        followed = attach("fails")
+        until(lambda: followed.status == "failed" and followed.held, seconds=120)
+    failure = followed.failures[0]
+    assert "as asked" in str(failure.chain[-1])
+    assert re.search(r"Cell In\[\d+\], line 14", str(followed.report()))
+    with Kernel() as kernel:
+        kernel.check("import notebook_accelerate\nrun = notebook_accelerate.attach('fails')")
+        assert kernel.value("run.held")
+        kernel.types("p fails_at + 40", "q")
+        assert "43" in kernel.check("notebook_accelerate.debug()").stdout
+        kernel.check("run.stop()")
+        assert not kernel.value("run.held")
+    until(lambda: not followed.held, seconds=60)
+
+
+def test_the_ranks_end_with_their_supervisor_and_the_training_goes_on(state: Path, tmp_path: Path) -> None:
+    project = str(tmp_path / "project")
+    options = {"num_processes": 2, "use_port": 0, "detach": True, "panel": False}
+    run = notebook_launcher(train, (project, 0.05, 400), name="lost", **options)  # type: ignore[arg-type]
+    until(lambda: run.store.last_step.get(0, -1) >= 25, seconds=120)
+    ranks = [psutil.Process(info.pid or 0) for info in run.ranks]
+    _writer(run).kill()
+    psutil.wait_procs(ranks, timeout=30)
+    assert not any(process.is_running() for process in ranks)
+    assert run.wait(60)
+    assert run.status == "lost"
+    assert [entry.lives for entry in run_directory.entries()] == [False]
+    with pytest.raises(RunLostError):
+        _ = run.results
+    goal = len(run.metrics["loss"].rank(0).steps) + 20
+    again = notebook_launcher(train, (project, 0.0, goal), resume=run, **options)  # type: ignore[arg-type]
+    assert again.name == "lost"
+    assert again.wait(120)
+    assert again.status == "succeeded", str(again.error)
+    check_history(again, goal, missing=20)
+    assert attach("lost") is again, "the last one of that name"
+
+
+def test_one_user_alone_can_attach_and_stop(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"num_processes": 1, "detach": True, "panel": False}
+    run = notebook_launcher(time.sleep, (600,), name="one", **options)  # type: ignore[arg-type]
+    (entry,) = run_directory.entries()
+    found = Path(entry.socket).stat()
+    assert stat.S_ISSOCK(found.st_mode)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    for folder in (Path(entry.socket).parent, state / "notebook-accelerate" / "detached"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert entry.origin["folder"] == str(Path.cwd())
+    until(lambda: run.status == "running", seconds=120)
+    connections = psutil.Process(_writer(run).pid).net_connections("inet")
+    assert not [each for each in connections if each.status == psutil.CONN_LISTEN]
+    with pytest.raises(ValueError, match="name='one' is the name of a detached run that has not ended"):
+        notebook_launcher(time.sleep, (600,), name="one", **options)  # type: ignore[arg-type]
+    again = open_run(entry.folder)
+    again.stop(grace=1.0)
+    assert (again.status, run.wait(60), run.status) == ("stopped", True, "stopped")
+    (state / "notebook-accelerate" / "sockets").chmod(0o755)
+    with pytest.raises(LaunchError, match="only you can enter"):
+        notebook_launcher(int, (), **options)  # type: ignore[arg-type]
+    (state / "notebook-accelerate" / "sockets").chmod(0o700)
+
+
+def test_what_cannot_be_launched_says_so(state: Path, tmp_path: Path) -> None:
+    with pytest.raises(SerializationError, match="the function or its arguments"):
+        notebook_launcher(print, ((each for each in ()),), num_processes=1, detach=True, panel=False)
+    with pytest.raises(ValueError, match="detached runs use this machine only"):
+        notebook_launcher(int, (), num_processes=1, detach=True, num_nodes=2)
+    with pytest.raises(ValueError, match="start_method='inline'"):
+        notebook_launcher(int, (), num_processes=1, detach=True, start_method="inline")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match=r"cannot be kept in .*file"):
+        notebook_launcher(int, (), num_processes=1, detach=True, save=tmp_path / "file", panel=False)
+    plain = notebook_launcher(int, (), num_processes=1, panel=False)
+    with pytest.raises(LaunchError, match="is not kept in a folder"):
+        notebook_launcher(int, (), num_processes=1, detach=True, resume=plain, panel=False)
+    assert run_directory.entries() == []
+
+
+def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_connection: object) -> None:
+        until(lambda: bool(run_directory.entries()), seconds=120)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attaching, "_answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        notebook_launcher(time.sleep, (600,), num_processes=1, detach=True, name="interrupted", panel=False)
+    run = attach("interrupted")
+    assert run.wait(120)
+    assert run.status == "stopped"
+
+
+_KILLS = 50
+_SCENES = ("start", "run", "failure", "breakpoint", "save")
+
+
+@pytest.mark.parametrize("scene", _SCENES)
+def test_a_kernel_killed_at_a_random_moment(state: Path, tmp_path: Path, scene: str) -> None:
+    _kill_at(scene, 1, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(_KILLS))
+def test_kernels_killed_at_random_moments(state: Path, tmp_path: Path, number: int) -> None:
+    _kill_at(_SCENES[number % len(_SCENES)], number, tmp_path)
+
+
+def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
+    """Kill the kernel of a detached training, attach from here, and compare with an undisturbed one."""
+    chance = random.Random(f"{scene} {seed}")
+    arguments = {
+        "failure": "('', 0.02, 20, 15)",
+        "breakpoint": "('', 0.02, 20, -1, 10)",
+    }.get(scene, f"({str(tmp_path / 'project')!r}, 0.02, 50)")
+    with Kernel() as kernel:
+        kernel.check(_TRAIN)
+        kernel.submit(_LAUNCH.format(name="killed", arguments=arguments, more=""))
+        until(lambda: bool(run_directory.entries()), seconds=120)
+        run = attach("killed")
+        least = {"start": -1, "run": 5, "failure": 12, "breakpoint": 8, "save": 18}[scene]
+        until(lambda: run.store.last_step.get(0, -1) >= least, seconds=120)
+        time.sleep(chance.random() * 0.3)
+        kernel.kill()
+    if scene == "breakpoint":
+        until(lambda: run.prompts == (1,), seconds=60)
+        prompt = run.commands.prompts.take(10, rank=1)
+        assert prompt is not None
+        prompt.answer("c")
+    assert run.wait(120)
+    steps = 50 if scene in ("start", "run", "save") else 16 if scene == "failure" else 20
+    for rank in (0, 1):
+        assert run.metrics["loss"].rank(rank).steps.tolist() == list(range(steps))
+    if scene == "failure":
+        assert run.status == "failed"
+        assert len(run.logs(rank=0)) == steps
+    elif scene == "breakpoint":
+        assert run.results == (19, 19)
+        assert len(run.logs(rank=0)) == steps
+    else:
+        plain = notebook_launcher(train, (str(tmp_path / "plain"), 0.0, 50), num_processes=2, use_port=0, panel=False)
+        assert run.results == plain.results
+    assert all(not psutil.pid_exists(info.pid or 0) for info in run.ranks)

@@ -1,0 +1,90 @@
+"""The arguments of a launched function as plain values."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from notebook_accelerate import notebook_launcher
+from notebook_accelerate.launch import runs
+from notebook_accelerate.launch.state.call_arguments import MAX_ARGUMENTS, call_arguments
+from notebook_accelerate.widgets.compared_run import BestValues, better, columns
+from tests.support.runs import feed, make_run
+
+
+@dataclass
+class Settings:
+    lr: float = 0.1
+    inner: dict[str, Any] = field(default_factory=lambda: {"depth": 3, "api_key": "very secret"})
+
+
+def _train(settings: Settings, names: Namespace, *rest: Any, layers: int = 2, token: str = "") -> int:
+    return layers
+
+
+def test_arguments_are_plain_values_by_name() -> None:
+    found = call_arguments(
+        _train, (Settings(), Namespace(seed=1, path="https://me:pass@host/x"), torch.ones(2), [1, 2])
+    )
+    assert found == {
+        "settings.lr": 0.1, "settings.inner.depth": 3, "settings.inner.api_key": "***", "names.seed": 1,
+        "names.path": "https://***@host/x", "rest": "tuple", "layers": 2, "token": "***",
+    }  # fmt: skip
+    assert call_arguments(_train, (1,)) == {"0": 1}, "the ranks report that the call is wrong"
+    assert len(call_arguments(lambda many: many, ({str(n): n for n in range(1000)},))) == MAX_ARGUMENTS
+
+
+def test_a_run_knows_its_arguments_and_the_list_of_runs_is_a_table() -> None:
+    run = notebook_launcher(_train, (Settings(lr=0.5), Namespace(seed=7)), 1, start_method="inline", tags=("sweep",))
+    assert run.arguments["settings.lr"] == 0.5
+    assert run.without_results().arguments == run.arguments
+    listed = runs()
+    assert listed[-1].id == run.id
+    assert "<Run " in repr(listed)
+
+
+class _FromFile:
+    """A run of which there is a record only: no launch, no commands."""
+
+    def __init__(self) -> None:
+        run = make_run()
+        self.id, self.function_name, self.config, self.plan, self.store = 77, "train", run.config, run.plan, run.store
+        self.status, self.started, self.ended, self.elapsed = "running", run.started, None, 5.0
+        self.arguments = {"lr": 0.1}
+
+
+def test_a_record_of_a_run_is_enough_for_the_table() -> None:
+    from notebook_accelerate.telemetry import MetricEvent
+    from notebook_accelerate.widgets.runs_table import RunsTable
+
+    here, there = make_run(), _FromFile()
+    for step, value in enumerate((3.0, 1.0, float("nan"), 2.0)):
+        feed(here, MetricEvent({"loss": value, "accuracy": value, "step_count": value}, step))
+    table = RunsTable([here, there])  # type: ignore[list-item]
+    head, second, first = table.rows
+    assert head[6:] == ["lr", "loss", "best loss", "accuracy", "best accuracy", "step_count"]
+    assert second[6:] == ["0.1", "–", "–", "–", "–", "–"]
+    assert first[6:] == ["–", "2", "1", "2", "3", "2"]
+    rows = {row["key"]: row for row in table.grid.table["rows"]}
+    assert rows[77]["stops"] is False, "it has no command for it"
+    assert rows[here.id]["stops"] is True
+    assert (rows[here.id]["colour"], rows[77]["colour"]) == (0, 1)
+    assert table.plot.order == [f"run {here.id}", "run 77"]
+    assert "run" in table.text
+    assert "data:image" in table.html
+    table.close()
+
+
+def test_a_best_value_is_kept_while_points_come() -> None:
+    from notebook_accelerate.telemetry import MetricEvent
+
+    run, values = make_run(), BestValues()
+    feed(run, MetricEvent({"val/loss": 2.0}, 1))
+    assert values.best(run, "val/loss") == 2.0
+    feed(run, MetricEvent({"val/loss": 5.0}, 2))
+    assert values.best(run, "val/loss") == 2.0
+    assert [better(name) for name in ("train/loss", "val/accuracy", "lr")] == [-1, 1, 0]
+    assert [column.title for column in columns([run], values)][-2:] == ["val/loss", "best val/loss"]

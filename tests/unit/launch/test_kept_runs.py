@@ -1,0 +1,497 @@
+"""Kept runs: journals on the disk, opened again, damaged, made to do harm, thinned; tables and exports of them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import random
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import notebook_accelerate
+from notebook_accelerate import BrokenRunError, Run, RunLostError, WorkerError, notebook_launcher, open_run, runs
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.errors import LaunchError, NotebookAccelerateError, ResultsFreedError, SerializationError
+from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
+from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
+from notebook_accelerate.launch.kept.run_writer import RunWriter
+from notebook_accelerate.launch.state.journal import Journal
+from notebook_accelerate.telemetry import LogEvent, MetricEvent
+from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.widgets.live_panel import close_all
+from notebook_accelerate.widgets.runs_table import RunsTable
+from notebook_accelerate.widgets.stop_button import stopping
+from tests.support.runs import START, feed, make_run
+
+OPTIONS: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": "fork", "panel": False}
+
+
+def train(rate: float, api_key: str, fails: bool) -> dict[str, Any]:
+    from notebook_accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    for step in range(20):
+        accelerator.log({"loss": rate / (step + 1)}, step=step)
+        print("step", step)
+    if fails and accelerator.process_index == 1:
+        raise RuntimeError("the second rank")
+    return {"rank": accelerator.process_index, "many": b"x" * (3 << 20)}
+
+
+def write_journal(folder: Path, records: list[Record], name: str = "made") -> Path:
+    """Write a kept run with these records of ranks, and one that has its processes running."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = make_run()
+    header = run_folder.header(name, 1, train, (), LaunchConfig(), START)
+    file = journal_file.JournalFile(folder / JOURNAL_NAME)
+    frames = [journal_format.encode_frame(header), *journal_format.encode_records([*made.journal.records, *records])]
+    file.append(b"".join(frames))
+    return folder
+
+
+def metric(step: int, rank: int = 0, name: str = "loss") -> Record:
+    return Record(rank, START + step, MetricEvent({name: step / 8}, step))
+
+
+def problem_of(path: Path) -> str:
+    """Open a kept run, and write its report; return the error that it gives, "" where it opens."""
+    try:
+        str(open_run(path).report())
+    except BrokenRunError as error:
+        return str(error)
+    return ""
+
+
+# ---- what a kept run gives
+
+
+def test_a_kept_run_opens_as_the_same_run(tmp_path: Path) -> None:
+    arguments = (0.5, "sesame", False)
+    run = notebook_launcher(train, arguments, save=tmp_path / "runs", name="first", env={"A": "word"}, **OPTIONS)
+    assert run.name == "first"
+    assert run.folder is not None
+    assert run.folder.parent == tmp_path / "runs"
+    opened = open_run(run.folder)
+    assert (opened.name, opened.status, opened.folder) == ("first", "succeeded", run.folder)
+    assert (opened.started, opened.ended, opened.attempts) == (run.started, run.ended, run.attempts)
+    for rank in (0, 1):
+        ours, theirs = opened.metrics["loss"].rank(rank), run.metrics["loss"].rank(rank)
+        assert [column.tolist() for column in ours[1:5]] == [column.tolist() for column in theirs[1:5]]
+        assert opened.logs(rank) == run.logs(rank)
+    assert [info.pid for info in opened.ranks] == [info.pid for info in run.ranks]
+    assert [result["rank"] for result in opened.results] == [0, 1]
+    assert [len(result["many"]) for result in opened.results] == [3 << 20] * 2
+    assert opened.wait(0)
+    opened.stop()
+    tables = [[line.split()[:3] for line in str(each.report()).splitlines()[2:12]] for each in (opened, run)]
+    assert tables[0] == tables[1]
+    text = b"".join(path.read_bytes() for path in run.folder.iterdir() if "result" not in path.name)
+    assert b"sesame" not in text
+    assert b"word" not in text
+    assert {thread.name for thread in __import__("threading").enumerate()}.isdisjoint({"notebook-accelerate-save"})
+
+    with pytest.raises(WorkerError):
+        notebook_launcher(train, (0.25, "sesame", True), save=tmp_path / "runs", **OPTIONS)
+    failed = notebook_accelerate.runs()[-1]
+    assert failed.folder is not None
+    again = open_run(failed.folder / JOURNAL_NAME)
+    assert (again.status, [failure.rank for failure in again.failures]) == ("failed", [1])
+    assert again.failures[0].chain[-1].frames[-1].source == 'raise RuntimeError("the second rank")'
+    assert str(again.error) == str(failed.error).replace(f"run {failed.id}", f"run {failed.id}")
+    with pytest.raises(WorkerError, match="the second rank"):
+        _ = again.results
+
+    table = runs(tmp_path / "runs")
+    assert [(row.name, row.status, row.ranks) for row in table] == [
+        ("first", "succeeded", 2), (failed.name, "failed", 2),
+    ]  # fmt: skip
+    assert [row.metrics for row in table] == [{"loss": 0.5 / 20}, {"loss": 0.25 / 20}]
+    assert table[0].arguments == {"rate": 0.5, "api_key": "***", "fails": False}
+    assert table[0].config["env"] == {"A": "***"}
+    assert table[0].seconds == pytest.approx(run.elapsed)
+    assert "first" in repr(table)
+    assert "<td>first</td>" in table._repr_html_()
+    frame = table.to_pandas()
+    assert frame["loss"].tolist() == [0.5 / 20, 0.25 / 20]
+    assert [each.name for each in table.open()] == ["first", failed.name]
+
+
+def test_the_environment_names_the_folder_and_a_file_in_its_place_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_RUNS", str(tmp_path / "all"))
+    run = notebook_launcher(int, (), num_processes=1, start_method="inline", panel=False)
+    assert run.folder is not None
+    assert run.name == f"int-{run.id}"
+    opened = open_run(run.folder)
+    assert opened.status == "succeeded"
+    with pytest.raises(ResultsFreedError, match="inline"):
+        _ = opened.results
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match=r"cannot be kept in .*file"):
+        notebook_launcher(int, (), save=tmp_path / "file", **OPTIONS)
+    with pytest.raises(ValueError, match="name='a b' is not allowed"):
+        LaunchConfig(name="a b")
+    with pytest.raises(FileNotFoundError, match=r"is no kept run"):
+        open_run(tmp_path)
+
+
+def test_a_run_whose_writer_is_gone_is_lost(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    folder = write_journal(tmp_path / "runs" / "made", [metric(step) for step in range(5)])
+    content = (folder / JOURNAL_NAME).read_bytes()
+    alive = open_run(folder)
+    assert alive.status == "running"
+    with pytest.raises(NotebookAccelerateError, match="read-only"):
+        alive.stop()
+    assert not stopping(alive, None).action.enabled
+    table = RunsTable([alive])
+    assert not table.grid.table["rows"][0]["stops"], "only its own notebook can stop it"
+    table.close()
+    close_all(table.widget)
+    del table, alive
+    gc.collect()  # the table and its widgets refer to each other, and to the run
+    assert runs(tmp_path / "runs")[0].status == "running"
+    frame, end = next(iter(journal_format.read_frames(content[8:])))
+    frame.content["process"]["pid"] = int(done.stdout)
+    (folder / JOURNAL_NAME).write_bytes(content[:8] + journal_format.encode_frame(frame.content) + content[8 + end :])
+    lost = open_run(folder)
+    assert (lost.status, lost.ended, lost.wait()) == ("lost", START + 4, True)
+    assert [(info.state, info.exit) for info in lost.ranks] == [("lost", "lost")] * 2
+    assert lost.metrics["loss"].values.tolist() == [step / 8 for step in range(5)]
+    with pytest.raises(RunLostError, match="is gone and has recorded no end"):
+        _ = lost.results
+    assert "lost" in str(lost.report())
+    assert runs(tmp_path / "runs")[0].status == "lost"
+    with pytest.raises(LaunchError, match=r"notebook_launcher\(train, args, config=run.config, resume=run\)"):
+        lost.resume()
+
+
+def test_a_run_of_a_machine_that_was_restarted_is_lost(tmp_path: Path) -> None:
+    folder = write_journal(tmp_path / "made", [metric(step) for step in range(5)])
+    file = folder / JOURNAL_NAME
+    content = file.read_bytes()
+    frame, end = next(iter(journal_format.read_frames(content[8:])))
+    frame.content["process"]["machine"] = "another boot"
+    file.write_bytes(content[:8] + journal_format.encode_frame(frame.content) + content[8 + end :])
+    alive = open_run(folder)
+    assert alive.status == "running", "another machine may have written it a moment ago"
+    del alive
+    os.utime(file, (START, START))
+    assert open_run(folder).status == "lost"
+
+
+def test_a_run_rebuilt_from_an_unfinished_journal_ends() -> None:
+    rebuilt = Run.rebuilt(LaunchConfig(), "train", make_run().journal.records)
+    assert (rebuilt.status, rebuilt.wait()) == ("lost", True)
+
+
+def test_tensorboard_reads_what_is_exported(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    opened = open_run(write_journal(tmp_path / "made", [metric(step) for step in range(5)]))
+    found = accumulator.EventAccumulator(str(opened.to_tensorboard(tmp_path / "events")))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [(step, step / 8) for step in range(5)]
+
+
+def test_without_tensorboard_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        make_run().to_tensorboard(tmp_path)
+
+
+# ---- files that are damaged, or made to do harm
+
+
+def test_a_torn_journal_opens_with_what_was_written_before(tmp_path: Path) -> None:
+    folder = write_journal(tmp_path / "made", [metric(0)])
+    whole = (folder / JOURNAL_NAME).read_bytes()
+    last = b"".join(journal_format.encode_records([metric(1), metric(2)]))
+    for length in range(0, len(last), 7):
+        (folder / JOURNAL_NAME).write_bytes(whole + last[:length])
+        assert read_journal(folder / JOURNAL_NAME).journal.store.series("loss").steps.tolist() == [0]
+    for tail in (b"\0" * 5000, last[:-1] + b"?"):
+        (folder / JOURNAL_NAME).write_bytes(whole + tail)
+        assert read_journal(folder / JOURNAL_NAME).journal.store.series("loss").steps.tolist() == [0]
+    for length in range(0, len(whole), 11):
+        (folder / JOURNAL_NAME).write_bytes(whole[:length])
+        refused = problem_of(folder / JOURNAL_NAME)
+        assert not refused or str(folder / JOURNAL_NAME) in refused
+
+
+def test_damaged_journals_give_one_error_that_names_the_file(tmp_path: Path) -> None:
+    records = [metric(step) for step in range(50)] + [Record(1, START, LogEvent("stdout", "a\nb"))]
+    folder = write_journal(tmp_path / "made", records)
+    path = folder / JOURNAL_NAME
+    whole = path.read_bytes() + b"".join(journal_format.encode_records([metric(51)]))
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        problem = problem_of(path)
+        refused += bool(problem)
+        assert not problem or str(path) in problem
+    assert refused > 200
+
+
+def frame_of(text: bytes, payload: bytes = b"") -> bytes:
+    lengths = struct.pack("<II", len(text), len(payload))
+    return lengths + struct.pack("<I", zlib.crc32(payload, zlib.crc32(text, zlib.crc32(lengths)))) + text + payload
+
+
+HEADER: dict[str, Any] = {
+    "kind": "header",
+    "format": 1,
+    "name": "x",
+    "function": "f",
+    "config": {},
+    "process": {},
+    "arguments": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"[" * 100_000], "recursion"),
+        ([b"{}"], "header"),
+        ([b'[["RankPaused", -1, 1.0, {"rank": 0}]]'], "header"),
+        ([json.dumps(HEADER).encode(), b"17"], "section"),
+        ([json.dumps({**HEADER, "format": 99}).encode()], "format 99"),
+        ([json.dumps({**HEADER, "name": 3}).encode()], "name"),
+        ([json.dumps(HEADER).encode(), b'[["RunCreated", -1, 1.0, {"function_name": 3}]]'], "function_name"),
+        ([json.dumps(HEADER).encode(), b'[["RunCreated", -1, "soon", {"function_name": "f"}]]'], "time"),
+        ([json.dumps(HEADER).encode(), b'[["RunEnded", -1, 1.0, {"status": "fine"}]]'], "RunEnded"),
+        ([json.dumps(HEADER).encode(), b'[["RunCreated", 7, 1.0, {"function_name": "f"}]]'], "rank 7"),
+        ([json.dumps(HEADER).encode(), b'[["RankPaused"]]'], "no event"),
+        ([json.dumps(HEADER).encode(), b'[["RankReturned", -1, 1.0, {"rank": "a"}]]'], "rank"),
+        ([json.dumps(HEADER).encode(), b'{"kind":"points","name":"l","rank":0,"count":9}'], "points"),
+        ([json.dumps(HEADER).encode(), b'{"kind":"points","name":"l","rank":99999999,"count":0}'], "curve"),
+        ([json.dumps(HEADER).encode()], "no events"),
+    ],
+)
+def test_hostile_frames_are_refused(tmp_path: Path, frames: list[bytes], why: str) -> None:
+    path = tmp_path / JOURNAL_NAME
+    path.write_bytes(journal_format.MAGIC + b"".join(map(frame_of, frames)))
+    with pytest.raises(BrokenRunError) as caught:
+        open_run(tmp_path)
+    assert str(path) in str(caught.value)
+    assert why.lower() in str(caught.value).lower()
+
+
+def test_sizes_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_NAME
+    for head in (struct.pack("<III", 1 << 30, 0, 0), struct.pack("<III", 10, 1 << 31, 0)):
+        path.write_bytes(journal_format.MAGIC + head + b"x" * 100)
+        with pytest.raises(BrokenRunError, match="cannot have"):
+            open_run(path)
+    with path.open("r+b") as file:
+        file.truncate(journal_file.MAX_READ_BYTES + 1)
+    with pytest.raises(BrokenRunError, match="at most"):
+        open_run(path)
+    path.write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(BrokenRunError, match="does not begin with"):
+        open_run(path)
+
+
+class Harm:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_of_a_stranger_runs_only_where_results_are_read(tmp_path: Path) -> None:
+    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
+    assert run.folder is not None
+    harm = pickle.dumps((pickle.dumps(Harm(tmp_path / "harmed")), []))
+    journal = run.folder / JOURNAL_NAME
+    content, changed = journal.read_bytes(), [journal_format.MAGIC]
+    for frame, _ in journal_format.read_frames(content[8:]):
+        for row in frame.content if isinstance(frame.content, list) else ():
+            if row[0] == "RankReturned":
+                row[3]["stored"] = {"bytes": len(harm), "crc32": zlib.crc32(harm)}
+        changed.append(journal_format.encode_frame(frame.content, frame.payload))
+    journal.write_bytes(b"".join(changed))
+    for rank in (0, 1):
+        (run.folder / f"result-{rank}.pickle").write_bytes(harm)
+    opened = open_run(run.folder)
+    (
+        repr(opened),
+        repr(opened.ranks),
+        str(opened.report()),
+        opened.report().html,
+        opened.panel(),
+        repr(runs(tmp_path / "runs")),
+    )
+    opened.without_results()
+    assert not (tmp_path / "harmed").exists()
+    (run.folder / "result-1.pickle").write_bytes(harm[:-1] + b"?")
+    with pytest.raises(SerializationError, match=r"result-1.pickle is not the result"):
+        _ = opened.ranks[1].result
+    _ = opened.ranks[0].result
+    assert (tmp_path / "harmed").exists()
+
+
+# ---- bounds, and kills
+
+
+def test_a_long_journal_is_thinned_and_keeps_its_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_file, "MAX_JOURNAL_BYTES", 200_000)
+    monkeypatch.setattr(journal_file, "KEPT_POINTS", 2_000)
+    monkeypatch.setattr(journal_file, "KEPT_LOG_BYTES", 20_000)
+    journal = Journal()
+    writer = RunWriter(tmp_path, run_folder.header("long", 1, train, (), LaunchConfig(), START), journal)
+    journal.replay(make_run().journal.records)
+    sizes = []
+    for step in range(20_000):
+        value = 1e9 if step == 777 else step / 8
+        journal.add([Record(0, START + step, MetricEvent({"loss": value}, step))])
+        journal.add([Record(0, START + step, LogEvent("stdout", f"line {step}"))])
+        if step % 500 == 499:
+            writer._write(last=False)
+            sizes.append((tmp_path / JOURNAL_NAME).stat().st_size)
+    assert max(sizes) < 200_000 + 100_000
+    assert sorted(sizes) != sizes, "it was thinned"
+    opened = open_run(tmp_path)
+    series = opened.metrics["loss"]
+    assert series.thinned
+    assert (series.values.max(), series.steps[0], series.steps[-1]) == (1e9, 0, 19_999)
+    assert opened.logs(0)[-1] == "line 19999"
+    assert [info.state for info in opened.ranks] == ["running", "running"]
+
+
+_WRITES = """
+import os, signal, sys
+from pathlib import Path
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.launch.kept import journal_file, run_folder
+from notebook_accelerate.launch.kept.run_writer import RunWriter
+from notebook_accelerate.launch.state.journal import Journal
+from notebook_accelerate.telemetry import MetricEvent
+from notebook_accelerate.telemetry.store import Record
+from tests.support.runs import START, make_run
+
+journal_file.MAX_JOURNAL_BYTES, journal_file.KEPT_POINTS = 3000, 40
+base, torn = Path(sys.argv[1]), sys.argv[2] == "torn"
+
+def victim(step, folder, told):
+    seen = 0
+    write = os.write
+    def change(kind):
+        nonlocal seen
+        seen += 1
+        if seen == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def audited(event, arguments):
+        if event in ("os.rename", "os.remove", "os.truncate") or (event == "open" and arguments[2] & os.O_CREAT):
+            change(event)
+    def counted(descriptor, data):
+        nonlocal seen
+        if descriptor != told:
+            seen += 1
+            if seen == step:
+                write(descriptor, bytes(data)[: len(data) // 2 if torn else 0])
+                os.kill(os.getpid(), signal.SIGKILL)
+        return write(descriptor, data)
+    os.write = counted
+    sys.addaudithook(audited)
+    journal = Journal()
+    writer = RunWriter(folder, run_folder.header("killed", 1, victim, (), LaunchConfig(), START), journal)
+    journal.replay(make_run().journal.records)
+    for number in range(12):
+        journal.add([Record(0, START + number * 8 + i, MetricEvent({"loss": 1.0}, number * 8 + i)) for i in range(8)])
+        writer._write(last=number == 11)
+        write(told, b"%d\\n" % (number * 8 + 8))
+
+step, code = 0, None
+while code != 0:
+    step += 1
+    folder = base / str(step)
+    folder.mkdir()
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        victim(step, folder, theirs)
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as told:
+        known = told.read().split()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL), code
+    print(step, known[-1] if known else -1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("torn", ["torn", "before"])
+def test_a_journal_opens_after_a_kill_at_every_write(tmp_path: Path, torn: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WRITES, str(tmp_path), torn], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    pairs = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(pairs) > 30, "a write, or a change of the folder, for each"
+    thinned = 0
+    for step, known in pairs:
+        folder = tmp_path / str(step)
+        if known < 0 and not (folder / JOURNAL_NAME).exists():
+            continue
+        if problem := problem_of(folder / JOURNAL_NAME):
+            assert known < 0, f"killed at {step}: {problem}"
+            continue
+        opened = open_run(folder)
+        steps = opened.metrics["loss"].steps.tolist() if "loss" in opened.metrics else []
+        thinned += opened.metrics["loss"].thinned if steps else 0
+        assert (opened.status, opened.wait()) == ("lost", True)
+        if known > 0:
+            assert steps[0] == 0
+            assert steps[-1] >= known - 1, f"killed at {step}: step {known - 1} had been written"
+    assert thinned, "some were killed after the journal had been thinned"
+
+
+def test_an_error_of_the_disk_is_told_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal()
+    writer = RunWriter(tmp_path, run_folder.header("full", 1, train, (), LaunchConfig(), START), journal)
+    journal.replay(make_run().journal.records)
+    write, full = os.write, True
+
+    def half(descriptor: int, data: Any) -> int:
+        if full:
+            write(descriptor, bytes(data)[:10])
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", half)
+    for step in range(3):
+        journal.add([metric(step)])
+        writer._retry_at = 0.0
+        writer._write(last=False)
+    assert len([text for text in journal.state.warnings if "No space left" in text]) == 1
+    full = False
+    writer._retry_at = 0.0
+    writer._write(last=False)
+    assert open_run(tmp_path).metrics["loss"].steps.tolist() == [0, 1, 2]
+
+
+def test_what_an_opened_run_gives_a_view(tmp_path: Path) -> None:
+    """A view may feed on an opened run that goes on as on any other."""
+    opened = open_run(write_journal(tmp_path / "made", [metric(0)]))
+    seen: list[Any] = []
+    opened.journal.subscribe(seen.extend)
+    feed(opened, MetricEvent({"loss": 3.0}, 1), at=START + 9)
+    assert [record.event.values for record in seen] == [{"loss": 3.0}]
+    assert signal.getsignal(signal.SIGINT) is not None
