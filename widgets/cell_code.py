@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from datetime import timedelta
 from enum import Enum
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
 
 _WIDTH = 88
+RUN_VARIABLE = "run"
+"""The variable that the cell assigns the run to."""
 # Fields of LaunchConfig that are not parameters of notebook_launcher.
-ONLY_IN_CONFIG = ("cpu", "accelerator", "as_accelerate", "report_from")
+ONLY_IN_CONFIG = ("cpu", "accelerator", "as_accelerate", "report_from", "automatic_metrics")
 
 
 def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: bool = False) -> str:
@@ -38,7 +42,47 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: 
     if in_config:
         values = [f"{name}={_multiline(value)}" for name, value in in_config.items()]
         call.append(f"config=LaunchConfig({', '.join(values)})")
-    return "\n".join([*imports, "", _call("run = notebook_launcher", call)])
+    return "\n".join([*imports, "", _call(f"{RUN_VARIABLE} = notebook_launcher", call)])
+
+
+def arguments_code(arguments: Sequence[Any], namespace: Mapping[str, Any]) -> str:
+    """Return the code of a function's arguments, such as ``(model, 3)``; "" for none, and where one has no code.
+
+    Args:
+        arguments: Plain values, or values of variables.
+        namespace: The variables.
+    """
+    codes = [_argument_code(value, namespace) for value in arguments]
+    if not all(codes):
+        return ""
+    return f"({', '.join(codes)}{',' if len(codes) == 1 else ''})" if codes else ""
+
+
+def as_tuple(text: str) -> str:
+    """Return the code of a function's arguments as a tuple: "(model,)" for "model"; "" for none.
+
+    Args:
+        text: As entered: one argument, several separated by commas, or a tuple.
+    """
+    code = text.strip().rstrip(",")
+    try:
+        given = ast.parse(f"_({code})", mode="eval").body
+    except SyntaxError:  # raised again where the code is evaluated
+        return code
+    arguments = given.args if isinstance(given, ast.Call) else []
+    if len(arguments) != 1:
+        return f"({code})" if code else ""
+    return code if isinstance(arguments[0], ast.Tuple) else f"({code},)"
+
+
+def _argument_code(value: Any, namespace: Mapping[str, Any]) -> str:
+    code = repr(value)
+    try:
+        if len(code) <= _WIDTH and ast.literal_eval(code) == value:
+            return code
+    except (ValueError, SyntaxError, TypeError):
+        pass
+    return next((name for name, found in namespace.items() if found is value and not name.startswith("_")), "")
 
 
 def _multiline(value: Any) -> str:

@@ -24,6 +24,9 @@ _IN_FILE = {
     "num_processes", "mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes", "rdzv_backend", "cpu",
 }  # fmt: skip
 
+_ONE_PER_DEVICE = ClusterConfig.num_processes
+"""A file's number of processes that was not chosen: a launch from a notebook starts one per accelerator."""
+
 
 def load(
     path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig | None = None
@@ -86,8 +89,8 @@ def to_cluster(
     several = launch.num_nodes > 1
     values: dict[str, Any] = {
         "mixed_precision": launch.mixed_precision,
-        "use_cpu": accelerator == "cpu",
-        "num_processes": world,
+        "use_cpu": launch.cpu,
+        "num_processes": world if launch.num_processes else _ONE_PER_DEVICE,
         "machine_rank": launch.node_rank,
         "num_machines": launch.num_nodes,
         "main_process_ip": launch.rendezvous_address[0] if several else None,

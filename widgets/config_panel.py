@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,28 @@ from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets import config_file_form
-from notebook_accelerate.widgets.cell_code import launch_cell, name_of, training_functions
+from notebook_accelerate.widgets.cell_code import (
+    RUN_VARIABLE,
+    arguments_code,
+    as_tuple,
+    launch_cell,
+    name_of,
+    training_functions,
+)
 from notebook_accelerate.widgets.copy_button import CopyButton
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
-from notebook_accelerate.widgets.forms import Form
+from notebook_accelerate.widgets.forms import INPUT_WIDTH, LABEL_WIDTH, Form
 from notebook_accelerate.widgets.memory_check import MemoryCheck
-from notebook_accelerate.widgets.panel_elements import alert, notice, row, style_widget, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_elements import (
+    alert,
+    notice,
+    style_widget,
+    widget_bundle,
+    with_classes,
+)
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.plan_summary import chips, details, machine_summary, plan_sentence
+from notebook_accelerate.widgets.shared_models import SharedModels
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
@@ -77,6 +92,8 @@ class ConfigPanel:
         self._parent: Any = None
         self._shown = PanelOutput(self._static, lambda: "Settings of a launch")
         self._hidden_arguments: dict[str, Any] = {}
+        self._models = SharedModels()
+        self._wrong_notes: list[Any] = []
         config = config or LaunchConfig(block=False)
         self.launch_form = Form(
             LaunchConfig,
@@ -86,11 +103,17 @@ class ConfigPanel:
             groups=LAUNCH_GROUPS,
             names=[name for _, names in LAUNCH_GROUPS for name in names],
             on_change=self._changed,
+            models=self._models,
         )
         if config.accelerator:
             training, self._hidden_arguments = (training or TrainingOptions()).with_arguments(config.accelerator)
         self.training_form = Form(
-            TrainingOptions, training, title="Training", groups=TRAINING_GROUPS, on_change=self._changed
+            TrainingOptions,
+            training,
+            title="Training",
+            groups=TRAINING_GROUPS,
+            on_change=self._changed,
+            models=self._models,
         )
         self._build()
         self.refresh()
@@ -187,13 +210,17 @@ class ConfigPanel:
     @property
     def code(self) -> str:
         """The cell that does the same as the Launch button; if there are errors, a comment with them."""
-        return self._cell(hidden=False)
-
-    def _cell(self, *, hidden: bool) -> str:
         if errors := self.errors:
             return "\n".join(f"# {line}" for error in errors.values() for line in error.splitlines())
+        return self._cell(hidden=False)
+
+    def _shown_cell(self, errors: Mapping[str, str]) -> str:
+        """Return the cell without secrets; the errors are shown beside their fields, not here."""
+        return f"# {_to_correct(errors)}" if errors else self._cell(hidden=True)
+
+    def _cell(self, *, hidden: bool) -> str:
         name = self._name.value.strip() or "train"
-        return launch_cell(name, self._args.value.strip(), self.config, hidden=hidden)
+        return launch_cell(name, as_tuple(self._args.value), self.config, hidden=hidden)
 
     def launch(self, function: Callable[..., Any] | None = None, args: Iterable[Any] | None = None) -> Run:
         """Start the configured run.
@@ -272,51 +299,72 @@ class ConfigPanel:
     # ---- the widgets
 
     def _build(self) -> None:
-        make = ipywidgets
-        wide, label = make.Layout(width="30em"), {"description_width": "7em"}
+        make, html = self._models.make, partial(self._models.make, ipywidgets.HTML)
+        button = partial(self._models.make, ipywidgets.Button)
         title = element("h3", "Configure a launch", class_="na-title")
-        self._title = make.HTML(join([title, chips(self.hardware)]))
-        self._plan_view = make.HTML()
-        self._file = make.Text(description="Path", value=str(default_config_file), layout=make.Layout(width="44em"))
-        self._load = make.Button(description="Load", tooltip="Read this configuration file")
-        self._save = make.Button(description="Save", tooltip="Write this configuration file")
-        self._file_note = make.HTML()
-        self._name = make.Combobox(description="Function", placeholder="train", style=label, layout=wide)
-        self._args = make.Text(description="Arguments", placeholder="(model, 3)", style=label, layout=wide)
-        self._go = make.Button(description="Launch", button_style="primary", icon="play", tooltip="Start this run")
-        self._run_note = make.HTML()
-        self._code = make.HTML()
-        self._copy = CopyButton(label="Copy this cell")
-        self._name.value = name_of(self._function) if self._function is not None else ""
-        for box in (self._name, self._args):
+        self._title = html(value=join([title, chips(self.hardware)]))
+        self._plan_view, self._file_note, self._run_note, self._code = (html() for _ in range(4))
+        self._file = make(ipywidgets.Text, width="44em", description="Path", value=str(default_config_file))
+        self._load = button(description="Load", tooltip="Read this configuration file")
+        self._save = button(description="Save", tooltip="Write this configuration file")
+        given = name_of(self._function) if self._function is not None else ""
+        in_column = {"width": INPUT_WIDTH, "label": LABEL_WIDTH}
+        self._name = make(
+            ipywidgets.Combobox, **in_column, description="Function", placeholder="e.g. train", value=given
+        )
+        self._args = make(
+            ipywidgets.Text,
+            **in_column,
+            value=arguments_code(self._arguments, _namespace()),
+            description="Arguments",
+            placeholder="e.g. model",
+        )
+        self._go = button(description="Launch", button_style="primary", icon="play", tooltip="Start this run")
+        self._copy = CopyButton(label="Copy this cell", insertable=True)
+        for box in (self._name, self._args, self._file):
             box.observe(self._changed, names="value")
         self._go.on_click(lambda _: self._guarded(self._launch_clicked, self._run_note))
         self._load.on_click(lambda _: self._guarded(self._load_clicked, self._file_note))
         self._save.on_click(lambda _: self._guarded(self._save_clicked, self._file_note))
-        self.widget = with_classes(make.VBox([style_widget("forms.css"), *self._parts()]), "na-form", "na-config")
+        parts = [style_widget("forms.css"), *self._parts()]
+        self.widget = with_classes(make(ipywidgets.VBox, children=parts), "na-form", "na-config")
 
     def _parts(self) -> list[Any]:
-        make = ipywidgets
-        pages = [self.launch_form.widget, self.training_form.widget, self._file_tab()]
-        tabs = with_classes(make.Tab(pages), "na-tabs")
+        make = self._models.make
+        self._training_tab = make(ipywidgets.VBox)
+        self._tabs = with_classes(
+            make(ipywidgets.Tab, children=[self.launch_form.widget, self._training_tab, self._file_tab()]), "na-tabs"
+        )
         for index, title in enumerate(("Launch", "Training", "Configuration file")):
-            tabs.set_title(index, title)
-        launch_row = row([self._name, self._args, self._go], "na-row")
-        return [self._title, self._plan_view, tabs, launch_row, self._run_note, self._code, self._copy]
+            self._tabs.set_title(index, title)
+        self._tabs.observe(self._tab_opened, "selected_index")
+        call = make(ipywidgets.VBox, children=[self._name, self._args])
+        launch_row = with_classes(make(ipywidgets.HBox, children=[call, self._go]), "na-launch")
+        caption = make(ipywidgets.HTML, value=element("span", "The same launch as a cell", class_="na-help"))
+        above = with_classes(make(ipywidgets.HBox, children=[caption, self._copy]), "na-cell-head")
+        code = with_classes(make(ipywidgets.VBox, children=[above, self._code]), "na-cell")
+        return [self._title, self._plan_view, self._tabs, launch_row, self._run_note, code]
+
+    def _tab_opened(self, change: Any) -> None:
+        """Create the form of the training when its tab is first opened."""
+        if change["new"] == 1 and not self._training_tab.children:
+            self._training_tab.children = [self.training_form.widget]
 
     def _file_tab(self) -> Any:
-        about = ipywidgets.HTML(element("span", "Accelerate's configuration file, YAML or JSON.", class_="na-help"))
-        return ipywidgets.VBox([about, row([self._file, self._load, self._save], "na-row"), self._file_note])
+        make = self._models.make
+        help_text = element("span", "Accelerate's configuration file, YAML or JSON.", class_="na-help")
+        about = make(ipywidgets.HTML, value=help_text)
+        line = with_classes(make(ipywidgets.HBox, children=[self._file, self._load, self._save]), "na-row")
+        return make(ipywidgets.VBox, children=[about, line, self._file_note])
 
     def refresh(self) -> None:
         """Update the plan and the cell."""
         with self._lock:
             errors = self.errors
             self._plan_view.value = self._plan_html(errors)
-            self._code.value = element(
-                "pre", self._cell(hidden=True), class_="na-code", tabindex=0, aria_label="The cell"
-            )
-            self._copy.text = self.code
+            shown = self._shown_cell(errors)
+            self._code.value = element("pre", shown, class_="na-code", tabindex=0, aria_label="The cell")
+            self._copy.text = shown if errors else self.code
             self._go.disabled = bool(errors)
             names = tuple(training_functions(_namespace()))
             if self._name.options != names:
@@ -325,16 +373,20 @@ class ConfigPanel:
 
     def _plan_html(self, errors: dict[str, str]) -> Markup:
         if errors:
-            return element("div", *map(alert, errors.values()), class_="na-plan na-wrong")
+            text = alert(errors[""]) if "" in errors else element("span", _to_correct(errors), role="status")
+            return element("div", text, class_="na-plan na-wrong")
         plan, training = self.plan, self.training
         small = details(plan, training)
-        small += ["the button starts it without blocking, panel.launch() blocks"] if self.config.block else []
+        small += ["Launch starts it in the background; the cell below blocks"] if self.config.block else []
         lines = [element("strong", plan_sentence(plan, self.config, training))]
         lines.append(element("span", " · ".join(small), class_="na-help"))
         lines += [alert(warning)] if (warning := self.warning) else []
         return element("div", join(lines, "<br>"), class_="na-plan", role="status")
 
     def _changed(self, _: Any) -> None:
+        for note in self._wrong_notes:
+            note.value = ""
+        self._wrong_notes.clear()
         self._guarded(self.refresh)
 
     def _guarded(self, action: Callable[[], None], note: Any = None) -> None:
@@ -342,20 +394,23 @@ class ConfigPanel:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - shown beside the button
-            (note if note is not None else self._run_note).value = alert(f"{type(error).__name__}: {error}")
+            shown = note if note is not None else self._run_note
+            shown.value = alert(f"{type(error).__name__}: {error}")
+            self._wrong_notes.append(shown)
 
     # ---- clicks
 
     def _launch_clicked(self) -> None:
-        self._run_note.value = notice("starting …")
+        self._run_note.value = notice("Starting …")
         function, arguments = self._chosen_function(), self._chosen_arguments()
         with published_under(self._parent):
             run = launch.start(self.config.changed(block=False), function, arguments)
+        _namespace()[RUN_VARIABLE] = run  # as the cell does that the panel shows
         self._show_run(run)
         self._keep(run).add_ending_callback(self._show_run)
 
     def _show_run(self, run: Run) -> None:
-        text = f"run {run.id} {run.status}" + (f" in {run.elapsed:.1f} s" if run.ended else "")
+        text = f"run {run.id} {run.status}" + (f" in {run.elapsed:.1f} s" if run.ended else f", as {RUN_VARIABLE!r}")
         if run.error is not None:
             self._run_note.value = alert(f"{text}: {run.error}")
         else:
@@ -369,25 +424,25 @@ class ConfigPanel:
 
     def _load_clicked(self) -> None:
         self.load(self._file.value)
-        self._file_note.value = notice(f"loaded {self._file.value}", "na-good")
+        self._file_note.value = notice("Loaded.", "na-good")
 
     def _save_clicked(self) -> None:
         path = Path(self._file.value).expanduser().resolve()
         if path.exists() and path not in self._own_files:
             self._own_files.add(path)
-            self._file_note.value = alert(f"{path} exists; click Save again to replace it")
+            self._file_note.value = alert(f"{path} exists. Click Save again to replace it.")
             return
         self.save(path)
         missing = config_file_form.not_in_file(self.launch_form.value, self.training, self._cluster_config())
-        more = f"; the file format does not include {', '.join(missing)}" if missing else ""
-        self._file_note.value = notice(f"saved {path}{more}", "na-good")
+        more = f" Not stored: {', '.join(missing)}." if missing else ""
+        self._file_note.value = notice(f"Saved.{more}", "na-good")
 
     def _chosen_function(self) -> Callable[..., Any]:
         name = self._name.value.strip()
         if self._function is not None and name in {"", name_of(self._function)}:
             return self._function
         if not name:
-            raise ValueError("there is no function to run; write its name, or call panel.launch(train, (arguments,))")
+            raise ValueError("enter the name of a function of this notebook, or call panel.launch(train, (arguments,))")
         found = _namespace().get(name)
         if not callable(found):
             known = ", ".join(training_functions(_namespace())) or "none"
@@ -395,13 +450,8 @@ class ConfigPanel:
         return found  # type: ignore[no-any-return]
 
     def _chosen_arguments(self) -> tuple[Any, ...]:
-        text = self._args.value.strip()
-        if not text:
-            return self._arguments
-        value = eval(text, dict(_namespace()))  # noqa: S307 - the user's own code, as in a cell
-        if not isinstance(value, tuple):
-            raise ValueError(f"Arguments={text} is not a tuple; write ({text},)")
-        return value
+        text = as_tuple(self._args.value)
+        return tuple(eval(text, dict(_namespace()))) if text else self._arguments  # noqa: S307 - as in a cell
 
     # ---- display
 
@@ -410,7 +460,9 @@ class ConfigPanel:
         """The panel as HTML without scripts: the plan, the settings, the cell."""
         lines = [element("strong", self.sentence), self.warning, machine_summary(self.hardware)]
         forms = [Markup(form.html) for form in (self.launch_form, self.training_form)]
-        return join([*(element("p", line) for line in lines if line), *forms, element("pre", self._cell(hidden=True))])
+        return join(
+            [*(element("p", line) for line in lines if line), *forms, element("pre", self._shown_cell(self.errors))]
+        )
 
     @property
     def text(self) -> str:
@@ -419,7 +471,7 @@ class ConfigPanel:
             "\n".join(filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])),
             f"Launch\n{self.launch_form.text}",
             f"Training\n{self.training_form.text}",
-            self._cell(hidden=True),
+            self._shown_cell(self.errors),
         ])  # fmt: skip
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -457,6 +509,12 @@ def configure(
         memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
     return ConfigPanel(function, args, config=config, model=model, memory=memory)
+
+
+def _to_correct(errors: Mapping[str, str]) -> str:
+    """Return which fields the user has to correct, without the errors, which are shown beside them."""
+    names = ", ".join(filter(None, errors)) or "the launch"
+    return f"Correct {names} to see the plan and its cell."
 
 
 def _namespace() -> dict[str, Any]:

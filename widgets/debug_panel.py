@@ -16,6 +16,7 @@ from notebook_accelerate.widgets import debug_panel_html as parts
 from notebook_accelerate.widgets.debug_panel_html import MAX_HISTORY, Entry
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
+from notebook_accelerate.widgets.run_summary import status
 
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis
@@ -87,10 +88,12 @@ class DebugPanel(LivePanel):
         unreachable = not self._reachable()
         for control in (self.why_button, self.pause_button, self.resume_button, self.line, self.send_button):
             control.disabled = unreachable
+        self.pause_button.disabled = unreachable or status(run) == "paused"
+        self.resume_button.disabled = unreachable or not run.paused
         self.line.placeholder = (
-            f"a command for the debugger of {rank_names(stopped)}, such as p loss"
+            f"a command for the debugger of {rank_names(stopped)}, e.g. p loss"
             if stopped
-            else "an expression, such as model.head.weight.norm()"
+            else "an expression, e.g. model.head.weight.norm()"
         )
         if unreachable and run.ended is not None and self._shown:
             self.close()
@@ -115,7 +118,7 @@ class DebugPanel(LivePanel):
         self._start(lambda: self._record("pause", "", self.run.pause()))
 
     def _resume(self) -> None:
-        self._start(lambda: self._record("resume", "", self.run.resume()))
+        self._start(lambda: self._record("resume", "", self.run.resume([info.rank for info in self.run.ranks])))
 
     def _send(self) -> None:
         line = self.line.value.strip()

@@ -71,7 +71,12 @@ def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: f
     groups: dict[tuple[str, bool, str, int | None], list[RankInfo]] = {}
     for info in run.ranks:
         location = found.line_of(info.rank) if found is not None and info.rank in inspected else ""
-        key = (info.state, info.rank in stopped, location, None if many else info.rank)
+        key = (
+            "paused" if info.rank in run.paused else info.state,
+            info.rank in stopped,
+            location,
+            None if many else info.rank,
+        )
         groups.setdefault(key, []).append(info)
     rows = []
     for (status, held, location, _), members in sorted(groups.items(), key=lambda group: len(group[1])):
@@ -86,7 +91,7 @@ def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: f
         ])  # fmt: skip
     age = f" ({duration(max(0.0, now - found.time))} ago)" if found is not None else ""
     titles = ["Ranks", "Count"] if many else ["Rank"]
-    return html_table([*titles, "State", "Step", f"Location{age}"], rows, class_="na-table")
+    return html_table([*titles, "State", "Step", f"Location{age}"], rows, class_="na-table na-places")
 
 
 def _steps(members: Sequence[RankInfo]) -> str:

@@ -3,56 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import anywidget
 import traitlets
+
+from notebook_accelerate.widgets.front_end import front_end
+from notebook_accelerate.widgets.repeat_times import RepeatTimes
 
 REFRESH_AGES = (0.4, 1.0, 2.0, 4.0, 8.0)
 """A view that is opened while the kernel is busy cannot ask for the messages it missed. Everything is therefore sent
 again at these ages of a widget, in seconds."""
 
 
-class RepeatTimes:
-    """The times at which something is repeated: at some ages, then once per period.
-
-    Args:
-        ages: Seconds after the start.
-        period: Seconds between later repetitions.
-    """
-
-    def __init__(self, ages: Sequence[float], period: float = math.inf) -> None:
-        self._ages, self._period = ages, period
-        self._start: float | None = None
-        self._next = math.inf
-
-    def start(self, now: float) -> None:
-        """Begin at ``now``, in seconds on any clock."""
-        self._start = now
-        self.plan(now)
-
-    def plan(self, now: float) -> None:
-        """Set the next time, after something was repeated at ``now``."""
-        assert self._start is not None, "call start() first"
-        later = (self._start + age for age in self._ages if self._start + age > now)
-        self._next = next(later, now + self._period)
-
-    def due(self, now: float) -> bool:
-        """Return whether a repetition is due, and plan the next one. The first call is the start."""
-        if self._start is None:
-            self.start(now)
-        if now < self._next:
-            return False
-        self.plan(now)
-        return True
-
-
 class Feed(anywidget.AnyWidget):
     """A widget that sends numbered messages; see ``static/feed.js``.
 
     ``full`` holds everything. ``delta`` continues the message whose number is its ``prev``. A view that missed one
-    asks for a new ``full``.
+    asks for a new ``full``. A view that has been drawn reports it: see ``front_end``.
 
     Args:
         period: Seconds between repetitions of everything, after ``REFRESH_AGES``.
@@ -70,9 +38,12 @@ class Feed(anywidget.AnyWidget):
         self.on_msg(self._on_message)
 
     def _on_message(self, _: Any, content: Any, __: Any) -> None:
-        # Called on any thread: record the request, nothing else.
-        if isinstance(content, dict) and content.get("kind") == "hello":
+        # Called on any thread: record the message, nothing else.
+        kind = content.get("kind") if isinstance(content, dict) else None
+        if kind == "hello":
             self._full_requested = True
+        elif kind == "drawn":
+            front_end.drawn = True
 
     def _full_due(self, now: float) -> bool:
         """Return whether everything has to be sent: a view asked for it, or may have missed a message."""

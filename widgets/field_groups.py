@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.config.launch_config import MIXED_PRECISIONS, RDZV_BACKENDS, START_METHODS
+from notebook_accelerate.config.launch_config import MIXED_PRECISIONS, OUTPUTS, RDZV_BACKENDS, START_METHODS
 
 LAUNCH_CHOICES = {
     "start_method": START_METHODS,
@@ -10,11 +10,18 @@ LAUNCH_CHOICES = {
     "rdzv_backend": RDZV_BACKENDS,
     "on": ("ray",),
     "panel": ("auto", True, False),
+    "output": OUTPUTS,
 }
 LAUNCH_GROUPS = (
     ("", ("num_processes", "mixed_precision", "start_method", "on", "cpu", "block")),
     ("Limits and restarts", ("timeout", "hang_timeout", "max_restarts", "monitor_interval")),
-    ("Environment and output", ("env", "log_line_prefix_template", "panel", "debug", "as_accelerate", "report_from")),
+    (
+        "Environment and output",
+        (
+            "env", "log_line_prefix_template", "panel", "output", "tags", "debug", "as_accelerate", "report_from",
+            "automatic_metrics", "name", "save",
+        ),
+    ),
     (
         "Several machines, ports",
         (

@@ -155,7 +155,7 @@ class FormDraft:
                 found.append((name, shown_code(entry.name, values[entry.name]), entry.help))
             elif entry.name in errors:
                 raw = shown_value(entry.name, self.entries[entry.name])
-                found.append((name, f"{raw!s} (not allowed)", errors[entry.name]))
+                found.append((name, f"{raw!s} (not allowed)", entry.help))
         return found
 
     def text(self) -> str:

@@ -5,24 +5,31 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from html import escape
 from typing import Any
 
 import ipywidgets
 
-from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.markup import Markup, element
 from notebook_accelerate.widgets.fields import TEXT_FORMATS, Field, summary, text_of
 from notebook_accelerate.widgets.form_draft import Checked, FormDraft
-from notebook_accelerate.widgets.panel_elements import alert, row, style_widget, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_elements import alert, style_widget, widget_bundle, with_classes
+from notebook_accelerate.widgets.shared_models import SharedModels
 
-_LABEL = {"description_width": "17em"}
-_INPUT = "36em"
+LABEL_WIDTH, INPUT_WIDTH = "16em", "34em"
+"""Widths of a label, which the style sheet knows too, and of a label with its input."""
 _NOT_SET = "default"
+_NOT_BUILT = "The fields appear here as soon as no cell is running."
 Groups = Sequence[tuple[str, Sequence[str]]]
 
 
 class Form:
     """A form for a dataclass.
+
+    Widgets are created when they are first shown: the form's on the first use of ``widget``, those of a folded group
+    when it is opened. A form of a hundred fields would send 700 messages at once, and a kernel drops messages that a
+    slow server has not taken.
 
     Args:
         cls: The dataclass, or a draft of one that another form holds.
@@ -32,6 +39,8 @@ class Form:
         groups: Titles and fields; the first group is open, the others are folded. Fields without a group come last.
         names: Only these fields; None: all.
         on_change: Called with the checked entries after each change, on the thread of the change.
+        models: The layouts and styles of the panel that the form is a part of, which has the style sheet; None: the
+            form is shown on its own.
     """
 
     def __init__(
@@ -44,21 +53,62 @@ class Form:
         groups: Groups | None = None,
         names: Iterable[str] | None = None,
         on_change: Callable[[Checked], None] | None = None,
+        models: SharedModels | None = None,
     ) -> None:
-        nested = isinstance(cls, FormDraft)
         self.draft = cls if isinstance(cls, FormDraft) else FormDraft(cls, value, choices=choices, names=names)
         self.title = title or self.draft.cls.__name__
         self._on_change = on_change
         self._lock = threading.RLock()
         self._loading = False
         self._groups = _complete(groups or (), [entry.name for entry in self.draft.fields])
-        self._rows = {entry.name: _ROW_TYPES.get(entry.kind, _TextRow)(self, entry) for entry in self.draft.fields}
-        columns = [ipywidgets.VBox([self._rows[name].widget for name in names]) for _, names in self._groups]
-        self._folds = ipywidgets.Accordion(children=columns[1:], selected_index=None)
-        parts = [columns[0], *([self._folds] if columns[1:] else [])]
-        sheet = [] if nested else [style_widget("forms.css")]
-        self.widget = with_classes(ipywidgets.VBox([*sheet, *parts]), "na-form")
+        self._kinds = {entry.name: entry for entry in self.draft.fields}
+        self._rows: dict[str, _Row] = {}
+        self._pages: list[Any] = []
+        self._titles: dict[int, str] = {}
+        self._is_part = models is not None
+        self.models = models or SharedModels()
+
+    # ---- widgets, created when they are first shown
+
+    @cached_property
+    def widget(self) -> Any:
+        """The form's widget."""
+        make = self.models.make
+        hint = make(ipywidgets.HTML, value=element("span", _NOT_BUILT, class_="na-help"))
+        self._pages = [make(ipywidgets.VBox, children=[hint]) for _ in self._groups]
+        self._folds = make(ipywidgets.Accordion, children=self._pages[1:], selected_index=None)
+        self._folds.observe(self._unfolded, "selected_index")
+        parts = [*self._pages[:1], *([self._folds] if self._pages[1:] else [])]
+        sheet = [] if self._is_part else [style_widget("forms.css")]
+        whole = with_classes(make(ipywidgets.VBox, children=[*sheet, *parts]), "na-form")
+        if self._pages:
+            self._open(0)
         self._show(self.draft.check())
+        return whole
+
+    def _unfolded(self, change: Any) -> None:
+        if change["new"] is not None:
+            with self._lock:
+                self._open(1 + change["new"])
+
+    def _open(self, index: int) -> None:
+        """Create the rows of a group, if they do not exist."""
+        names = self._groups[index][1]
+        if all(name in self._rows for name in names):
+            return
+        made = {name: _ROW_TYPES.get(self._kinds[name].kind, _TextRow)(self, self._kinds[name]) for name in names}
+        self._rows |= made
+        errors = self.draft.check().errors
+        for name, field_row in made.items():
+            field_row.show_error(errors.get(name, ""))
+        self._pages[index].children = [field_row.widget for field_row in made.values()]
+        self._pages[index].add_class("na-fields")
+
+    def _row(self, name: str) -> _Row:
+        assert self.widget is not None  # creates the pages
+        with self._lock:
+            self._open(next(index for index, (_, names) in enumerate(self._groups) if name in names))
+            return self._rows[name]
 
     # ---- values in and out
 
@@ -104,11 +154,11 @@ class Form:
 
     def input(self, name: str) -> Any:
         """Return the input widget of a field."""
-        return self._rows[name].input
+        return self._row(name).input
 
     def note(self, name: str) -> str:
         """Return the HTML beside a field: its help text and its error."""
-        return str(self._rows[name].note.value)
+        return str(self._row(name).note.value)
 
     def nested(self, name: str) -> Form:
         """Return the form of a nested dataclass.
@@ -116,7 +166,7 @@ class Form:
         Raises:
             ValueError: The field is not nested, or its box is not ticked.
         """
-        form = getattr(self._rows[name], "form", None)
+        form = getattr(self._row(name), "form", None)
         if form is None:
             raise ValueError(f"{name} has no form now; tick its box first: form.input({name!r}).value = True")
         return form  # type: ignore[no-any-return]
@@ -142,9 +192,12 @@ class Form:
         wrong = {name.partition(".")[0] for name in checked.errors}
         for name, field_row in self._rows.items():
             field_row.show_error(checked.errors.get(name, ""))
-        for index, (title, names) in enumerate(self._groups[1:]):
+        for index, (title, names) in enumerate(self._groups[1:] if self._pages else ()):
             count = len(wrong.intersection(names))
-            self._folds.set_title(index, f"{title} ({count} to correct)" if count else title)
+            shown = f"{title} ({count} to correct)" if count else title
+            if self._titles.get(index) != shown:
+                self._titles[index] = shown
+                self._folds.set_title(index, shown)
 
     # ---- without widgets
 
@@ -168,19 +221,19 @@ class _Row:
 
     def __init__(self, form: Form, field: Field) -> None:
         self.form_of, self.field = form, field
-        self.note = with_classes(ipywidgets.HTML(), "na-aside")
+        self.note = form.models.make(ipywidgets.HTML, value=self._aside(""))
         self.input = self.make()
         self.load()
         self.input.observe(self._changed, names="value")
-        self.widget = row([self.input, self.note], "na-row")
+        self.widget = form.models.make(ipywidgets.HBox, children=[self.input, self.note])
 
     def make(self) -> Any:
         """Return the input widget, without its value."""
         raise NotImplementedError
 
     def _make(self, widget: Callable[..., Any], **settings: Any) -> Any:
-        layout = ipywidgets.Layout(width=_INPUT)
-        return widget(description=self.field.name, style=_LABEL, layout=layout, **settings)
+        make = self.form_of.models.make
+        return make(widget, width=INPUT_WIDTH, label=LABEL_WIDTH, description=self.field.name, **settings)
 
     def shown(self, raw: Any) -> Any:
         """Return the widget's value for an entry."""
@@ -200,10 +253,14 @@ class _Row:
 
     def show_error(self, error: str) -> None:
         """Show the error of the entry; "" removes it."""
-        html = join([element("span", _with_code(self.help()), class_="na-help"), alert(error) if error else ""])
+        html = self._aside(error)
         if self.note.value != html:
             self.note.value = html
             (self.input.add_class if error else self.input.remove_class)("na-invalid")
+
+    def _aside(self, error: str) -> Markup:
+        text = element("span", _with_code(self.help()), class_="na-help")
+        return element("div", text, alert(error) if error else "", class_="na-aside")
 
     def _changed(self, change: Any) -> None:
         self.form_of.enter(self.field.name, self.read(change["new"]))
@@ -267,9 +324,10 @@ class _NestedRow(_FlagRow):
     form: Form | None = None
 
     def __init__(self, form: Form, field: Field) -> None:
-        self._below = with_classes(ipywidgets.VBox(), "na-nested")
+        # Its own layout: it is hidden while the box is not ticked.
+        self._below = with_classes(ipywidgets.VBox(layout={"display": "none"}), "na-nested")
         super().__init__(form, field)
-        self.widget = ipywidgets.VBox([self.widget, self._below])
+        self.widget = form.models.make(ipywidgets.VBox, children=[self.widget, self._below])
 
     def load(self) -> None:
         super().load()
@@ -282,7 +340,7 @@ class _NestedRow(_FlagRow):
     def _open(self, wanted: bool) -> None:
         if wanted and self.form is None:
             draft = self.form_of.draft.nested(self.field.name)
-            self.form = Form(draft, on_change=lambda _: self.form_of.check())
+            self.form = Form(draft, on_change=lambda _: self.form_of.check(), models=self.form_of.models)
         self._below.children = (self.form.widget,) if wanted and self.form is not None else ()
         self._below.layout.display = "" if wanted else "none"
 

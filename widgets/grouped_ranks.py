@@ -63,7 +63,7 @@ class Section:
 
 def has_gpu(ranks: Iterable[RankSnapshot]) -> bool:
     """Return whether any rank has reported an accelerator."""
-    return any(rank.gpu is not None or rank.gpu_memory is not None for rank in ranks)
+    return any(rank.devices for rank in ranks)
 
 
 def head(loss: str, *, gpu: bool) -> list[str]:

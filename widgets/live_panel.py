@@ -1,4 +1,4 @@
-"""The base class of panels: they render while a run lasts, and keep their static form when it ends."""
+"""The base class of panels: they render while a run lasts, and leave their static form in the notebook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, here
+from notebook_accelerate.launch.output.replaceable_outputs import Output, here
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.panel_elements import problem
 from notebook_accelerate.widgets.panel_output import PanelOutput
@@ -24,20 +24,23 @@ if TYPE_CHECKING:
 class LivePanel(ABC):
     """A live view of a run.
 
-    While the run lasts, each cell that displays the panel shows the same widget. When the run ends, each cell keeps the
-    panel's static form, so that the saved notebook needs neither kernel nor widgets.
+    While the run lasts, each cell that displays the panel shows the same widget. When the run ends, a panel that
+    ``stays`` is live as long as its kernel, with its static form hidden beside it, for the saved notebook and for
+    readers without the kernel; each cell of another panel keeps the static form only.
 
     Args:
         run: The run to watch.
         clock: Seconds since the epoch; a fake one in tests.
     """
 
+    stays = False
+
     def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         self.run = run
         self._clock = clock
         self._lock = threading.RLock()
-        self._shown = PanelOutput(self._static, self._title, clock)
-        self.closed = False
+        self._shown = PanelOutput(self._static, self._title, clock, lambda: self.run.status)
+        self.closed = self._rests = False
         self._lives = run.ended is None
         self._shown_at = float("-inf")
         self._problem = ipywidgets.HTML()
@@ -75,11 +78,19 @@ class LivePanel(ABC):
 
     def _tick(self, now: float) -> None:
         self._render(now)
-        self._shown.update(now)
+        if not self._rests:
+            self._shown.update(now)
+            if self.stays and self.run.ended is not None and not self.run.held and self._shown:
+                self._rest()
 
     # ---- being displayed
 
-    def show(self, output: CellOutput | None = None) -> CellOutput | None:
+    @property
+    def shown(self) -> bool:
+        """Whether an output of a cell shows the panel."""
+        return bool(self._shown)
+
+    def show(self, output: Output | None = None) -> Output | None:
         """Show the panel.
 
         Args:
@@ -103,7 +114,7 @@ class LivePanel(ABC):
         if not self.closed and self.run.ended is None:
             ticker.add(self.binding)
         if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
-            self.close()
+            self.settle()
         return target
 
     def _ipython_display_(self) -> None:
@@ -123,7 +134,7 @@ class LivePanel(ABC):
         """Render at the next tick; after the end of the run, when nothing ticks, at once."""
         self.binding.touch()
         if self.run.ended is not None:
-            self.binding.tick()
+            self.binding.tick(due=True)
 
     # ---- the end
 
@@ -136,10 +147,33 @@ class LivePanel(ABC):
         self._show_problem(text)
 
     def _ended(self, _: Run) -> None:
-        """Show the static form. Runs on the supervisor's thread, which must not see any error."""
+        """Settle. Runs on the supervisor's thread, which must not see any error."""
         with suppress(Exception):
             if self._shown:
-                self.close()
+                self.settle()
+
+    def settle(self) -> bool:
+        """Show the end of the run, live or as the static form; return whether an output of the panel shows it."""
+        if not (self.stays and self._shown.stays_live):
+            shown = bool(self._shown)
+            self.close()
+            return shown
+        self.binding.tick(due=True)  # of a run that has ended it rests; held ranks can still be asked
+        with suppress(Exception):
+            self._shown.leave()
+        if self._rests:
+            ticker.rest(self.binding)
+        return True
+
+    def _rest(self) -> None:
+        """Render only what the user asks for from now on; the oldest of many such panels is closed."""
+        self._rests = True
+        self._refer_to(self.run.without_results())
+        ticker.suspend(self.binding)
+        self._shown.leave()
+        with _retiring:
+            _resting[:] = [other for other in _resting if not other.closed and other is not self]
+            _resting.append(self)
 
     def close(self) -> None:
         """Stop updating; each cell that displays the panel keeps its static form."""
@@ -148,38 +182,64 @@ class LivePanel(ABC):
                 return
             self.closed = True
             ticker.remove(self.binding)
-            self._shown.end()
+            self._end_outputs()
             if self.run.ended is not None and not self.run.held:
                 self._refer_to(self.run.without_results())  # the widgets are deleted later
             with _retiring:
                 _retired.append((self._shown_at + DRAWING_SECONDS, self.widget))
             close_retired()
 
+    def _end_outputs(self) -> None:
+        """Show the static form; a front end that may still be drawing the live one first shows its last state."""
+        left = self._shown_at + SETTLE_SECONDS - time.monotonic()
+        if left <= 0 or not self._shown.in_notebook:
+            self._shown.end()
+            return
+        with suppress(Exception):  # the static form is shown in any case
+            self._render(self._clock())
+        self._shown.leave()
+        timer = threading.Timer(left, self._shown.end)
+        timer.name, timer.daemon = "notebook-accelerate-panel-end", True
+        timer.start()
 
+
+SETTLE_SECONDS = 3.0
+"""A live view stays for this long after it was shown: ipywidgets reports errors for boxes that are removed before their
+children are drawn. Until then its static form beside it is that of the end."""
 DRAWING_SECONDS = 120.0
 """A front end may still be drawing a view that was shown more recently, and would miss deleted models."""
+MAX_RESTING = 10
+"""Panels of ended runs that stay live; the cells of older ones keep the static form."""
 _retired: list[tuple[float, Any]] = []
+_resting: list[LivePanel] = []
 _retiring = threading.Lock()
 
 
 def close_retired(now: float | None = None) -> None:
-    """Delete the widgets of closed panels that no front end can still be drawing.
+    """Close the panels that need not stay live, and delete the widgets that no front end can still be drawing.
 
     Args:
         now: Seconds on the monotonic clock; None: now.
     """
     moment = time.monotonic() if now is None else now
     with _retiring:
+        over = [panel for panel in _resting if not panel.shown]
+        over += [panel for panel in _resting if panel.shown][:-MAX_RESTING]
+        _resting[:] = [panel for panel in _resting if panel not in over]
+    for panel in over:
+        with suppress(Exception):
+            panel.close()
+    with _retiring:
         due = [widget for until, widget in _retired if until <= moment]
         _retired[:] = [entry for entry in _retired if entry[0] > moment]
     for widget in due:
-        _close_all(widget)
+        close_all(widget)
 
 
-def _close_all(widget: Any) -> None:
+def close_all(widget: Any) -> None:
     """Delete a widget and its descendants, in the kernel and in the browser; layouts and styles are models too."""
     for child in getattr(widget, "children", ()):
-        _close_all(child)
+        close_all(child)
     for part in (getattr(widget, "layout", None), getattr(widget, "style", None), widget):
         if part is not None and hasattr(part, "close"):
             part.close()

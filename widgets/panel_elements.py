@@ -1,12 +1,13 @@
-"""Elements that all panels share: style sheets, boxes, messages and MIME bundles."""
+"""Elements that all panels share: style sheets, boxes, messages and MIME bundles.
+
+Importing this module imports no widget library: panels without widgets use it, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
-
-import ipywidgets
 
 from notebook_accelerate.launch.report.markup import Markup, element
 from notebook_accelerate.widgets.assets import asset
@@ -20,6 +21,8 @@ def style_sheet(name: str = "panel.css") -> Markup:
 
 def style_widget(name: str = "panel.css") -> Any:
     """Return a hidden widget with a style sheet."""
+    import ipywidgets
+
     widget = ipywidgets.HTML(style_sheet(name))
     widget.layout.display = "none"
     return widget
@@ -34,11 +37,15 @@ def with_classes(widget: Any, *names: str) -> Any:
 
 def card(*children: Any) -> Any:
     """Return the box of a run's panel, with its style sheet."""
+    import ipywidgets
+
     return with_classes(ipywidgets.VBox([style_widget(), *children]), "na-run", "na-card")
 
 
 def row(children: Sequence[Any], name: str) -> Any:
     """Return widgets side by side, in a box of the class ``name``."""
+    import ipywidgets
+
     return with_classes(ipywidgets.HBox(children), name)
 
 

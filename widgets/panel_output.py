@@ -2,7 +2,9 @@
 
 A saved notebook holds no widgets: without its kernel a live view is an error message, whatever else its bundle holds.
 A live view therefore has a second output beside it with its static form, which ``static/left.css`` hides while the view
-is live and which is updated regularly. When the view ends, the static form replaces both.
+is live and which is updated regularly. When the view is closed, the static form replaces both.
+
+In a front end without live widgets the static form is all that is shown, and it is updated more often.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
-from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, forget, leave_at_exit
+from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, leave_at_exit
 from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.widgets.feed import RepeatTimes
-from notebook_accelerate.widgets.panel_elements import style_sheet, widget_bundle
+from notebook_accelerate.widgets.front_end import front_end, no_widgets
+from notebook_accelerate.widgets.panel_elements import notice, style_sheet, widget_bundle
+from notebook_accelerate.widgets.repeat_times import RepeatTimes
 
 if TYPE_CHECKING:
     Bundle = dict[str, Any]
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 LEAVE_AGES = (2.0, 5.0, 15.0, 30.0)
 LEAVE_SECONDS = 60.0
 """The static form beside a live view is updated at these ages of the view, and then once per LEAVE_SECONDS."""
+HTML_AGES = tuple(float(age) for age in range(2, 61, 2))
+HTML_SECONDS = 10.0
+"""The same for a static form that is shown instead of a live view: it may hold a hundred kilobytes."""
 
 
 class PanelOutput:
@@ -36,71 +43,139 @@ class PanelOutput:
         static: Returns the static form, a bundle with text/html and text/plain.
         title: Returns the title above the static form.
         clock: Seconds since the epoch.
+        status: Returns the status of the run that is shown; "" for other views.
     """
 
     def __init__(
-        self, static: Callable[[], Bundle], title: Callable[[], str], clock: Callable[[], float] = steady_time.now
+        self,
+        static: Callable[[], Bundle],
+        title: Callable[[], str],
+        clock: Callable[[], float] = steady_time.now,
+        status: Callable[[], str] = lambda: "",
     ) -> None:
-        self._static, self._title, self._clock = static, title, clock
+        self._static, self._title, self._clock, self._status = static, title, clock, status
         self._lock = threading.RLock()
-        self._outputs: list[CellOutput] = []
+        self._outputs: list[Output] = []
+        self._html: set[Output] = set()  # those without a live view
+        self._note = ""
         self._times = RepeatTimes(LEAVE_AGES, LEAVE_SECONDS)
+        self._instead = False  # whether the static form is shown instead of the live view
         _all.add(self)
 
     def __bool__(self) -> bool:
         return bool(self._outputs)
 
-    def add(self, output: CellOutput, widget: Any) -> None:
-        """Show the live widget in ``output``."""
-        widget.add_class("na-live")
+    @property
+    def in_notebook(self) -> bool:
+        """Whether a notebook's front end shows an output; other clients name no cell in their requests."""
+        return any(output.notebook_cell for output in self._outputs)
+
+    @property
+    def stays_live(self) -> bool:
+        """Whether a live view may stay after its run: its front end hides the static form beside it."""
+        is_live = any(output not in self._html for output in self._outputs) and not self._instead
+        return is_live and self.in_notebook and host() == "jupyter"
+
+    def add(self, output: Output, widget: Any, reason: str = "") -> None:
+        """Show the live widget in ``output``.
+
+        Args:
+            output: The output.
+            widget: The widget; None: only the static form is shown, and updated.
+            reason: Why there is no widget.
+        """
+        if widget is not None:
+            widget.add_class("na-live")
         for other in list(_all):  # without the lock: another thread may be adding an output to another view
             other._forget_replaced(output)
+        reason = reason or no_widgets(output)
         with self._lock:
-            text = f"{self._title()}: live in the notebook of its kernel"
-            output.show(widget_bundle(widget, {"text/plain": text}))
-            output.leave(self._beside())
-            leave_at_exit(output, self._static)
             self._outputs.append(output)
+            if widget is None or reason:
+                self._html.add(output)
+                self._use_html(front_end.note(reason), watched=output.interactive)
+                output.show(self._updated())
+            else:
+                text = f"{self._title()}: live view in the original notebook"
+                output.show(widget_bundle(widget, {"text/plain": text}))
+                output.leave(self._beside())
+            leave_at_exit(output, self._static)
             self._times.start(self._clock())
 
-    def _forget_replaced(self, newer: CellOutput) -> None:
+    def _use_html(self, note: str, *, watched: bool = True) -> None:
+        """Update the static form often, because it is all that is seen, if somebody watches."""
+        self._instead = True
+        self._note = note or self._note
+        self._times = RepeatTimes(HTML_AGES, HTML_SECONDS) if watched else RepeatTimes(LEAVE_AGES, LEAVE_SECONDS)
+        self._times.start(self._clock())
+
+    def _forget_replaced(self, newer: Output) -> None:
         """Forget the outputs of a cell that was executed again: they are deleted."""
         with self._lock:
             same = [one for one in self._outputs if one.notebook_cell and one.notebook_cell == newer.notebook_cell]
             for output in same:
                 if output.cell != newer.cell:
                     self._outputs.remove(output)
+                    self._html.discard(output)
                     forget(output)
 
     def update(self, now: float) -> None:
-        """Update the static form beside the view if that is due."""
-        if self._outputs and self._times.due(now):
+        """Update the static form if that is due."""
+        if not self._outputs:
+            return
+        if front_end.silent and not self._instead:
+            with self._lock:
+                self._use_html(front_end.note("This front end has drawn no live panel"))
+            self.leave()
+        elif self._times.due(now):
             self.leave()
 
     def leave(self) -> None:
-        """Update the static form beside the view."""
+        """Update the static form."""
         with self._lock:
-            if self._outputs:
-                static = self._beside()
-                for output in self._outputs:
-                    output.leave(static)
+            html, live = self._html, [output for output in self._outputs if output not in self._html]
+            for outputs, form, method in ((html, self._updated, "show"), (live, self._beside, "leave")):
+                bundle = form() if outputs else {}
+                for output in outputs:
+                    getattr(output, method)(bundle)
 
     def end(self) -> None:
         """Show the static form in every output, and forget the outputs."""
         with self._lock:
             outputs, self._outputs = self._outputs, []
+            self._html.clear()
             static = self._static() if outputs else {}
             for output in outputs:
                 with suppress(Exception):  # the other outputs are still updated
                     output.end(static)
                 forget(output)
 
-    def _beside(self) -> Bundle:
+    def _updated(self) -> Bundle:
+        """Return the static form where it is shown instead of a live view."""
         static = self._static()
-        title = f"{self._title()}, as of {datetime.fromtimestamp(self._clock()).strftime('%H:%M:%S')}"
+        if not self._note:
+            return static
+        html = join([element("p", notice(self._note)), Markup(static["text/html"])])
+        return {**static, "text/html": html, "text/plain": f"{self._note}\n\n{static['text/plain']}"}
+
+    def _beside(self) -> Bundle:
+        """Return the static form beside a live view."""
+        static = self._updated()
+        if self._status() in ENDED:  # the report says what it is of
+            body = element("div", Markup(static["text/html"]), class_="na-left")
+            return {**static, "text/html": join([style_sheet("left.css"), body])}
+        moment = datetime.fromtimestamp(self._clock()).strftime("%H:%M:%S")
+        title = f"{self._title()}, as of {moment}"
+        summary = element("summary", title)
+        if self._status():
+            gone = element(
+                "span", f"Kernel gone. {self._title()} at {moment}", class_="na-left-gone", style="display:none"
+            )
+            summary = element("summary", gone, element("span", title))
         # Closed in front ends that ignore the style sheet: there it is visible below the live view.
-        summary, body = element("summary", title), Markup(static["text/html"])
-        details = element("details", summary, body, class_="na-left", open=host() == "jupyter")
+        body = Markup(static["text/html"])
+        is_open = host() == "jupyter" or front_end.silent
+        details = element("details", summary, body, class_="na-left", open=is_open)
         html = join([style_sheet("left.css"), details])
         return {"text/html": html, "text/plain": f"{title}\n\n{static['text/plain']}"}
 

@@ -17,7 +17,7 @@ _HOSTS = {"jupyter": "Jupyter", "colab": "Colab", "kaggle": "Kaggle", "vscode": 
 
 
 def plan_sentence(plan: LaunchPlan, config: LaunchConfig, training: TrainingOptions) -> str:
-    """Return the plan in a sentence, as "2 processes on cpu, fork, gloo, bf16; effective batch 64".
+    """Return the plan in a sentence, as "2 processes on cpu, fork, gloo, bf16; effective batch: 64".
 
     Args:
         plan: The launch.

@@ -18,7 +18,9 @@ from notebook_accelerate.widgets.feed import Feed
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Store
     from notebook_accelerate.telemetry.envelope import EnvelopeTail
+    from notebook_accelerate.widgets.compared_run import ComparedRun
 
+SCRIPTS = ("uPlot.iife.min.js", "feed.js", "looks.js", "curve_data.js", "chart.js", "plot.js")
 MAX_METRICS = 200
 """Metrics that are sent at a time; the filter selects others."""
 MAX_BROWSER_POINTS = 400_000
@@ -68,6 +70,20 @@ class Source:
                 yield name, rank, " · ".join(part for part in (self.label, own) if part)
 
 
+def run_sources(run: ComparedRun) -> list[Source]:
+    """Return what a run's plot draws: the metrics that its ranks log, and the automatic ones."""
+    logged = Source(run.store, run.started)
+    return [logged, Source(run.store.automatic, run.started)] if run.config.automatic_metrics else [logged]
+
+
+def _fits(wanted: str, name: str) -> bool:
+    """Return whether a metric matches a user's regular expression, or contains the text if it is none."""
+    try:
+        return re.search(wanted, name, re.IGNORECASE) is not None
+    except re.error:
+        return wanted.lower() in name.lower()
+
+
 def chosen_ranks(text: str) -> tuple[int, ...]:
     """Return the ranks in a user's text such as "0, 5-7"; other words are ignored."""
     found: list[int] = []
@@ -110,15 +126,18 @@ class Plot(Feed):
 
     Args:
         sources: The stores to draw.
-        empty_text: Shown before the first metric.
+        empty_text: Shown before the first metric that is logged.
+
+    The trait ``order`` lists labels of curves in the order of their colours, for a table beside the plot.
     """
 
-    _esm = script("uPlot.iife.min.js", "feed.js", "plot.js")
-    _css = asset("uPlot.min.css")
+    _esm = script(*SCRIPTS)
+    _css = asset("uPlot.min.css") + asset("plot.css")
     wanted: Any = traitlets.Unicode("").tag(sync=True)
     chosen: Any = traitlets.Unicode("").tag(sync=True)
     hidden_metrics: Any = traitlets.Int(0).tag(sync=True)
     empty_text: Any = traitlets.Unicode("").tag(sync=True)
+    order: Any = traitlets.List().tag(sync=True)
 
     def __init__(self, sources: Sequence[Source], empty_text: str = "No metric has been logged yet.") -> None:
         super().__init__(REFRESH_SECONDS, empty_text=empty_text)
@@ -169,7 +188,7 @@ class Plot(Feed):
     def _names(self) -> list[str]:
         names = list(dict.fromkeys(name for source in self._sources for name in source.store.metric_names()))
         if len(names) > MAX_METRICS and self.wanted:
-            names = [name for name in names if self.wanted in name.lower()]
+            names = [name for name in names if _fits(self.wanted, name)]
         self.hidden_metrics = max(0, len(names) - MAX_METRICS)
         return names[:MAX_METRICS]
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.telemetry import steady_time
+from notebook_accelerate.widgets import busy_indicator
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Store
@@ -61,12 +62,16 @@ class RenderSchedule:
         """Record a change. May be called on any thread; costs one assignment."""
         self._dirty = True
 
-    def tick(self) -> bool:
-        """Render if that is due; return whether it was."""
+    def tick(self, *, due: bool = False) -> bool:
+        """Render if that is due; return whether it was.
+
+        Args:
+            due: Render in any case.
+        """
         with self._lock:
             now = self._clock()
             waited = now - self._last
-            if self.closed or 0 <= waited < (PERIOD if self._dirty else IDLE_PERIOD) * 0.95:
+            if self.closed or (not due and 0 <= waited < (PERIOD if self._dirty else IDLE_PERIOD) * 0.95):
                 return False
             self._dirty = False
             self._last = now
@@ -115,22 +120,29 @@ class Ticker:
     def remove(self, schedule: RenderSchedule) -> None:
         """Close ``schedule``; if it was the last one, the thread has ended on return."""
         schedule.close()
-        self._woken.set()
-        with self._lock:
-            thread = self._thread if all(other.closed for other in self._schedules) else None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)  # it may be rendering another panel
+        self.rest(schedule)
 
     def suspend(self, schedule: RenderSchedule) -> None:
         """Stop ticking ``schedule`` until it is added again; it stays open."""
         with self._lock:
             self._schedules = [other for other in self._schedules if other is not schedule]
 
+    def rest(self, schedule: RenderSchedule) -> None:
+        """Suspend ``schedule``; if it was the last one, the thread has ended on return."""
+        self.suspend(schedule)
+        self._woken.set()
+        with self._lock:
+            thread = self._thread if all(other.closed for other in self._schedules) else None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2.0)  # it may be rendering another panel
+
     def _main(self) -> None:
         while schedules := self._open():
             begin, before = time.monotonic(), time.thread_time()
             for schedule in schedules:
                 schedule.tick()
+            with suppress(Exception):  # private names of ipykernel
+                busy_indicator.restore()
             # Sleep at least as long as the round took, for slow front ends and busy machines; the panels of thousands
             # of ranks use at most a tenth of a processor.
             spent, worked = time.monotonic() - begin, time.thread_time() - before

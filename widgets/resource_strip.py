@@ -126,7 +126,7 @@ def _meter(name: str, title: str, used: str, memory: str) -> Markup:
 
 def _figures(rank: RankSnapshot) -> list[tuple[str, str]]:
     figures = [("CPU", usage(rank.cpu)), ("memory", byte_size(rank.memory))]
-    if rank.gpu is not None or rank.gpu_memory is not None:
+    if rank.devices:
         figures += [("GPU", usage(rank.gpu)), ("GPU memory", byte_size(rank.gpu_memory))]
     return figures
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.report.node_summary import MANY
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.widgets import grouped_ranks, run_panel_html
+from notebook_accelerate.widgets import attention, grouped_ranks, run_panel_html
+from notebook_accelerate.widgets.action_rows import ActionRows
+from notebook_accelerate.widgets.actions import Action, ActionRow
+from notebook_accelerate.widgets.debug_section import DebugSection
+from notebook_accelerate.widgets.front_end import front_end
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.log_view import LogView
 from notebook_accelerate.widgets.panel_elements import card, row, widget_bundle, with_classes
-from notebook_accelerate.widgets.plot import Plot, Source
+from notebook_accelerate.widgets.plot import Plot, run_sources
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
 from notebook_accelerate.widgets.run_summary import RunWatcher, loss_name
 from notebook_accelerate.widgets.sharding_view import ShardingPage
-from notebook_accelerate.widgets.stop_button import hint, kernel_state
+from notebook_accelerate.widgets.stop_button import kernel_state, stopping
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.widgets.run_summary import RunSnapshot
+    from notebook_accelerate.widgets.stop_button import KernelState
 
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
 SLOW_SECONDS = 1.0
@@ -31,12 +39,14 @@ RANK_TABS = ("Ranks", "Step time", "Sharding")
 
 
 class RunPanel(LivePanel):
-    """Header with a stop button, progress, resources, curves, ranks, step times, shards, logs, errors and setup.
+    """Header with its buttons, what needs the user, resources, curves, ranks, step times, shards, logs, errors, setup.
 
     Args:
         run: The run to watch.
         clock: Seconds since the epoch; a fake one in tests.
     """
+
+    stays = True
 
     def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         self._watcher = RunWatcher(run)
@@ -44,35 +54,40 @@ class RunPanel(LivePanel):
         self._tab_titles: dict[int, str] = {}
         self._ranks_due = float("-inf")
         self._rendered_errors: tuple[int, object] | None = None
+        self._rendered_setup: tuple[object, int] | None = None
+        self._request: threading.Thread | None = None
         super().__init__(run, clock)
 
     # ---- the widget
 
     def _build(self) -> Any:
         self._head, self._progress, self._strip = (ipywidgets.HTML() for _ in range(3))
-        self._ranks, self._times, self._sharding, self._errors, self._setup = (ipywidgets.HTML() for _ in range(5))
-        source = Source(self.run.store, self.run.started)
-        self.plot = Plot([source], "No metric has been logged yet: accelerator.log({...}) draws curves here.")
+        self._ranks, self._devices = (ipywidgets.HTML() for _ in range(2))
+        self._times, self._sharding, self._errors, self._setup = (ipywidgets.HTML() for _ in range(4))
+        self.plot = Plot(run_sources(self.run), "No metrics yet: accelerator.log({...}) draws curves here.")
         self.logs = LogView(self.run)
-        self.stop_button = with_classes(ipywidgets.Button(description="Stop", tooltip="Stop the run"), "na-stop")
-        self.stop_button.on_click(self._stop_clicked)
+        self.buttons = with_classes(ActionRows(self._act), "na-toolbar")
+        self.attention = with_classes(ActionRows(self._act, "What needs you"), "na-attention")
+        self.debug_section = DebugSection(self.run, self._clock)
         self.rank_table = RankTable()
         for feed in (self.plot, self.logs, self.rank_table):
             feed.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, ["wanted", "chosen"])
         self.rank_table.observe(self._render_soon, "unfolded")
-        ranks = ipywidgets.VBox([self._ranks, self.rank_table])
-        headline = row([self._head, self.stop_button], "na-headline")
+        ranks = ipywidgets.VBox([self._ranks, self.rank_table, self._devices])
+        headline = row([self._head, self.buttons], "na-headline")
+        self._earlier = _earlier_of_cell(self.run)
         pages = [self.plot, ranks, self._times, self._sharding, self.logs, self._errors, self._setup]
         self._tabs = with_classes(ipywidgets.Tab(children=pages), "na-tabs")
         self._tabs.observe(self._tab_selected, "selected_index")
         for index, title in enumerate(TABS):
             self._set_tab_title(index, title)
-        return card(headline, self._problem, self._progress, self._strip, self._tabs)
+        news = [self.attention, self.debug_section.widget, self._problem]
+        return card(headline, self._progress, *news, self._strip, self._tabs)
 
     def _refer_to(self, run: Run) -> None:
         super()._refer_to(run)
-        for part in (self.logs, self._watcher, self._sharding_page):
+        for part in (self.logs, self._watcher, self._sharding_page, self.debug_section):
             part.run = run
 
     def _set_tab_title(self, index: int, title: str) -> None:
@@ -81,17 +96,47 @@ class RunPanel(LivePanel):
             self._tabs.set_title(index, title)
 
     def _render(self, now: float) -> None:
-        run, seen = self.run, self._watcher.snapshot(now)
-        self._head.value = run_panel_html.head(run, seen, hint(run, kernel_state()))
-        self._progress.value = run_panel_html.progress(seen)
+        run, seen, kernel = self.run, self._watcher.snapshot(now), kernel_state()
+        if self._shown and kernel is not None:
+            front_end.observe(now, handles_messages=kernel.handles_clicks)
+        self._head.value, self._progress.value = run_panel_html.head(run, seen), run_panel_html.bar(seen)
+        self._show_actions(now, seen.status, kernel)
         self._render_ranks(now, seen)
         self._render_errors()
-        self._setup.value = self._setup.value or run_panel_html.setup(run)
+        if self._rendered_setup != (state := (run.plan, len(run.notes))):
+            self._rendered_setup, self._setup.value = state, run_panel_html.setup(run)
         self._set_tab_title(1, "Ranks ⚠" if seen.warned else "Ranks")
         self._set_tab_title(TABS.index("Errors"), f"Errors ({len(run.failures)})" if run.failures else "Errors")
-        self._show_stop_button()
+        self.debug_section.update()
+        if run.ended is not None:
+            self.plot.empty_text = "This run logged no metrics."
         self.plot.update(now)
         self.logs.update(now)
+
+    def _show_actions(self, now: float, status: str, kernel: KernelState | None) -> None:
+        """Show the buttons of the header, and what needs the user; a click may have to wait for the running cell."""
+        run, how = self.run, stopping(self.run, kernel)
+        reached = kernel is None or kernel.handles_clicks
+        rows = [*attention.findings(run, now, how.action), *self._still_running()]
+        server_id = kernel.id if kernel is not None else ""
+        self.attention.show([_reached(row, reached=reached) for row in rows], server_id, how.note, how.unreachable)
+        actions = [] if run.ended is not None else [how.action]
+        if run.ended is None and not _is_inline(run):
+            actions = [attention.RESUME if status == "paused" else attention.PAUSE, attention.DEBUG, how.action]
+        self.buttons.show([_reached(ActionRow(key="run", actions=tuple(actions)), reached=reached)], server_id)
+
+    def _still_running(self) -> list[ActionRow]:
+        """Return the runs of earlier executions of the cell that go on, with buttons that stop them."""
+        self._earlier = [other for other in self._earlier if other.ended is None]
+        return [
+            ActionRow(
+                key=f"run {other.id}",
+                text=f"run {other.id} is still running",
+                actions=(Action(id=f"stop {other.id}", label=f"Stop run {other.id}", hint="Ask its ranks to stop"),),
+                tone="warn",
+            )
+            for other in self._earlier
+        ]
 
     def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
         """Update the parts that grow with the ranks; most of them once a second, if they are many or hidden."""
@@ -106,6 +151,7 @@ class RunPanel(LivePanel):
         self._ranks_due = now + 0.95 * SLOW_SECONDS
         if not many:
             self._ranks.value = run_panel_html.ranks(seen, loss_name(run))
+        self._devices.value = run_panel_html.devices(seen)
         self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
         self._times.value = run_panel_html.step_times(seen) + run_panel_html.traces(run)
         self._sharding.value = self._sharding_page.html()
@@ -121,25 +167,49 @@ class RunPanel(LivePanel):
             self._rendered_errors = state
             self._errors.value = run_panel_html.errors(self.run)
 
-    def _show_stop_button(self) -> None:
-        run, button = self.run, self.stop_button
-        inline = run.plan is not None and run.plan.start_method == "inline"
-        stopping = run.status == "stopping"
-        button.layout.display = "none" if run.ended is not None else ""
-        button.disabled = inline or run.ended is not None
-        button.description = "Kill" if stopping else "Stop"
-        button.tooltip = "Kill every rank immediately" if stopping else "Ask every rank to stop"
-        button.button_style = "danger" if stopping else ""
-
     # ---- messages from the browser, on any thread
 
     def _tab_selected(self, _: Any) -> None:
         self._ranks_due = float("-inf")
         self._render_soon()
 
-    def _stop_clicked(self, _: Any) -> None:
-        self.run.request_stop()
-        self.binding.touch()
+    def _act(self, action: str) -> None:
+        """Do what a button does."""
+        name, _, number = action.partition(" ")
+        if number:
+            for other in [other for other in self._earlier if str(other.id) == number]:
+                other.request_stop()
+        elif name == "stop":
+            self.run.request_stop()
+        elif name in ("pause", "resume"):
+            self._start(getattr(self.run, name))
+        elif name in ("debug", "answer"):
+            self.debug_section.toggle(name)
+        elif name == "errors":
+            self._tabs.selected_index = TABS.index("Errors")
+        self._render_soon()
+
+    def _start(self, request: Callable[[], object]) -> None:
+        """Send a request to the ranks on a thread: they reply within seconds, at their next step."""
+        if self._request is not None and self._request.is_alive():
+            self._show_problem("The previous request is still running; wait for its reply.")
+            return
+        self._show_problem("")
+        name = f"notebook-accelerate-panel-request-{self.run.id}"
+        self._request = threading.Thread(target=self._send, args=(request,), name=name, daemon=True)
+        self._request.start()
+
+    def _send(self, request: Callable[[], object]) -> None:
+        try:
+            request()
+        except Exception as error:  # noqa: BLE001 - an error is the reply to the request
+            self._show_problem(str(error) or type(error).__name__)
+        self._render_soon()
+
+    def close(self) -> None:
+        """See `LivePanel.close`."""
+        self.debug_section.close()
+        super().close()
 
     # ---- without a browser
 
@@ -158,3 +228,26 @@ class RunPanel(LivePanel):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self._static() if self.closed else widget_bundle(self.widget, self._static())
+
+
+def _earlier_of_cell(run: Run) -> list[Run]:
+    """Return the runs that last and whose panels are gone: the cell that launched them was executed again."""
+    cell = run.launching_cell
+    return [each for each in run_registry.runs() if cell and each.launching_cell == cell and _precedes(each, run)]
+
+
+def _precedes(earlier: Run, run: Run) -> bool:
+    return earlier.id < run.id and earlier.ended is None and run.ended is None
+
+
+def _is_inline(run: Run) -> bool:
+    return run.plan is not None and run.plan.start_method == "inline"
+
+
+def _reached(row: ActionRow, *, reached: bool) -> ActionRow:
+    """Return a row whose buttons are disabled while a click would wait for the running cell; Stop may wait."""
+    if reached:
+        return row
+    waits = "Works again when the running cell has ended"
+    actions = [each if each.id.startswith("stop") else replace(each, enabled=False, hint=waits) for each in row.actions]
+    return replace(row, actions=tuple(actions))

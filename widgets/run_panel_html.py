@@ -6,14 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.report import device_rows
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.node_summary import MANY, by_node, node_name
 from notebook_accelerate.launch.report.number_format import byte_size
-from notebook_accelerate.launch.report.run_report import config_rows, environment_rows, failures_html
+from notebook_accelerate.launch.report.run_report import (
+    config_rows,
+    environment_rows,
+    errors_html,
+    launch_rows,
+)
 from notebook_accelerate.launch.report.tables import html_table
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets import grouped_ranks
-from notebook_accelerate.widgets.run_summary import duration
+from notebook_accelerate.widgets.run_summary import HELD, duration
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -27,65 +33,66 @@ SLOWEST_RANKS, SLOWEST_NODES = 8, 8
 NUMBER = {"class_": "na-num"}
 
 
-def head(run: Run, now: RunSnapshot, hint: str) -> Markup:
-    """Return the run's name, state, time and plan, and how it can be stopped."""
+def head(run: Run, now: RunSnapshot) -> Markup:
+    """Return the header in one line: state, name, time, and how far the run is."""
     attempt = f" · attempt {len(run.attempts)}" if len(run.attempts) > 1 else ""
-    title = element(
+    return element(
         "div",
         state(now.status),
         element("strong", run.function_name),
         element("span", f"run {run.id}{attempt}", class_="na-muted"),
         element("span", duration(now.elapsed), class_="na-time"),
+        *_figures(now.progress, moves=now.status not in HELD),
+        *([element("span", f"{now.dropped:,} messages dropped")] if now.dropped else []),
         class_="na-head",
     )
-    lines = [run.plan.sentence()] if run.plan is not None else []
-    below = [element("p", line, class_="na-sub") for line in (*lines, *run.notes)]
-    return join([title, *below, element("p", hint, class_="na-hint") if hint else Markup()])
 
 
 def state(status: str) -> Markup:
     """Return a state as a word with a mark of its own shape and colour."""
-    return element("span", status.capitalize(), class_=f"na-state na-state-{status}")
+    return element("span", status.capitalize(), class_=f"na-state na-state-{status.replace(' ', '-')}")
 
 
-def progress(now: RunSnapshot) -> Markup:
-    """Return one progress bar for all ranks, and the figures below it."""
-    done, bar = now.progress, Markup()
-    if done.share is not None:
-        percent = 100 * done.share
-        left = f", {duration(done.left)} left" if done.left is not None else ""
-        bar = element(
-            "div",
-            element("div", class_="na-fill", style=f"width:{percent:.2f}%"),
-            class_="na-track",
-            role="progressbar",
-            aria_label="Progress of all ranks",
-            aria_valuemin=0,
-            aria_valuemax=100,
-            aria_valuenow=f"{percent:.0f}",
-            aria_valuetext=f"{done.label} {done.step} of {done.total}{left}",
-        )
-    figures = _figures(done)
-    if now.dropped:
-        figures.append(element("span", f"{now.dropped:,} messages dropped"))
-    if not figures:
+def bar(now: RunSnapshot) -> Markup:
+    """Return one progress bar for all ranks; "" without a total."""
+    done = now.progress
+    if done.share is None:
         return Markup()
-    return element("div", bar, element("div", *figures, class_="na-figures"), class_="na-progress")
+    percent = 100 * done.share
+    left = f", {_left(done)}" if done.left is not None else ""
+    return element(
+        "div",
+        element("div", class_="na-fill", style=f"width:{percent:.2f}%"),
+        class_="na-track",
+        role="progressbar",
+        aria_label="Progress of all ranks",
+        aria_valuemin=0,
+        aria_valuemax=100,
+        aria_valuenow=f"{percent:.0f}",
+        aria_valuetext=f"{done.label} {done.step} of {done.total}{left}",
+    )
 
 
-def _figures(done: Progress) -> list[Markup]:
+def _figures(done: Progress, *, moves: bool) -> list[Markup]:
+    """Return rate, epoch, step, share and time left, as far as they are known; of a run that is held no rate."""
     parts = []
-    if done.share is not None:
-        parts.append(element("span", element("b", f"{100 * done.share:.0f} %")))
+    if done.rate is not None and moves:
+        unit = "steps/s" if done.label == "step" else "per second"
+        parts.append(element("b", f"{grouped_ranks.rate(done.rate)} {unit}"))
+    if done.epoch is not None and not done.label.lower().startswith("epoch"):
+        parts.append(element("b", f"epoch {done.epoch:,}"))
     if done.step is not None:
         total = f" of {done.total:,}" if done.total else ""
-        parts.append(element("span", f"{done.label} ", element("b", f"{done.step:,}"), total))
-    if done.rate is not None:
-        unit = "per second" if done.label != "step" else "steps/s"
-        parts.append(element("span", element("b", grouped_ranks.rate(done.rate)), f" {unit}"))
-    if done.left is not None:
-        parts.append(element("span", element("b", duration(done.left)), " left"))
-    return parts
+        parts.append(element("b", f"{done.label} {done.step:,}{total}"))
+    if done.share is not None:
+        parts.append(element("b", f"{100 * done.share:.0f} %"))
+    if done.left is not None and moves:
+        parts.append(element("b", _left(done)))
+    return [element("span", part, class_="na-fact") for part in parts]
+
+
+def _left(done: Progress) -> str:
+    return f"{duration(done.left or 0.0)} left{' in this epoch' if done.of_epoch else ''}"
 
 
 def verdict(now: RunSnapshot) -> Markup:
@@ -113,6 +120,23 @@ def ranks(now: RunSnapshot, loss: str) -> Markup:
     return join([verdict(now), element("div", table, class_="na-scroll")])
 
 
+def devices(now: RunSnapshot) -> Markup:
+    """Return the table of the ranks' devices; "" before a rank has used one."""
+    rows = device_rows.rows(now.ranks, {rank.rank: rank.devices for rank in now.ranks})
+    if len(rows) < 2:
+        return Markup()
+    titles, *found = rows
+    table = html_table(
+        titles,
+        found,
+        caption="Devices: memory of the rank itself, as its torch counts it; use, and memory in use, by all processes",
+        columns=[NUMBER if title in _DEVICE_NUMBERS else {} for title in titles],
+        class_="na-table",
+    )
+    return element("div", table, class_="na-scroll")
+
+
+_DEVICE_NUMBERS = {"devices", "use", "mean use", "allocated", "reserved", "peak", "highest peak", *device_rows.IN_USE}
 _CLASSES = {"late": "na-late", "dead": "na-dead", "": ""}
 
 
@@ -139,15 +163,12 @@ def step_times(now: RunSnapshot) -> Markup:
     """Return a stacked bar per rank with the parts of its latest steps."""
     measured = [rank for rank in now.ranks if rank.step_seconds]
     if not measured:
-        text = "No step times yet: they are measured for optimizers that accelerator.prepare has returned."
+        text = "No step times yet: the steps of prepared optimizers are timed."
         return element("p", text, class_="na-empty")
     bars = _bars(measured)
     longest = max(bar.seconds for bar in bars)
     legend = [element("li", swatch(index), part) for index, part in enumerate(PARTS)]
-    note = (
-        "A rank's own work is the time in which it cannot have waited for other ranks: everything but collectives and "
-        "backward, where gradients are exchanged."
-    )
+    note = "Own work is all but collectives and backward, in which a rank may wait for other ranks."
     return join([
         element("ul", *legend, class_="na-legend"),
         element("div", *(_stack(bar, longest) for bar in bars), class_="na-stacks"),
@@ -207,24 +228,26 @@ def _stack(bar: _Bar, longest: float) -> Markup:
         style = f"width:{width:.2f}%;background:var(--na-part-{index})"
         pieces.append(element("span", label, style=style, title=title))
     shares = ", ".join(f"{part} {100 * bar.parts[part]:.0f} %" for part in PARTS)
-    own = [", ", element("b", f"{1000 * bar.own:,.1f}"), " of its own work"] if bar.own else []
+    own = [" · ", element("b", f"{1000 * bar.own:,.1f} ms"), " own work"] if bar.own else []
     return join([
         element("span", bar.name, badge("straggler" if bar.late else "")),
         element("div", *pieces, class_="na-stack", role="img", aria_label=f"{bar.name}: {shares}"),
-        element("span", f"{1000 * bar.seconds:,.1f} ms per step", *own),
+        element("span", f"{1000 * bar.seconds:,.1f} ms/step", *own),
     ])  # fmt: skip
 
 
 def errors(run: Run) -> Markup:
     """Return the failures, grouped by rank, at their cell lines."""
-    if run.failures:
-        return failures_html(run.failures)
-    return element("p", "No rank has failed." if run.error is None else str(run.error), class_="na-empty")
+    return errors_html(run) or element("p", "No rank has failed.", class_="na-empty")
 
 
 def setup(run: Run) -> Markup:
-    """Return configuration and environment."""
-    tables = (("Configuration", config_rows(run)), ("Environment", environment_rows(run)))
+    """Return how the run was launched, its configuration and its environment."""
+    tables = (
+        ("Launch", launch_rows(run)),
+        ("Configuration", config_rows(run)),
+        ("Environment", environment_rows(run)),
+    )
     return join([
         html_table((), rows[1:], caption=caption, class_="na-table na-wrap")
         for caption, rows in tables

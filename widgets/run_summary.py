@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.run import RankInfo
     from notebook_accelerate.telemetry import ResourceEvent, StepTimeEvent
+    from notebook_accelerate.telemetry.rank_devices import RankDevice
 
 RATE_SECONDS = 10.0
 """Rates are measured over this many last seconds."""
@@ -42,8 +43,7 @@ class RankSnapshot:
     loss: float | None
     cpu: float | None
     memory: int | None
-    gpu: float | None
-    gpu_memory: int | None
+    devices: Sequence[RankDevice]
     silence: float | None
     parts: dict[str, float]
     step_seconds: float | None
@@ -52,6 +52,24 @@ class RankSnapshot:
     exit: str
     node: int = 0
     host: str = ""
+
+    @property
+    def gpu(self) -> float | None:
+        """Mean utilisation of its devices in percent, by all processes."""
+        known = [device.percent for device in self.devices if device.percent is not None]
+        return sum(known) / len(known) if known and self.active else None
+
+    @property
+    def gpu_memory(self) -> int | None:
+        """Memory that it has reserved on its devices; after its end, the most that it had allocated."""
+        if not self.devices:
+            return None
+        return sum(device.reserved if self.active else device.peak for device in self.devices)
+
+    @property
+    def active(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in ("starting", "running")
 
     @property
     def silent(self) -> bool:
@@ -70,6 +88,8 @@ class Progress:
         rate: Steps per second.
         left: Seconds to the end.
         label: The name of the counted unit, such as step.
+        epoch: The pass over a prepared loader in which every rank trains, from 1; None: not known.
+        of_epoch: Whether share, step, total and left are of this epoch.
     """
 
     share: float | None
@@ -78,6 +98,8 @@ class Progress:
     rate: float | None
     left: float | None
     label: str
+    epoch: int | None = None
+    of_epoch: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +148,7 @@ class RunWatcher:
         self._parts: dict[int, tuple[StepTimeEvent, dict[str, float], int, float]] = {}
         self._loop = _Counter()
         self._first_step: float | None = None
+        self._paused: frozenset[int] = frozenset()
 
     def snapshot(self, now: float) -> RunSnapshot:
         """Return the run's state at ``now``, in seconds since the epoch."""
@@ -134,6 +157,7 @@ class RunWatcher:
         steps = [info.last_step for info in infos if info.last_step is not None and info.last_step >= 0]
         ahead = max(steps, default=None)
         self._sample()
+        self._paused = frozenset(run.paused)
         loss = loss_name(run)
         ranks = [self._rank(info, now, ahead, loss) for info in infos]
         if self._first_step is None and ahead is not None:
@@ -143,7 +167,7 @@ class RunWatcher:
         ranks = [replace(rank, late=True) if rank.rank in late else rank for rank in ranks]
         elapsed = max(0.0, (run.ended or now) - run.started)
         dropped = sum(run.store.dropped.values())
-        return RunSnapshot(run.status, elapsed, ranks, self._progress(now, ranks), verdict, bool(late), dropped)
+        return RunSnapshot(status(run), elapsed, ranks, self._progress(now, ranks), verdict, bool(late), dropped)
 
     def _sample(self) -> None:
         for rank, event in list(self.run.store.resources.items()):
@@ -165,6 +189,7 @@ class RunWatcher:
 
     def _rank(self, info: RankInfo, now: float, ahead: int | None, loss: str) -> RankSnapshot:
         store, rank = self.run.store, info.rank
+        is_paused = rank in self._paused
         step = info.last_step if info.last_step is not None and info.last_step >= 0 else None
         used, last = store.resources.get(rank), store.last_activity.get(rank)
         parts, counted, own = self._step_time(rank)
@@ -172,16 +197,15 @@ class RunWatcher:
         rate = self._steps.setdefault(rank, _Counter()).rate(now, step) if alive else self._mean_rate(step)
         return RankSnapshot(
             rank=rank,
-            state=info.state,
+            state="paused" if is_paused else info.state,
             step=step,
             behind=ahead - step if ahead is not None and step is not None else 0,
             rate=rate,
             loss=store.last_value(loss, rank) if loss else None,
             cpu=used.cpu_percent if used and alive else None,
             memory=used.memory_bytes if used and alive else store.peak_memory.get(rank),
-            gpu=used.gpu_percent if used and alive else None,
-            gpu_memory=used.gpu_memory_bytes if used else None,
-            silence=max(0.0, now - last) if last is not None and alive else None,
+            devices=store.devices.of_rank(rank),
+            silence=max(0.0, now - last) if last is not None and alive and not is_paused else None,
             parts=parts,
             step_seconds=sum(parts.values()) / counted if counted else None,
             own_seconds=own / counted if counted else None,
@@ -197,18 +221,48 @@ class RunWatcher:
 
     def _progress(self, now: float, ranks: list[RankSnapshot]) -> Progress:
         loops = list(self.run.store.loops.values())
-        steps = [rank.step for rank in ranks if rank.step is not None]
-        reached = min(steps, default=None)
         if not loops:
-            rates = [rank.rate for rank in ranks if rank.rate is not None]
-            return Progress(None, reached, None, min(rates, default=None), None, "step")
+            return self._progress_of_steps(ranks)
+        epochs = [epoch.number + 1 for epoch in list(self.run.store.epochs.values())]
         total = max(loop.total or 0 for loop in loops)
         step = min(loop.step for loop in loops)
         rate = self._loop.rate(now, step) if self.run.ended is None else self._mean_rate(step)
         left = (total - step) / rate if rate and self.run.ended is None else None
         share = min(1.0, max(0.0, step / total)) if total > 0 else None
         label = next((loop.label for loop in loops if loop.label), "step")
-        return Progress(share, step, total or None, rate, left, label)
+        return Progress(share, step, total or None, rate, left, label, min(epochs, default=None))
+
+    def _progress_of_steps(self, ranks: list[RankSnapshot]) -> Progress:
+        """Return the progress of optimizer steps: through the epoch if a prepared loader has a length."""
+        reached = min((rank.step for rank in ranks if rank.step is not None), default=None)
+        rate = min((rank.rate for rank in ranks if rank.rate is not None), default=None)
+        epochs = list(self.run.store.epochs.values())
+        if not epochs:
+            return Progress(None, reached, None, rate, None, "step")
+        last = min(epochs, key=lambda epoch: (epoch.number, epoch.done))
+        number, total = last.number + 1, last.steps
+        if total is None or last.done > total or self.run.ended is not None:
+            return Progress(None, reached, None, rate, None, "step", number)
+        left = (total - last.done) / rate if rate else None
+        return Progress(last.done / total, last.done, total, rate, left, "step", number, of_epoch=True)
+
+
+def status(run: Run) -> str:
+    """Return the run's status, or what holds a run that is running: one of `HELD`."""
+    if run.status != "running":
+        return run.status
+    if run.stall is not None:
+        return "stuck"
+    if run.commands.prompts.debugged():
+        return "at breakpoint"
+    if run.prompts:
+        return "waits for input"
+    held = run.paused and all(info.rank in run.paused for info in run.ranks if info.state == "running")
+    return "paused" if held else "running"
+
+
+HELD = ("stuck", "at breakpoint", "waits for input", "paused")
+"""The states of a run that is running, and whose steps wait."""
 
 
 def loss_name(run: Run) -> str:

@@ -1,66 +1,79 @@
-"""The runs of a kernel side by side: their differing settings, last metrics, and curves in one plot."""
+"""Runs side by side: what they were called with, their last and best metrics, and their curves in one plot."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import datetime
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
 import ipywidgets
 
-from notebook_accelerate.config.hidden_values import hide_credentials
-from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.report import svg_curves
 from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.number_format import number
 from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.widgets import run_panel_html
-from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle
+from notebook_accelerate.widgets import compared_run
+from notebook_accelerate.widgets.compared_run import BestValues, label_of
+from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import PanelOutput
-from notebook_accelerate.widgets.plot import Plot, Source
+from notebook_accelerate.widgets.plot import Plot, Source, run_sources
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
-from notebook_accelerate.widgets.run_summary import duration
+from notebook_accelerate.widgets.run_panel import RunPanel
+from notebook_accelerate.widgets.runs_grid import RunsGrid
 
-MAX_COLUMNS = 8
-"""Metrics that have a column."""
-_HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf")
-"""Settings without a column: they do not affect the training, or may hold a secret."""
+if TYPE_CHECKING:
+    from notebook_accelerate.widgets.compared_run import ComparedRun
+
 MAX_IMAGES = 24
 """Metrics whose curves are in the static form."""
 MAX_OVERLAID = 8
 """Runs whose curves are drawn: as many as there are colours."""
+TABLE_SECONDS = 1.0
+"""Seconds between two updates of the table while no run starts, ends or changes its state."""
 
 
 class RunsTable:
-    """The runs of this kernel, with their differing settings and last metrics, and their curves in one plot.
+    """Runs with their arguments, differing settings, last and best metrics, and their curves in one plot.
 
-    A displayed table is updated at most five times a second while a run lasts.
+    A displayed table is updated at most five times a second while a run lasts. In the browser it is sorted by a click
+    on a head, and filtered by a regular expression; each row has Open, and Stop while its run lasts.
 
     Args:
-        chosen: The runs to show, or their ids; None: all runs of this kernel, also those launched later. The plot
-            overlays the latest eight of them; a button hides or shows each.
+        chosen: The runs to show, or their ids; None: all runs of this kernel, also those launched later. Any object
+            with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest eight of them; a
+            button hides or shows each.
         clock: Seconds since the epoch; a fake one in tests.
 
     Raises:
         ValueError: There is no run with such an id.
     """
 
-    def __init__(self, chosen: Sequence[Run | int] | None = None, clock: Callable[[], float] = steady_time.now) -> None:
+    def __init__(
+        self, chosen: Sequence[ComparedRun | int] | None = None, clock: Callable[[], float] = steady_time.now
+    ) -> None:
         self._clock = clock
         self.runs = _picked(chosen)
-        self.plot = Plot(self._sources(), "None of these runs has logged a metric.")
-        self._table, self._problem = ipywidgets.HTML(), ipywidgets.HTML()
-        self.widget = card(self._problem, self._table, self.plot)
+        self._values = BestValues()
+        self._clicks: deque[tuple[str, int]] = deque()
+        self._open: RunPanel | None = None
+        self._states: list[Any] = []
+        self._table_due = float("-inf")
+        self.plot = Plot([], "None of these runs has logged a metric: these curves were sampled without logging.")
+        self._draw_curves()
+        self.grid = RunsGrid(self._on_click)
+        self._opened = with_classes(ipywidgets.VBox(), "na-opened-run")
+        self._problem = ipywidgets.HTML()
+        self.widget = card(self._problem, self.grid, self._opened, self.plot)
         self._shown = PanelOutput(self._static, lambda: "Runs of this kernel", clock)
         self.binding = RenderSchedule([run.store for run in self.runs], self._render, self._failed, clock)
         self.binding.tick()
         self.plot.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, "wanted")
         for run in self.runs:
-            run.add_ending_callback(self.binding.touch)
+            self._follow(run)
         if chosen is None:
             run_registry.watch(self._add_run)
 
@@ -71,27 +84,96 @@ class RunsTable:
     def close(self) -> None:
         """Stop updating; each cell that displays the table keeps its static form."""
         ticker.remove(self.binding)
+        self._close_panel()
         self._shown.end()
 
     # ---- while runs last
 
-    def _sources(self) -> list[Source]:
-        return [Source(run.store, run.started, f"run {run.id}", ranks=False) for run in self.runs[-MAX_OVERLAID:]]
+    def _draw_curves(self) -> None:
+        """Draw the latest runs, in colours that the table repeats."""
+        self._overlaid = self.runs[-MAX_OVERLAID:]
+        self.plot.order = [label_of(run) for run in self._overlaid]
+        self.plot.draw([
+            Source(source.store, source.origin, label_of(run), ranks=False)
+            for run in self._overlaid
+            for source in run_sources(run)
+        ])  # fmt: skip
+
+    def _follow(self, run: ComparedRun) -> None:
+        """Render at the end of a run of this kernel; others end unnoticed until the next tick."""
+        if isinstance(run, Run):
+            run.add_ending_callback(self.binding.touch)
 
     def _render(self, now: float) -> None:
         running = self._is_running()  # read first: the last render then shows the end of the runs
-        self._table.value = self._html_table(run_panel_html.state, class_="na-table na-clipped")
+        self._handle_clicks()
+        self._update_grid(now)
         self.plot.update(now)
+        if self._open is not None:
+            self._open.binding.tick()
         if running and self._shown:
             self._shown.update(now)
         else:
             self._shown.leave()
             ticker.suspend(self.binding)
             for index, run in enumerate(self.runs):  # in place: another thread may be adding a run
-                if run.ended is not None and not run.held:
+                if isinstance(run, Run) and run.ended is not None and not run.held:
                     self.runs[index] = run.without_results()
             if self._shown and self._is_running():  # a run was launched meanwhile
                 ticker.add(self.binding)
+
+    def _update_grid(self, now: float) -> None:
+        states = [(run.id, run.status, self._is_open(run)) for run in self.runs]
+        if states == self._states and now < self._table_due and self._is_running():
+            return
+        self._states, self._table_due = states, now + 0.95 * TABLE_SECONDS
+        columns = compared_run.columns(self.runs, self._values)
+        places = {id(run): place for place, run in enumerate(self.runs[-MAX_OVERLAID:])}
+        self.grid.table = {
+            "columns": [[column.title, column.kind] for column in columns],
+            "rows": [
+                {
+                    "key": run.id,
+                    "cells": [column.text(run) for column in columns],
+                    "order": [column.value(run) for column in columns],
+                    "colour": places.get(id(run), -1),
+                    "stops": run.ended is None and not run.commands.refusal,
+                    "opened": self._is_open(run),
+                }
+                for run in reversed(self.runs)
+            ],
+        }
+
+    # ---- clicks
+
+    def _on_click(self, kind: str, key: int) -> None:
+        self._clicks.append((kind, key))  # on any thread
+        self._render_soon()
+
+    def _handle_clicks(self) -> None:
+        while self._clicks:
+            kind, key = self._clicks.popleft()
+            run = next((run for run in self.runs if run.id == key), None)
+            if run is None:
+                continue
+            if kind == "stop":
+                run.request_stop()
+            elif self._is_open(run):
+                self._close_panel()
+            else:
+                self._close_panel()
+                self._open = RunPanel(cast("Run", run), self._clock)
+                self._opened.children = [self._open.widget]
+
+    def _is_open(self, run: ComparedRun) -> bool:
+        return self._open is not None and self._open.run.id == run.id
+
+    def _close_panel(self) -> None:
+        panel, self._open = self._open, None
+        if panel is not None:
+            self._opened.children = []
+            with suppress(Exception):  # its widgets may be gone
+                panel.close()
 
     def _is_running(self) -> bool:
         return any(run.ended is None for run in self.runs)
@@ -99,9 +181,9 @@ class RunsTable:
     def _add_run(self, run: Run) -> None:
         """Add a new run; called on the thread of its launch."""
         self.runs = [*self.runs, run]
-        self.plot.draw(self._sources())
+        self._draw_curves()
         self.binding.watch(run.store)
-        run.add_ending_callback(self.binding.touch)
+        self._follow(run)
         self.binding.touch()
         if self._shown and not self.binding.closed:
             ticker.add(self.binding)
@@ -120,33 +202,23 @@ class RunsTable:
     @property
     def rows(self) -> list[list[str]]:
         """The table: a head, then a row per run, the latest first. Settings that all runs share are left out."""
-        settings, metrics = self._differences(), _metric_names(self.runs)[:MAX_COLUMNS]
-        head = ["run", "function", "state", "started", "took", "ranks", *settings, *metrics]
-        return [head, *(self._row(run, settings, metrics) for run in reversed(self.runs))]
+        columns = compared_run.columns(self.runs, self._values)
+        return [
+            [column.title for column in columns],
+            *([column.text(run) for column in columns] for run in reversed(self.runs)),
+        ]
 
-    def _row(self, run: Run, settings: Sequence[str], metrics: Sequence[str]) -> list[str]:
-        started = datetime.fromtimestamp(run.started).strftime("%H:%M:%S")
-        ranks = str(run.plan.world_size if run.plan is not None else run.config.num_processes or "")
-        cells = [str(run.id), run.function_name, run.status, started, duration(run.elapsed), ranks]
-        values = [getattr(run.config, name) for name in settings]
-        cells += [hide_credentials(value) if isinstance(value, str) else format_setting(value) for value in values]
-        return [*cells, *(_last_value(run, name) for name in metrics)]
-
-    def _differences(self) -> list[str]:
-        """Return the settings that are not the same in all runs."""
-        names = dict.fromkeys(name for run in self.runs for name in run.config.non_default())
-        settings = [name for name in names if name not in _HIDDEN_SETTINGS]
-        return [name for name in settings if len({repr(getattr(run.config, name)) for run in self.runs}) > 1]
-
-    def _html_table(self, state: Callable[[str], str], **attributes: str) -> Markup:
+    def _html_table(self, **attributes: str) -> Markup:
         head, *rows = self.rows
         if not rows:
             return element("p", "No run has been launched from this kernel yet.", class_="na-empty")
         # Narrow columns cut their texts off: the title shows the whole text.
         titles, *cells = ([element("span", cell, title=cell) for cell in row] for row in (head, *rows))
-        for row, texts in zip(cells, rows, strict=True):
-            row[2] = element("span", state(texts[2]), title=texts[2])
-        note = "Runs of this kernel; metrics are the last values of the lowest rank"
+        overlaid = list(reversed(self.runs[-MAX_OVERLAID:]))
+        for place, row in enumerate(cells[: len(overlaid)]):
+            colour = svg_curves.COLOURS[(len(overlaid) - 1 - place) % len(svg_curves.COLOURS)]
+            row[0] = join([element("span", "● ", style=f"color:{colour}"), row[0]])
+        note = "Runs, the latest first; metrics are the last and the best values of the lowest rank"
         caption = element("caption", note, **LEFT)
         table = html_table(titles, cells, caption=caption, columns=[LEFT] * len(head), **attributes)
         return element("div", table, class_="na-scroll")
@@ -154,7 +226,7 @@ class RunsTable:
     @property
     def html(self) -> str:
         """Table and curves as static HTML."""
-        return self._html_table(str) + _overlays(self.runs[-MAX_OVERLAID:])
+        return self._html_table() + _overlays(self.runs[-MAX_OVERLAID:])
 
     @property
     def text(self) -> str:
@@ -186,38 +258,29 @@ class RunsTable:
         return f"<RunsTable: {len(self.runs)} runs>"
 
 
-def _picked(chosen: Sequence[Run | int] | None) -> list[Run]:
+def _picked(chosen: Sequence[ComparedRun | int] | None) -> list[ComparedRun]:
     known = {run.id: run for run in runs()}
     if chosen is None:
         return list(known.values())
-    missing = [one for one in chosen if not isinstance(one, Run) and one not in known]
+    missing = [one for one in chosen if isinstance(one, int) and one not in known]
     if missing:
         ids = ", ".join(map(str, known)) or "none yet"
         raise ValueError(
             f"there is no run {missing[0]!r} in this kernel; the ids are: {ids}; pass some: RunsTable([1, 2])"
         )
-    return [one if isinstance(one, Run) else known[one] for one in chosen]
+    return [known[one] if isinstance(one, int) else one for one in chosen]
 
 
-def _metric_names(chosen: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(name for run in chosen for name in run.store.metric_names()))
-
-
-def _last_value(run: Run, name: str) -> str:
-    ranks = run.store.ranks_of(name)
-    value = run.store.last_value(name, ranks[0]) if ranks else None
-    return "–" if value is None else number(value)
-
-
-def _overlays(chosen: Sequence[Run]) -> Markup:
+def _overlays(chosen: Sequence[ComparedRun]) -> Markup:
     """Return an image per metric with a curve of each run."""
     images = []
-    for name in _metric_names(chosen)[:MAX_IMAGES]:
+    for name in compared_run.metric_names(chosen)[:MAX_IMAGES]:
         tracks, descriptions = [], []
         for run in chosen:
-            if name in run.store.metric_names():
-                first = svg_curves.tracks_of(run.store, name)[0]
-                tracks.append(svg_curves.Track(f"run {run.id}", first.x, first.y))
-                descriptions.append(f"run {run.id}: {svg_curves.description(run.store.series(name))}")
+            for store in (run.store, run.store.automatic):
+                if name in store.metric_names():
+                    first = svg_curves.tracks_of(store, name)[0]
+                    tracks.append(svg_curves.Track(label_of(run), first.x, first.y))
+                    descriptions.append(f"{label_of(run)}: {svg_curves.description(store.series(name))}")
         images.append(svg_curves.image(name, tracks, "; ".join(descriptions)))
     return element("div", join(images, " ")) if images else Markup()

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.report.sharding_table import ShardingRow, ShardReports
 
 _EMPTY = (
-    "Nothing prepared yet: accelerator.prepare(model, optimizer) reports the parameters, gradients and optimizer "
-    "state that each rank holds."
+    "Nothing prepared yet: accelerator.prepare(model, optimizer) shows here the parameters, gradients and optimizer "
+    "state of each rank."
 )
 _NOTE = (
-    "Each bar represents the whole model; the filled part is what the rank holds between steps. Gradients exist from "
-    "backward to step, optimizer state from the first step on."
+    "A bar is the whole model, its filled part what the rank holds between steps. Gradients exist from backward to "
+    "step, optimizer state from the first step on."
 )
 
 

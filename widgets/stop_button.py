@@ -1,18 +1,24 @@
-"""How a run can be stopped now: with a click in the panel, or with the notebook's stop button.
+"""How a run can be stopped now: with a click in the panel, or with the notebook's stop button (■).
 
 Clicks reach the kernel through its shell channel. While a cell blocks, they wait there, unless the front end has opened
 a subshell for them (ipykernel 7.0 to 7.3 with JupyterLab 4.4 and later; 7.4 sends such messages to the main shell
-again). While a cell awaits, ipykernel 7 handles them and ipykernel 6 does not.
+again). While a cell awaits, ipykernel 7 handles them and ipykernel 6 does not. Where they wait for the cell that waits
+for the run, a click interrupts that cell through the notebook's server instead.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.widgets.actions import Action
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -30,12 +36,14 @@ class KernelState:
         busy: Whether a cell is running.
         blocked: Whether that cell blocks the main thread; otherwise it awaits.
         subshell: Whether a front end has opened a subshell.
+        id: The kernel's id on the notebook's server; "": not known.
     """
 
     version: tuple[int, int]
     busy: bool
     blocked: bool
     subshell: bool
+    id: str = ""
 
     @property
     def handles_clicks(self) -> bool:
@@ -55,7 +63,18 @@ def kernel_state() -> KernelState | None:
     from ipykernel import _version
 
     major, minor = _version.__version__.split(".")[:2]
-    return KernelState((int(major), int(minor)), _busy(kernel.shell), _blocked(), _has_subshell(kernel))
+    return KernelState((int(major), int(minor)), _busy(kernel.shell), _blocked(), _has_subshell(kernel), _kernel_id())
+
+
+@cache
+def _kernel_id() -> str:
+    """Return the id of this kernel on its server, which is in the name of its connection file; "" if it is not."""
+    with suppress(Exception):  # a kernel that was started otherwise
+        from ipykernel.connect import get_connection_file
+
+        found = re.fullmatch(r"kernel-(.+)\.json", PurePath(get_connection_file()).name)
+        return found[1] if found is not None else ""
+    return ""
 
 
 def _busy(shell: Any) -> bool:
@@ -86,18 +105,54 @@ def _has_subshell(kernel: Any) -> bool:
         return False
 
 
-def hint(run: Run, kernel: KernelState | None) -> str:
-    """Return a sentence about how the run can be stopped now; "" after its end."""
+@dataclass(frozen=True)
+class Stopping:
+    """How a run can be stopped now.
+
+    Attributes:
+        action: The button.
+        note: A sentence about it; "" after the end.
+        unreachable: The sentence where the action interrupts and the browser cannot; "": ``note``.
+    """
+
+    action: Action
+    note: str = ""
+    unreachable: str = ""
+
+
+def stopping(run: Run, kernel: KernelState | None) -> Stopping:
+    """Return how a run can be stopped now.
+
+    Args:
+        run: The run.
+        kernel: The state of the kernel; None outside a kernel.
+    """
+    kills = run.status == "stopping"
+    interrupts = kernel is not None and _interrupts(run, kernel)
+    if kills:
+        action = Action(id="stop", label="Kill", hint="End every rank immediately", tone="kill", interrupts=interrupts)
+        note = "Stopping: ranks may finish saving. Click Kill to end them at once"
+        without = "Stopping: ranks may finish saving. Press ■ again to end them at once"
+        return Stopping(action, note, without if interrupts else "")
+    if run.ended is None and (refusal := run.commands.refusal):
+        return Stopping(Action(id="stop", label="Stop", hint=refusal, tone="stop", enabled=False), refusal)
+    action = Action(id="stop", label="Stop", hint="Ask every rank to stop", tone="stop", interrupts=interrupts)
     if run.ended is not None or kernel is None:
-        return ""
-    if run.status == "stopping":
-        return "Stopping: ranks may finish saving. Kill ends them immediately."
-    if run.plan is not None and run.plan.start_method == "inline":
-        return "The run executes in this kernel: stop it with the notebook's own stop button (■)."
+        return Stopping(action)
     if not kernel.busy:
-        return "The Stop button works now. The notebook's own stop button does not stop a run in the background."
-    if kernel.handles_clicks:
-        return "The Stop button works now, and so does the notebook's own stop button (■)."
-    if run.config.block or not kernel.blocked:
-        return "The cell waits for the run: use the notebook's own stop button (■). A click takes effect when it ends."
-    return "Another cell is running: a click takes effect when it ends."
+        return Stopping(action, "Click Stop to end this run (■ does not affect background runs)")
+    if interrupts or kernel.handles_clicks:
+        note = "Click Stop, or ■ in the toolbar, to end this run"
+        return Stopping(action, note, "Press ■ in the toolbar to end this run" if interrupts else "")
+    return Stopping(action, "Another cell is running: clicks take effect when it ends")
+
+
+def _interrupts(run: Run, kernel: KernelState) -> bool:
+    """Return whether an interrupt of the running cell stops the run, and a click would have to wait for that cell."""
+    if _is_inline(run):
+        return kernel.busy
+    return kernel.busy and not kernel.handles_clicks and (run.config.block or not kernel.blocked)
+
+
+def _is_inline(run: Run) -> bool:
+    return run.plan is not None and run.plan.start_method == "inline"

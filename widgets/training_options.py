@@ -166,8 +166,8 @@ class TrainingOptions:
         """
         factor = self.steps * (1 if self._splits_batches else world_size)
         if self.batch_size is not None:
-            return f"effective batch {self.batch_size * factor}"
-        return f"effective batch {factor} × your loader's" if factor > 1 else "effective batch as your loader's"
+            return f"effective batch: {self.batch_size * factor}"
+        return f"effective batch: {factor} × your loader's" if factor > 1 else "effective batch: your loader's"
 
     def batch_sum(self, world_size: int) -> str:
         """Return the factors of the effective batch; "" if it is the loader's own.

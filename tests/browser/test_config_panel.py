@@ -95,9 +95,9 @@ def test_configure_and_launch(opened: Any, app: App) -> None:
     _tab(page, "Training")
     form.get_by_label("batch_size").fill("8")
     form.get_by_label("gradient_accumulation_steps").fill("4")
-    _plan(page, "2 processes on cpu, fork, gloo, bf16; effective batch 64")
+    _plan(page, "2 processes on cpu, fork, gloo, bf16; effective batch: 64")
     form.get_by_label("Function").fill("train")
-    form.get_by_label("Arguments").fill("(2.0,)")
+    form.get_by_label("Arguments").fill("2.0")
     page.wait_for("() => document.querySelector('.na-form .na-code').innerText.includes('(2.0,)')")
     page.shot(f"config-panel-filled-{app}", ".na-form")
     form.locator(LAUNCH).click()
@@ -142,7 +142,7 @@ def test_the_keyboard_reaches_everything(opened: Any) -> None:
     assert any(name.startswith("Copy this cell") for name in seen)
 
 
-def test_the_cell_is_copied(opened: Any, chromium: Browser) -> None:
+def test_the_cell_is_copied_and_inserted(opened: Any, chromium: Browser) -> None:
     page = opened()
     chromium.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.page.get_by_label("num_processes").fill("3")
@@ -150,11 +150,15 @@ def test_the_cell_is_copied(opened: Any, chromium: Browser) -> None:
     page.wait_for("() => document.querySelector('.na-form .na-code').innerText.includes('num_processes=3')")
     page.idle()
     page.page.evaluate(WATCH_FOR_COPIED)
-    page.page.locator(".na-copy").click()
+    page.page.get_by_role("button", name="Copy this cell to the clipboard").click()
     page.wait_for("() => window.saidCopied")
     copied = page.page.evaluate("() => navigator.clipboard.readText()")
     assert copied == page.text(".na-form .na-code")
     assert "num_processes=3" in copied
+    page.page.get_by_role("button", name="Insert a cell below with this code").click()
+    book = "window.jupyterapp.shell.currentWidget.content"
+    page.wait_for(f"(code) => {book}.activeCell.model.sharedModel.getSource() === code", copied)
+    assert page.page.evaluate(f"() => {book}.activeCellIndex") == 2
 
 
 def test_files_are_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
@@ -165,7 +169,7 @@ def test_files_are_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
     _tab(page, "Configuration file")
     form.get_by_label("Path", exact=True).fill(str(tmp_path / "config.yaml"))
     form.get_by_role("button", name="Save", exact=True).last.click()
-    page.wait_for("() => document.body.innerText.includes('saved ')")
+    page.wait_for("() => document.body.innerText.includes('Saved. Not stored: block.')")
     assert "num_processes: 2" in (tmp_path / "config.yaml").read_text()
     _tab(page, "Launch")
     form.get_by_label("num_processes").fill("7")

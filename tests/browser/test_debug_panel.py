@@ -113,6 +113,49 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
     page.shot(f"{app}-debug-answers", CARD)
 
 
+STEPS = """
+import time
+from notebook_accelerate import Accelerator, notebook_launcher
+
+def steps():
+    accelerator = Accelerator(cpu=True)
+    for step in range(100_000):
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+        time.sleep(0.02)
+"""
+PULSES = """() => [...document.querySelectorAll('.na-live .na-state')]
+    .some(each => each.checkVisibility() && getComputedStyle(each, '::before').animationName !== 'none')"""
+
+
+@DAILY_IN_LAB
+def test_a_pause_is_shown_in_every_panel(opened: Any, app: App) -> None:
+    launch = "run = notebook_launcher(steps, num_processes=2, use_port=0, block=False)"
+    page = opened([STEPS, launch, SHOW])
+    page.run(1)
+    page.idle()
+    page.run(2)
+    page.idle()
+    page.page.locator(CARD).nth(1).wait_for()
+    page.until(lambda: "step" in page.text(".na-head"), "a step")
+    page.wait_for(PULSES)
+    button = lambda name: page.page.locator(CARD).nth(1).get_by_role("button", name=name)  # noqa: E731
+    button("Pause").click()
+    page.wait_for("() => document.querySelectorAll('.na-live .na-head .na-state-paused').length === 1")
+    page.wait_for(f"() => !({PULSES})()")
+    button("Why is it stuck?").click()
+    _says(page, VERDICT, "paused by you")
+    page.page.locator(CARD).first.scroll_into_view_if_needed()
+    page.shot(f"{app}-paused")
+    page.shot(f"{app}-paused-debug-panel", f"{CARD} >> nth=1")
+    page.page.set_viewport_size({"width": 600, "height": 1000})
+    page.dark()
+    page.shot(f"{app}-paused-narrow-dark", f"{CARD} >> nth=1")
+    page.shot(f"{app}-paused-run-narrow-dark", CARD)
+    page.page.set_viewport_size({"width": 1280, "height": 1000})
+    button("Resume").click()
+    page.wait_for("() => document.querySelector('.na-live .na-head .na-state-running')")
+
+
 @DAILY_IN_LAB
 def test_dark_theme(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH, SHOW, UNTIL], "dark")

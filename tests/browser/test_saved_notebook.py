@@ -147,6 +147,7 @@ def test_a_report_in_an_untrusted_notebook_is_complete(
         cell.scroll_into_view_if_needed()
         output = cell.locator(".jp-RenderedHTML").first
         output.scroll_into_view_if_needed()
+        output.locator("summary", has_text="Ranks").click()
         output.locator("table").first.wait_for()
         assert words in output.inner_text()
         assert "@media" not in output.inner_text()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from notebook_accelerate.widgets.assets import script
+from notebook_accelerate.widgets.assets import asset, script
+from notebook_accelerate.widgets.plot import SCRIPTS
 from tests.support.browser import Browser
 
 
@@ -32,7 +34,7 @@ def _table(rng: random.Random, columns: int, *, ordered: bool) -> list[list[floa
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_tables_are_merged_as_uplot_joins_them(blank: Any, *, ordered: bool) -> None:
-    _load(blank, "uPlot.iife.min.js", "feed.js", "plot.js")
+    _load(blank, *SCRIPTS)
     rng = random.Random(0)
     compare = """(tables) => {
         const missing = (key, value) => value === undefined ? "missing" : value;
@@ -44,6 +46,69 @@ def test_tables_are_merged_as_uplot_joins_them(blank: Any, *, ordered: bool) -> 
         merged, joined = blank.evaluate(compare, [_table(rng, count, ordered=ordered) for count in columns])
         assert merged == joined
     assert blank.evaluate("() => JSON.stringify(merge([]))") == "[[]]"
+
+
+_CURVES = """(curves) => {
+    const handlers = {}, values = { empty_text: "", wanted: "", hidden_metrics: 0 };
+    const model = { get: (name) => values[name], set() {}, save_changes() {}, send() {}, off() {},
+        on: (event, handler) => { handlers[event] = handler; } };
+    const columns = [], series = [];
+    for (const [metric, points] of Object.entries(curves)) {
+        series.push([metric, "rank 0", points.length]);
+        columns.push(...points.keys(), ...points.keys(), ...points);
+    }
+    window.drawn = [];
+    const fillText = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        const { a, e } = this.getTransform(), width = this.measureText(text).width * a;
+        const left = a * x + e - { left: 0, start: 0, center: width / 2, right: width, end: width }[this.textAlign];
+        window.drawn.push({ chart: this.canvas.closest("figure")?.dataset.metric, text, left, right: left + width,
+            room: this.canvas.width });
+        return fillText.apply(this, arguments);
+    };
+    const box = document.createElement("div");
+    box.style.width = "400px";
+    document.body.append(box);
+    globalThis.view.render({ model, el: box });
+    values.full = { seq: 1, prev: 0, series, data: new DataView(new Float64Array(columns).buffer) };
+    handlers["change:full"]();
+}"""
+
+
+def _labels(page: Any, metric: str) -> list[str]:
+    """Return the texts drawn in a metric's chart, all of which are inside it."""
+    page.wait_for_function("(metric) => window.drawn.some(each => each.chart === metric)", arg=metric)
+    drawn = [each for each in page.evaluate("() => window.drawn") if each["chart"] == metric]
+    assert [each for each in drawn if each["left"] < 0 or each["right"] > each["room"]] == []
+    return [str(each["text"]) for each in drawn]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1e30, 9e30], [1e31, 7e33], [-1e38, 1e38], [1e200, 9e200], [0.1, 0.9], [1e-10, 9e-10],
+        [-1.000001e-9, -1.000009e-9], [12345678.0, 12345679.0],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_of_any_size_have_ticks_that_are_not_clipped(blank: Any, values: list[float]) -> None:
+    _load(blank, *SCRIPTS)
+    blank.evaluate(_CURVES, {"loss": values * 300})
+    numbers = {float(text) for text in _labels(blank, "loss")} - {0.0, 200.0, 400.0}  # the steps
+    assert len(numbers) >= 2
+    assert all(min(values) <= number <= max(values) for number in numbers)
+
+
+def test_a_curve_without_positive_values_says_why_a_log_scale_is_empty(blank: Any) -> None:
+    _load(blank, *SCRIPTS)
+    blank.evaluate(_CURVES, {"reward": [-3.0, -2.0], "loss": [1.0, 2.0]})
+    _labels(blank, "reward")
+    blank.get_by_role("checkbox").check()
+    blank.wait_for_function("() => document.body.innerText.includes('A log scale shows positive values only')")
+    assert blank.locator(".na-empty").count() == 1
+    assert blank.locator("figure[data-metric=loss] canvas").count() == 1
+    blank.get_by_role("checkbox").uncheck()
+    blank.wait_for_function("() => document.querySelector('figure[data-metric=reward] canvas')")
 
 
 _LOGS = """() => {
@@ -101,7 +166,7 @@ _CURVE = """() => {
 
 def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> None:
     """The first step may take long: what is right for one point is not for the hundred that follow."""
-    _load(blank, "uPlot.iife.min.js", "feed.js", "plot.js")
+    _load(blank, *SCRIPTS)
     blank.evaluate(_CURVE)
     blank.evaluate("() => log(1, 0, 1)")
     blank.wait_for_function("() => panel.charts.get('loss')?.u?.data[0].length === 1")
@@ -110,3 +175,107 @@ def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> Non
     blank.wait_for_function("() => chart().data[0].length === 101")
     assert blank.evaluate("() => chart() === window.first"), "built for the first point"
     assert blank.evaluate("() => beads()") is False
+
+
+_CARDS = """(curves) => {
+    const handlers = {}, values = { hidden_metrics: 0, chosen: "", wanted: "", order: [], empty_text: "none" };
+    const model = { get: (name) => values[name], set(name, value) { values[name] = value; }, save_changes() {},
+        send() {}, off() {}, on: (event, handler) => { handlers[event] = handler; } };
+    const columns = [], series = [];
+    for (const [metric, label, points] of curves) {
+        const numbers = points.map(each => typeof each === "string" ? Number(each) : each);
+        series.push([metric, label, numbers.length]);
+        columns.push(...numbers.keys(), ...numbers.keys(), ...numbers);
+    }
+    document.body.className = "na-run";
+    window.panel = new Panel(model, document.body);
+    values.full = { seq: 1, prev: 0, series, data: new DataView(new Float64Array(columns).buffer) };
+    handlers["change:full"]();
+    window.shown = () => [...document.querySelectorAll(".na-section")].map(section => [
+        section.querySelector(".na-fold span").textContent, section.querySelector(".na-charts").hidden,
+        ...[...section.querySelectorAll("figure")].map(chart => chart.dataset.metric)]);
+    window.card = (metric) => panel.charts.get(metric);
+}"""
+
+
+def _cards(page: Any) -> None:
+    """Draw eight metrics of two ranks; one has NaN and an infinite value, one is the same on both ranks."""
+    rising = [float(step) for step in range(50)]
+    broken: list[Any] = [*rising[:20], "NaN", *rising[21:30], "Infinity", *rising[31:]]
+    names = ["train/loss", "train/accuracy", "val/loss", "val/accuracy", "speed", "auto/lr", "system/memory_gb"]
+    curves: list[list[Any]] = [[name, f"rank {rank}", [x + rank for x in rising]] for name in names for rank in (0, 1)]
+    curves += [["train/scale", "rank 0", rising], ["train/scale", "rank 1", broken]]
+    curves[10:12] = [["auto/lr", f"rank {rank}", rising] for rank in (0, 1)]
+    _load(page, *SCRIPTS)
+    page.add_style_tag(content=asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
+    page.evaluate(_CARDS, curves)
+    page.wait_for_function("() => card('train/loss')?.u && card('train/scale')?.u && card('auto/lr')?.u")
+
+
+def test_curves_are_cards_in_sections(blank: Any) -> None:
+    errors: list[str] = []
+    blank.on("pageerror", lambda error: errors.append(str(error)))
+    _cards(blank)
+    assert blank.evaluate("() => shown()") == [
+        ["Pinned", False, "train/loss", "train/accuracy"],
+        ["Metrics", False, "speed"],
+        ["train", False, "train/scale"],
+        ["val", False, "val/loss", "val/accuracy"],
+        ["Automatic", False, "auto/lr"],
+        ["System", True, "system/memory_gb"],
+    ]
+    assert blank.locator("figure[data-metric='auto/lr'] .na-chart-head").inner_text().split()[:3] == [
+        "learning", "rate", "auto",
+    ]  # fmt: skip
+
+    # Values that no axis shows, and ranks that log the same.
+    assert (
+        blank.locator("figure[data-metric='train/scale'] .na-chart-flag").inner_text() == "NaN since step 20 on rank 1"
+    )
+    assert blank.evaluate("() => card('train/scale').marks.map(mark => [mark.x, String(mark.value)])") == [
+        [20, "NaN"], [30, "Infinity"],
+    ]  # fmt: skip
+    assert blank.evaluate("() => [card('auto/lr').u.series.length, card('train/loss').u.series.length]") == [2, 3]
+    assert "rank 0 = rank 1" in blank.locator("figure[data-metric='auto/lr'] .na-chart-value").inner_text()
+
+    # The mean over ranks, with their range.
+    blank.get_by_text("Mean", exact=True).click()
+    blank.wait_for_function("() => card('train/loss').labels[0] === 'mean of 2 ranks'")
+    assert blank.evaluate("() => card('train/loss').joined.map(column => column[10])") == [10, 10.5, 10, 11]
+    blank.get_by_text("Ranks", exact=True).click()
+    blank.wait_for_function("() => card('train/loss').labels.length === 2")
+
+    # Folding, pinning, enlarging.
+    blank.get_by_role("button", name="System 1").click()
+    blank.wait_for_function("() => card('system/memory_gb').u")
+    blank.locator("figure[data-metric='val/loss']").hover()
+    blank.get_by_role("button", name="Pin to the top: val/loss").click()
+    assert blank.evaluate("() => shown()[0]") == ["Pinned", False, "train/loss", "train/accuracy", "val/loss"]
+    blank.locator("figure[data-metric='speed'] .na-chart-name").click()
+    blank.wait_for_function("() => card('speed').u.height === 380")
+    assert blank.evaluate("() => card('speed').node.offsetWidth === document.querySelector('.na-sections').offsetWidth")
+    blank.locator("figure[data-metric='speed'] .na-chart-name").click()
+    blank.wait_for_function("() => card('speed').u.height === 170")
+
+    # A filter is a regular expression, or a text.
+    search = blank.get_by_role("searchbox", name="Filter metrics by name")
+    search.fill("^val/|speed$")
+    assert blank.evaluate("() => shown().flatMap(each => each.slice(2))") == ["val/loss", "speed", "val/accuracy"]
+    search.fill("(loss")
+    assert search.get_attribute("aria-invalid") == "true"
+    assert blank.locator(".na-note", has_text="No metrics match '(loss'.").count() == 1
+    search.fill("")
+
+    # Files of a card.
+    chart = blank.locator("figure[data-metric='train/scale']")
+    chart.hover()
+    with blank.expect_download() as csv:
+        blank.get_by_role("button", name="Download as CSV: train/scale").click()
+    rows = Path(csv.value.path()).read_text().splitlines()
+    assert csv.value.suggested_filename == "train_scale.csv"
+    assert rows[0] == "metric,curve,step,seconds,value,min,max"
+    assert [row for row in rows if row.startswith("train/scale,rank 1,20,")] == ["train/scale,rank 1,20,20,NaN,,"]
+    with blank.expect_download() as png:
+        blank.get_by_role("button", name="Download as PNG: train/scale").click()
+    assert Path(png.value.path()).read_bytes().startswith(b"\x89PNG")
+    assert errors == []

@@ -1,5 +1,5 @@
-// A button that copies a text to the clipboard. Where the front end does not allow the clipboard API (an output frame
-// without the permission), a selected text box and the copy command are used instead.
+// Buttons that copy a text to the clipboard, or insert it as a cell below. Where the front end does not allow the
+// clipboard API (an output frame without the permission), a selected text box and the copy command are used instead.
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -20,24 +20,93 @@ async function copy(text) {
   }
 }
 
-function render({ model, el }) {
+// JupyterLab and Notebook: the notebook's own button inserts an empty cell below the active one.
+const INSERT = '[data-command="notebook:insert-cell-below"], [data-jp-item-name="insert"] :is(jp-button, button)';
+
+function insertButton(el) {
+  const panel = el.closest(".jp-NotebookPanel"), cell = el.closest(".jp-Cell");
+  return panel && cell ? cell.querySelector(INSERT) || panel.querySelector(INSERT) : null;
+}
+
+async function insertBelow(el, text) {
+  const panel = el.closest(".jp-NotebookPanel"), cell = el.closest(".jp-Cell");
+  if (!cell.classList.contains("jp-mod-active")) {
+    const press = new MouseEvent("mousedown", { bubbles: true, cancelable: true, button: 0 });
+    (cell.querySelector(".jp-InputPrompt") || cell).dispatchEvent(press);
+  }
+  const count = panel.querySelectorAll(".jp-Cell").length;
+  insertButton(el).click();
+  for (let tries = 0; tries < 60; tries++) {
+    await new Promise((resume) => setTimeout(resume, 50));
+    const active = panel.querySelector(".jp-Cell.jp-mod-active"), editor = active?.querySelector(".cm-content");
+    if (panel.querySelectorAll(".jp-Cell").length > count && editor && active !== cell) {
+      write(editor, text);
+      return;
+    }
+  }
+  throw new Error("no cell appeared");
+}
+
+function write(editor, text) {
+  const view = editor.cmView?.view ?? editor.cmTile?.view;
+  if (view) {
+    view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: text } });
+    view.focus();
+    return;
+  }
+  const clipboardData = new DataTransfer();
+  clipboardData.setData("text/plain", text);
+  editor.focus();
+  editor.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+}
+
+function makeButton(name, aria) {
   const button = document.createElement("button");
   button.type = "button";
   button.className = "lm-Widget jupyter-widgets jupyter-button widget-button na-copy";
-  button.textContent = model.get("label");
-  button.setAttribute("aria-label", `${model.get("label")} to the clipboard`);
+  button.textContent = name;
+  button.setAttribute("aria-label", aria);
+  return button;
+}
+
+function render({ model, el }) {
+  const button = makeButton("Copy", `${model.get("label")} to the clipboard`);
+  const insert = makeButton("Insert cell below", "Insert a cell below with this code");
   const status = document.createElement("span");
   status.setAttribute("role", "status");
-  status.className = "na-help";
-  let timer;
+  status.className = "na-hidden";
+  const timers = new Map();
+  const say = (target, name, done, text, problem) => {
+    status.textContent = done ? text : problem;
+    status.className = done ? "na-hidden" : "na-help";
+    target.textContent = done ? `${text} ✓` : name;
+    target.classList.toggle("na-done", done);
+    clearTimeout(timers.get(target));
+    timers.set(target, setTimeout(() => {
+      status.textContent = "";
+      target.textContent = name;
+      target.classList.remove("na-done");
+    }, 4000));
+  };
   button.addEventListener("click", async () => {
-    const done = await copy(model.get("text"));
-    status.textContent = done ? " Copied" : " The browser does not allow copying here: select the text and copy it";
-    clearTimeout(timer);
-    timer = setTimeout(() => (status.textContent = ""), 4000);
+    say(button, "Copy", await copy(model.get("text")), "Copied", "The browser does not allow copying here: select the text and copy it");
   });
-  el.append(button, status);
-  return () => clearTimeout(timer);
+  insert.addEventListener("click", async () => {
+    const done = await insertBelow(el, model.get("text")).then(() => true, () => false);
+    say(insert, "Insert cell below", done, "Inserted", "The cell could not be inserted here: copy the code");
+  });
+  el.classList.add("na-copies");
+  insert.hidden = true;
+  el.append(button, insert, status);
+  const offer = () => { insert.hidden = !(model.get("insertable") && insertButton(el)); };
+  const shown = new IntersectionObserver(offer);  // the element is attached later, and the toolbar may be too
+  shown.observe(el);
+  model.on("change:insertable", offer);
+  return () => {
+    shown.disconnect();
+    model.off("change:insertable", offer);
+    timers.forEach(clearTimeout);
+  };
 }
 
 export default { render };

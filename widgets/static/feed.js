@@ -67,10 +67,11 @@ const english = (count) => count.toLocaleString("en");
 
 const capitalized = (text) => text[0].toUpperCase() + text.slice(1);
 
-/* Returns the anywidget module of a view: a class with a method `stop`. */
+/* Returns the anywidget module of a view: a class with a method `stop`. "drawn" tells the kernel that there is one. */
 const widgetOf = (View) => ({
   render({ model, el }) {
     const view = new View(model, el);
+    model.send({ kind: "drawn" });
     return () => view.stop();
   },
 });

@@ -1,8 +1,10 @@
-"""Limits what a run sends to the front end: lines, progress bars and rich displays together."""
+"""Limits what a run sends to the front end, and what it leaves in the notebook's file."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,12 @@ if TYPE_CHECKING:
 
 BURST_BYTES, BYTES_PER_SECOND = 2_500_000, 300_000
 """Limits of what the front end receives: Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
+HEAD_BYTES, TAIL_BYTES = 120_000, 40_000
+"""Bytes of a run's text that the notebook's file keeps: the first lines, and the last ones."""
+MAX_TAIL_CHARS = 2_000
+"""Longer lines among the last ones are cut."""
+_BYTES_PER_LINE = 12
+"""What a notebook's file adds to each line: quotes, a comma, the indentation."""
 MAX_WAITING_CHARS = BURST_BYTES
 """Most characters of the displays that wait; others are left out."""
 
@@ -32,6 +40,70 @@ class OutputBudget:
     def spend(self, characters: int) -> None:
         """Count what was sent, or would have been."""
         self._left = max(-float(BURST_BYTES), self._left - characters)
+
+
+class HeadAndTail:
+    """Divides a run's text into its first lines, its last lines, and what is left out between them.
+
+    Attributes:
+        changed: Whether there are new last lines since `tail` was called.
+    """
+
+    def __init__(self) -> None:
+        self._left = HEAD_BYTES
+        self._lines: deque[str] = deque()
+        self._size = self._left_out = 0
+        self.changed = False
+
+    def head(self, text: str) -> str:
+        """Return the lines of a text that are still among the first ones; the others are kept for `tail`.
+
+        Args:
+            text: Complete lines.
+        """
+        size = notebook_bytes(text) if self._left > 0 else 0
+        if 0 < size <= self._left:
+            self._left -= size
+            return text
+        first, rest = self._cut(text) if self._left > 0 else ("", text)
+        self._left = 0
+        self._add(rest)
+        return first
+
+    def tail(self) -> str:
+        """Return the number of lines that are left out, and the last lines; "" without any."""
+        self.changed = False
+        if not self._lines:
+            return ""
+        missing = f"… {self._left_out:,} lines not shown here: run.logs() returns them …\n" if self._left_out else ""
+        return missing + "\n".join(self._lines)
+
+    def _cut(self, text: str) -> tuple[str, str]:
+        end, left = 0, self._left
+        while (line_end := text.find("\n", end) + 1) and (left := left - notebook_bytes(text[end:line_end])) >= 0:
+            end = line_end
+        return text[:end], text[end:]
+
+    def _add(self, text: str) -> None:
+        self.changed = True
+        recent = text[-TAIL_BYTES:]
+        if len(recent) < len(text):
+            # The first line of these is cut; where it is the only one, its beginning is shown.
+            begin = text.find("\n", len(text) - len(recent), -1) + 1 or text.rfind("\n", 0, -1) + 1
+            recent = text[begin:]
+            self._left_out += text.count("\n", 0, begin)
+        for line in recent.removesuffix("\n").split("\n"):
+            shown = line if len(line) <= MAX_TAIL_CHARS else line[:MAX_TAIL_CHARS] + " …"
+            self._lines.append(shown)
+            self._size += notebook_bytes(shown) + _BYTES_PER_LINE
+        while self._size > TAIL_BYTES and len(self._lines) > 1:
+            self._size -= notebook_bytes(self._lines.popleft()) + _BYTES_PER_LINE
+            self._left_out += 1
+
+
+def notebook_bytes(text: str) -> int:
+    """Return about how many bytes a text takes in a notebook's file."""
+    return len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + _BYTES_PER_LINE * text.count("\n")
 
 
 class WaitingDisplays:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import ipython_shell
-from notebook_accelerate.launch.output.output_budget import OutputBudget, WaitingDisplays, display_size
+from notebook_accelerate.launch.output.output_budget import HeadAndTail, OutputBudget, WaitingDisplays, display_size
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.telemetry.error_text import describe_error
 
@@ -26,6 +26,8 @@ FLUSH_SECONDS = 0.1
 """The shortest time between two messages to the front end, which draws the page once for each."""
 MAX_BAR_CHARS = 1_000
 """Longer progress bars are cut: all of them are sent again whenever one changes."""
+TAIL_SECONDS = 0.5
+"""The shortest time between two redraws of the last lines of much output."""
 PROGRESS_SECONDS = 0.2
 """The shortest time between two redraws of progress bars."""
 
@@ -38,7 +40,13 @@ def line_label(template: str | None, rank: int, local_rank: int) -> str:
 
 
 class Publisher(ABC):
-    """Shows the labelled lines, rich outputs and progress bars of a run. Not thread-safe."""
+    """Shows the labelled lines, rich outputs and progress bars of a run. Not thread-safe.
+
+    Attributes:
+        redraws: Whether an output can be replaced by a later one.
+    """
+
+    redraws = False
 
     def __init__(self) -> None:
         self._pending: list[tuple[str, str]] = []
@@ -47,6 +55,7 @@ class Publisher(ABC):
         self._bars: dict[int, str] = {}
         self._bars_changed = False
         self._bars_due = 0.0
+        self._cleared: dict[int, str] = {}  # what has changed and has not been drawn
 
     @abstractmethod
     def _write(self, stream: str, text: str) -> None:
@@ -63,6 +72,15 @@ class Publisher(ABC):
     def _draw_bars(self, text: str) -> None:
         """Show the progress bars of all ranks in one output that is redrawn; no effect outside a notebook."""
         return
+
+    def _draw_cleared(self, rank: int, text: str) -> None:
+        """Show the lines of a rank since ``clear_output`` in one output that is redrawn."""
+        return
+
+    def cleared_lines(self, rank: int, text: str, label: str) -> None:
+        """Show all lines of a rank since its last call of ``clear_output``, instead of those before; "": none."""
+        self._last_label = ""
+        self._cleared[rank] = label + text.replace("\n", "\n" + label) if text else ""
 
     def line(self, stream: str, text: str) -> None:
         """Show a line of the launcher itself."""
@@ -86,7 +104,7 @@ class Publisher(ABC):
     def seconds_until_due(self) -> float | None:
         """Return the seconds until ``flush`` is due; None: nothing is pending."""
         due = [self._due] if self._pending else []
-        if self._bars_changed:
+        if self._bars_changed or self._cleared:
             due.append(self._bars_due)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
@@ -98,8 +116,14 @@ class Publisher(ABC):
             pending, self._pending = self._pending, []
             for stream, group in itertools.groupby(pending, key=operator.itemgetter(0)):
                 self._write(stream, "".join(text for _, text in group))
-        if self._bars_changed and (force or now >= self._bars_due):
-            self._bars_due, self._bars_changed = now + PROGRESS_SECONDS, False
+        if not (self._bars_changed or self._cleared) or not (force or now >= self._bars_due):
+            return
+        self._bars_due = now + PROGRESS_SECONDS
+        cleared, self._cleared = self._cleared, {}
+        for rank in sorted(cleared):
+            self._draw_cleared(rank, cleared[rank])
+        if self._bars_changed:
+            self._bars_changed = False
             self._draw_bars("\n".join(self._bars[rank] for rank in sorted(self._bars)))
 
 
@@ -120,21 +144,52 @@ class TextPublisher(Publisher):
 
 
 class NotebookPublisher(Publisher):
-    """Publishes under the cell of the launch, from any thread, also after that cell has ended."""
+    """Publishes under the cell of the launch, from any thread, also after that cell has ended.
 
-    def __init__(self, kernel: Any, run_id: int) -> None:
+    Of much text the cell shows the first lines, and the last ones in an output that is redrawn.
+
+    Args:
+        kernel: The ipykernel of this process.
+        run_id: The run's number.
+        text: Whether the text of ranks is shown there; their displays are in any case.
+    """
+
+    redraws = True
+
+    def __init__(self, kernel: Any, run_id: int, *, text: bool = True) -> None:
         super().__init__()
         self._kernel = kernel
         self._parent = parent_message(kernel)
         self._bars_shown = False
+        self._cleared_shown: set[int] = set()
         self._bars_id = f"notebook-accelerate-{run_id}-progress"
         self._budget, self._waiting = OutputBudget(), WaitingDisplays()
-        self._withheld = 0
+        self._shows_text = text
+        self._text = HeadAndTail()
+        self._tail_due = 0.0
+        self._tail_shown = False
+        self._tail_id = f"notebook-accelerate-{run_id}-tail"
+
+    def lines(self, stream: str, text: str, label: str) -> None:
+        """See ``Publisher.lines``."""
+        if self._shows_text:
+            super().lines(stream, text, label)
+
+    def cleared_lines(self, rank: int, text: str, label: str) -> None:
+        """See ``Publisher.cleared_lines``."""
+        if self._shows_text:
+            super().cleared_lines(rank, text, label)
+
+    def bar(self, rank: int, text: str, label: str) -> None:
+        """See ``Publisher.bar``."""
+        if self._shows_text:
+            super().bar(rank, text, label)
 
     def show_under(self, cell: Any) -> None:
         """See ``Publisher.show_under``."""
         self._parent = cell
-        self._bars_shown = False
+        self._bars_shown = self._tail_shown = False
+        self._cleared_shown.clear()
 
     def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
         # Sent through the session: OutStream would add it to the cell that is running now.
@@ -142,19 +197,14 @@ class NotebookPublisher(Publisher):
         self._kernel.session.send(socket, kind, content, parent=self._parent, ident=ident)
 
     def _write(self, stream: str, text: str) -> None:
-        left = self._budget.left
-        if left <= 0:
-            self._withheld += len(text)
-            return
-        shown = text if len(text) <= left else text[: text.rfind("\n", 0, left) + 1]
-        self._budget.spend(len(text))
-        self._withheld += len(text) - len(shown)
-        self._send("stream", {"name": stream, "text": shown}, f"stream.{stream}")
+        if shown := self._text.head(text):
+            self._budget.spend(len(shown))
+            self._send("stream", {"name": stream, "text": shown}, f"stream.{stream}")
 
     def display(self, event: DisplayEvent, label: str) -> None:
         """See ``Publisher.display``; its label stands above it, unless that of the output before is the same."""
         if not event.update and label.strip() and label != self._last_label:
-            self.lines("stdout", "", label)
+            super().lines("stdout", "", label)
         super().flush(force=True)
         event = self._waiting.first_shown(event)
         if self._budget.left <= 0 or self._waiting.waits(event):
@@ -182,25 +232,45 @@ class NotebookPublisher(Publisher):
         self._send_display({"text/plain": text}, {}, self._bars_id, update=self._bars_shown)
         self._bars_shown = True
 
+    def _draw_cleared(self, rank: int, text: str) -> None:
+        if text and self._budget.left <= 0:
+            self._cleared.setdefault(rank, text)  # drawn later
+            return
+        self._budget.spend(len(text))
+        identity = f"{self._bars_id}-cleared-{rank}"
+        self._send_display({"text/plain": text}, {}, identity, update=rank in self._cleared_shown)
+        self._cleared_shown.add(rank)
+
+    def seconds_until_due(self) -> float | None:
+        """See ``Publisher.seconds_until_due``."""
+        due = super().seconds_until_due()
+        if not self._text.changed:
+            return due
+        left = max(0.0, self._tail_due - time.monotonic())
+        return left if due is None else min(due, left)
+
+    def _draw_tail(self) -> None:
+        self._tail_due = time.monotonic() + TAIL_SECONDS
+        text = self._text.tail()
+        self._budget.spend(len(text))
+        self._send_display({"text/plain": text}, {}, self._tail_id, update=self._tail_shown)
+        self._tail_shown = True
+
     def flush(self, *, force: bool = False) -> None:
-        """See ``Publisher.flush``; with ``force`` it also reports how much output was withheld."""
+        """See ``Publisher.flush``; with ``force`` it also reports how many displays were left out."""
         super().flush(force=force)
+        if self._text.changed and (force or time.monotonic() >= self._tail_due):
+            self._draw_tail()
         while self._waiting and (force or self._budget.left > 0):
             self._show(self._waiting.take())
         if force:
-            self._note_withheld()
+            self._note_left_out()
 
-    def _note_withheld(self) -> None:
-        notes = []
-        if self._withheld:
-            notes.append(
-                f"… {self._withheld:,} characters not shown here: run.logs() keeps the end of each rank's output"
-            )
-        if self._waiting.left_out:
-            notes.append(f"… {self._waiting.left_out:,} displays not shown here: there were too many at once")
-        self._withheld = self._waiting.left_out = 0
-        if notes:
-            self._send("stream", {"name": "stderr", "text": "\n".join([*notes, ""])}, "stream.stderr")
+    def _note_left_out(self) -> None:
+        left_out, self._waiting.left_out = self._waiting.left_out, 0
+        if left_out:
+            text = f"… {left_out:,} displays not shown here: there were too many at once\n"
+            self._send("stream", {"name": "stderr", "text": text}, "stream.stderr")
 
 
 _published_under: ContextVar[Any] = ContextVar("published_under", default=None)
@@ -231,9 +301,14 @@ def running_kernel() -> Any | None:
     return kernel if hasattr(kernel, "iopub_socket") else None
 
 
-def publisher_for(run_id: int) -> Publisher:
-    """Return the publisher of a run that is launched now."""
+def publisher_for(run_id: int, *, text: bool = True) -> Publisher:
+    """Return the publisher of a run that is launched now.
+
+    Args:
+        run_id: The run's number.
+        text: Whether a notebook's cell shows the text of ranks; outside a notebook it is shown in any case.
+    """
     kernel = running_kernel()
     if kernel is not None and type(sys.stdout).__module__.startswith("ipykernel"):
-        return NotebookPublisher(kernel, run_id)
+        return NotebookPublisher(kernel, run_id, text=text)
     return TextPublisher()  # also in a kernel with a captured sys.stdout

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.output.rank_lines import Publisher
     from notebook_accelerate.telemetry import DisplayEvent
 
+MAX_CLEARED_CHARS = 10_000
+"""Longer text after ``clear_output`` is not replaced by the next call: each line that comes sends all of it again."""
 MAX_HELD_BYTES = 4 << 20
 """Output behind a mark whose display does not arrive is held up to this size."""
 
@@ -52,6 +54,8 @@ class RankOutput:
         self._displays: dict[int, DisplayEvent] = {}
         self._last_shown = 0
         self._displays_arrive = True
+        self._cleared: list[str] | None = None  # the lines since clear_output; None: it has not been called
+        self._replaces = False  # whether the next output replaces them
 
     def feed(self, name: str, data: bytes) -> None:
         """Process bytes received from a stream."""
@@ -66,7 +70,7 @@ class RankOutput:
     def display(self, event: DisplayEvent) -> None:
         """Show a display, as soon as its marks are reached."""
         if not event.mark or not self._streams:
-            self._publisher.display(event, self._label)
+            self._show(event)
             return
         self._displays[event.mark] = event
         self._read(wait=True)
@@ -118,13 +122,40 @@ class RankOutput:
     def _show_displays(self, mark: int) -> None:
         for number in sorted(number for number in self._displays if number <= mark):
             self._last_shown, event = number, self._displays.pop(number)
-            if event.data:  # otherwise it could not be sent
-                self._publisher.display(event, self._label)
+            self._show(event)
+
+    def _show(self, event: DisplayEvent) -> None:
+        if event.clear:
+            self._clear(wait=event.clear == "wait")
+        elif event.data:  # otherwise it could not be sent
+            if self._replaces and not event.update:
+                self._clear(wait=False)
+            self._publisher.display(event, self._label)
 
     def _publish(self, name: str, text: str | None) -> None:
-        if text is not None:
-            self._keep(self._rank, name, text)
+        if text is None:
+            return
+        self._keep(self._rank, name, text)
+        if self._cleared is None:
             self._publisher.lines(name, text, self._label)
+            return
+        lines = [text] if self._replaces else [*self._cleared, text]
+        if sum(map(len, lines)) > MAX_CLEARED_CHARS:
+            self._cleared, self._replaces = None, False  # it stays
+            self._publisher.lines(name, text, self._label)
+            return
+        self._cleared, self._replaces = lines, False
+        self._publisher.cleared_lines(self._rank, "\n".join(lines), self._label)
+
+    def _clear(self, *, wait: bool) -> None:
+        """Let what follows replace the lines since the last call: the next output if ``wait``, else at once."""
+        if not self._publisher.redraws:
+            return
+        self._replaces = wait
+        if self._cleared and not wait:
+            self._publisher.cleared_lines(self._rank, "", self._label)
+        if self._cleared is None or not wait:
+            self._cleared = []
 
     def _draw_bars(self) -> None:
         bars = [stream.assembler.redrawn for stream in self._streams.values()]

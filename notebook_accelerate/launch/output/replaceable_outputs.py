@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from notebook_accelerate.launch.output.marimo_output import MarimoOutput, marimo_output
 from notebook_accelerate.launch.output.rank_lines import parent_message, running_kernel
 
 NOTHING: dict[str, Any] = {"text/plain": ""}
@@ -63,6 +64,11 @@ class CellOutput:
         """The id of the notebook's cell; "" if the front end does not send it."""
         return str(((self.parent or {}).get("metadata") or {}).get("cellId", ""))
 
+    @property
+    def interactive(self) -> bool:
+        """Whether the client that executes the cell takes input. Front ends do; nbclient and papermill do not."""
+        return bool(((self.parent or {}).get("content") or {}).get("allow_stdin", True))
+
     def show(self, data: dict[str, Any]) -> None:
         """Show a MIME bundle, which replaces the previous one."""
         self._output.send(self._kernel, self.parent, data)
@@ -78,17 +84,19 @@ class CellOutput:
         self.show(data)
 
 
-_at_exit: dict[CellOutput, Callable[[], dict[str, Any]]] = {}
+Output = CellOutput | MarimoOutput
+
+_at_exit: dict[Output, Callable[[], dict[str, Any]]] = {}
 
 
-def leave_at_exit(output: CellOutput, static: Callable[[], dict[str, Any]]) -> None:
+def leave_at_exit(output: Output, static: Callable[[], dict[str, Any]]) -> None:
     """Let ``output`` show ``static()`` when the kernel exits: a live view without a kernel is an error message."""
     if not _at_exit:
         atexit.register(_show_static_forms)
     _at_exit[output] = static
 
 
-def forget(output: CellOutput) -> None:
+def forget(output: Output) -> None:
     """Undo ``leave_at_exit``."""
     _at_exit.pop(output, None)
 
@@ -99,7 +107,7 @@ def _show_static_forms() -> None:
             output.end(static())
 
 
-def here() -> CellOutput | None:
+def here() -> Output | None:
     """Return an output of the running cell; None outside a notebook."""
     kernel = running_kernel()
-    return CellOutput(kernel) if kernel is not None else None
+    return CellOutput(kernel) if kernel is not None else marimo_output()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.hardware.versions import installed_version
-from notebook_accelerate.launch.report import mesh_diagram, rank_rows, sharding_table, svg_curves
+from notebook_accelerate.launch.report import device_rows, mesh_diagram, rank_rows, sharding_table, svg_curves
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.number_format import byte_size
 from notebook_accelerate.launch.report.tables import Rows, html_table, text_table
@@ -29,12 +29,17 @@ if TYPE_CHECKING:
 
 MAX_CURVES = 24
 """Further metrics are listed in the table only: a saved notebook stores every image."""
+METRICS = "Metrics"
+_FOLDED = ("Configuration", "Environment")
+"""The captions of the tables behind a closed fold while the run goes on, too: an update would close what is opened."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
 _PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
 
-_FOLDED = ("Configuration", "Environment")
-"""The captions of the tables behind a closed fold."""
+# Mid-tones, legible on light and dark backgrounds.
+_STATE_COLOURS = {"succeeded": "#2a9a68", "failed": "#d64545", "stopped": "#8a8a8a", "lost": "#c4881c"}
+_OTHER_STATES = "#3b82d6"
+_STATE = "border:1px solid {0};border-radius:1em;color:{0};font-weight:600;margin-right:0.6em;padding:0.1em 0.7em"
 _UNFOLDED = ".notebook-accelerate-report details::details-content { content-visibility: visible; }"
 _PRINT_STYLE = Markup(f"<style>@media print {{ {_UNFOLDED} }}</style>")
 """Folds cannot be opened on paper or in a PDF."""
@@ -80,10 +85,11 @@ class Report:
         return first, run.plan.sentence() if run.plan is not None else ""
 
     def _tables(self) -> list[tuple[str, Rows]]:
-        attempts = self._attempt_rows()
+        attempts, ranks, devices = self._attempt_rows(), self.run.ranks, self.run.store.devices
         tables = [
             *rank_rows.tables(self.run),
-            ("Metrics", self._metric_rows()),
+            ("Devices", device_rows.rows(ranks, {rank.rank: devices.of_rank(rank.rank) for rank in ranks})),
+            (METRICS, self._metric_rows()),
             (sharding_table.CAPTION, sharding_table.report_rows(sharding_table.latest_reports(self.run))),
             ("Step time", rank_rows.step_time_rows(self.run)),
             ("Profiler traces (Chrome trace format)", trace_rows(self.run.store)),
@@ -135,25 +141,28 @@ class Report:
     # ---- HTML
 
     def _html(self, tables: list[tuple[str, Rows]]) -> str:
-        head, plan = self._head()
-        parts: list[str] = [_PRINT_STYLE, element("p", element("strong", head))]
-        parts += [element("p", line) for line in (plan, *self.run.notes) if line]
-        if self.run.failures:
-            parts.append(failures_html(self.run.failures))
-        elif self.run.error is not None:
-            parts.append(element("p", str(self.run.error)))
+        run, (_, plan) = self.run, self._head()
+        state = element(
+            "span", run.status.capitalize(), style=_STATE.format(_STATE_COLOURS.get(run.status, _OTHER_STATES))
+        )
+        name = f" {run.function_name} · run {run.id} · {run.elapsed:.1f} s"
+        parts: list[str] = [_PRINT_STYLE, element("p", state, element("strong", name))]
+        parts += [element("p", line) for line in (plan, *run.notes) if line]
+        parts.append(errors_html(run))
         parts.append(self._curves_html())
-        parts += [self._html_table(caption, rows) for caption, rows in tables if caption not in _FOLDED]
-        folded = [self._html_table(caption, rows) for caption, rows in tables if caption in _FOLDED]
-        parts.append(element("details", element("summary", " and ".join(_FOLDED)), *folded))
+        parts += [self._folded_table(caption, rows) for caption, rows in tables]
         return element("div", *parts, class_="notebook-accelerate-report")
 
-    def _html_table(self, caption: str, rows: Rows) -> Markup:
-        if caption != sharding_table.CAPTION:
-            return _report_table(caption, rows)
-        reports = sharding_table.latest_reports(self.run)
-        table = _report_table(f"{caption}: {sharding_table.summary(reports)}", rows)
-        return join([table, element("div", mesh_diagram.image(reports))])
+    def _folded_table(self, caption: str, rows: Rows) -> Markup:
+        inside = []
+        is_open = self.run.ended is None and caption not in _FOLDED
+        if caption == METRICS and len(rows) <= MAX_CURVES:  # their pictures are shown
+            rows = [row[:-1] for row in rows]
+        if caption == sharding_table.CAPTION:
+            reports = sharding_table.latest_reports(self.run)
+            caption = f"{caption}: {sharding_table.summary(reports)}"
+            inside.append(element("div", mesh_diagram.image(reports)))
+        return element("details", element("summary", caption), _report_table(rows), *inside, open=is_open)
 
     def _curves_html(self) -> Markup:
         store, failed = self.run.store, [failure.rank for failure in self.run.failures]
@@ -169,6 +178,25 @@ class Report:
 
     def __repr__(self) -> str:
         return self.text
+
+
+def launch_rows(run: RunView) -> Rows:
+    """Return the plan of a run, and the remarks of its launch."""
+    rows = [["launch", "value"]]
+    if (plan := run.plan) is not None:
+        rows.append(
+            [
+                "ranks",
+                f"{plan.num_processes} of {plan.world_size}"
+                if plan.node or plan.world_size != plan.num_processes
+                else str(plan.num_processes),
+            ]
+        )
+        rows.append(["device", plan.where or plan.accelerator])
+        rows.append(["start method", f"{plan.start_method}: {plan.reason}" if plan.reason else plan.start_method])
+        rows += [["backend", plan.backend]] if plan.backend else []
+        rows += [["threads of a rank", str(plan.threads)]] if plan.threads is not None else []
+    return [*rows, *(["remark", note] for note in run.notes)]
 
 
 def config_rows(run: RunView) -> Rows:
@@ -201,6 +229,18 @@ def environment_rows(run: RunView) -> Rows:
     rows.append(["processors", str(os.cpu_count())])
     rows.append(["started", started.strftime("%Y-%m-%d %H:%M:%S %Z")])
     return rows
+
+
+def errors_html(run: RunView) -> Markup:
+    """Return why a run did not succeed, with a link to the page on its error; "" without an error."""
+    error = run.error
+    if error is None:
+        return Markup("")
+    text = failures_html(run.failures) if run.failures else element("p", str(error))
+    if run.status == "stopped":
+        return text
+    link = element("a", f"What {type(error).__name__} means", href=error.page, target="_blank", rel="noopener")
+    return join([text, element("p", link)])
 
 
 def failures_html(found: Sequence[RankFailure]) -> Markup:
@@ -242,10 +282,9 @@ def sparkline(values: Sequence[float] | np.ndarray) -> str:
 _NUMBER = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( ?(%|B|[KMGT]iB))?|-?inf|nan")
 
 
-def _report_table(caption: str, rows: Rows) -> Markup:
+def _report_table(rows: Rows) -> Markup:
     """Return a table with numbers aligned to the right, texts to the left."""
     head, *body = rows
     numeric = [all(not cell or _NUMBER.fullmatch(cell) for cell in column) for column in zip(*body, strict=True)]
     columns = [{"style": f"text-align:{'right' if right else 'left'}"} for right in numeric]
-    title = element("caption", caption, style="text-align:left;caption-side:top")
-    return html_table(head, body, caption=title, columns=columns)
+    return html_table(head, body, columns=columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from notebook_accelerate.launch.report.number_format import byte_size, percent
@@ -170,15 +171,15 @@ def total_bytes(parts: Iterable[int | None]) -> int | None:
 def _range(counts: Sequence[int | None]) -> str:
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
-        return "–"
+        return "unknown"
     low, high = byte_size(min(known)), byte_size(max(known))
     return high if low == high else f"{low} – {high}"
 
 
 def _layout_text(held: ShardSizes, report: ShardReport) -> str:
-    others = [name for name in report.axes if name not in held.sharded and name != report.stages]
+    copies = prod(size for name, size in report.axes.items() if name not in held.sharded and name != report.stages)
     parts = [f"sharded over {' × '.join(held.sharded)}"] if held.sharded else []
-    parts += [f"replicated over {' × '.join(others)}"] if others else []
+    parts += [f"replicated on {copies} ranks"] if copies > 1 else []
     parts += [f"layers over {report.stages}"] if report.stages else []
     parts += [held.note] if held.note else []
     parts += [f"offloaded to {_DEVICES.get(held.offloaded, held.offloaded)}"] if held.offloaded else []

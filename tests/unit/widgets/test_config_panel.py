@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ def _set(panel: ConfigPanel, **values: Any) -> ConfigPanel:
     return panel
 
 
+NUMBERS = object()
+"""A value without code: a variable names it."""
+
+
 def double(number: int) -> int:
     return 2 * number
 
@@ -53,13 +58,13 @@ def fail() -> None:
 
 def test_the_sentence_describes_the_plan() -> None:
     panel = _set(_panel(), num_processes="2", mixed_precision="bf16", batch_size="8", gradient_accumulation_steps="4")
-    assert panel.sentence == "2 processes on cpu, fork, gloo, bf16; effective batch 64"
+    assert panel.sentence == "2 processes on cpu, fork, gloo, bf16; effective batch: 64"
     assert panel.sentence in panel._plan_view.value
     assert "8 per process × 2 processes × 4 accumulation steps" in panel._plan_view.value
 
 
 def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
-    assert _panel(GPUS).sentence == "4 processes on cuda, fork, nccl, fp32; effective batch 4 × your loader's"
+    assert _panel(GPUS).sentence == "4 processes on cuda, fork, nccl, fp32; effective batch: 4 × your loader's"
     busy = KernelFacts(environment={}, fork_hazard=lambda: "CUDA is initialised in the kernel")
     panel = _panel(GPUS, busy)
     assert panel.sentence.startswith("4 processes on cuda, zygote, nccl")
@@ -70,15 +75,15 @@ def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
 
 def test_split_batches_are_not_multiplied_by_the_processes() -> None:
     panel = _set(_panel(), num_processes="2", batch_size="8", dataloader_config=True)
-    assert panel.sentence.endswith("effective batch 16")
+    assert panel.sentence.endswith("effective batch: 16")
     panel.training_form.nested("dataloader_config").input("split_batches").value = True
-    assert panel.sentence.endswith("effective batch 8")
+    assert panel.sentence.endswith("effective batch: 8")
 
 
 def test_one_blocking_process_runs_inline() -> None:
     panel = _set(_panel(), block=True)
     assert panel.sentence.startswith("1 process on cpu, inline, fp32")
-    assert "the button starts it without blocking" in panel._plan_view.value
+    assert "Launch starts it in the background" in panel._plan_view.value
 
 
 def test_a_launch_that_does_not_fit_the_machine_is_an_error() -> None:
@@ -264,6 +269,51 @@ def test_a_configuration_file_is_saved_and_loaded(tmp_path: Path) -> None:
     assert other.training == panel.training
 
 
+@pytest.mark.parametrize("machine", [CPU, GPUS], ids=["cpu", "gpus"])
+@pytest.mark.parametrize(
+    "entered",
+    [{}, {"num_processes": "1"}, {"cpu": True}, {"num_processes": "2", "mixed_precision": "bf16"}, {"num_nodes": "2"}],
+    ids=str,
+)
+def test_a_saved_configuration_is_the_same_when_it_is_loaded(
+    machine: HardwareInfo, entered: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nothing is written that was not entered: neither ``use_cpu`` of a machine without a GPU, nor its one process."""
+    panel = _set(_panel(machine), **entered)
+    file = panel.save(tmp_path / "config.yaml")
+    other = _panel(machine)
+    other.load(file)
+    assert other.config == panel.config
+    assert other.sentence == panel.sentence
+
+
+def test_an_error_is_shown_once_and_goes_when_it_is_mended() -> None:
+    panel = _set(_panel(), num_processes="0")
+    error = panel.errors["num_processes"]
+    shown = [panel._plan_view.value, panel._code.value, panel._copy.text, panel._run_note.value]
+    assert panel.launch_form.note("num_processes").count(str(escape(error))) == 1
+    assert not any(str(escape(error)) in text or error in text for text in shown)
+    assert "Correct num_processes to see the plan" in panel._plan_view.value
+    assert (panel.text.count(error), panel.html.count(str(escape(error)))) == (1, 1)
+    _set(panel, num_processes="2")
+    assert "num_processes=0" not in panel.launch_form.note("num_processes") + panel._plan_view.value
+    assert "2 processes on" in panel._plan_view.value
+
+
+def test_the_error_of_a_click_goes_when_something_is_entered() -> None:
+    panel = _panel()
+    panel._name.value = "nothing_here"
+    panel._go.click()
+    assert "is not a function of this notebook" in panel._run_note.value
+    panel._name.value = "nothing_here_eithe"
+    assert panel._run_note.value == ""
+    panel._file.value = "/nowhere/config.yaml"
+    panel._load.click()
+    assert "FileNotFoundError" in panel._file_note.value
+    panel._file.value = "/nowhere/else.yaml"
+    assert panel._file_note.value == ""
+
+
 def test_settings_of_a_file_without_a_field_are_kept_and_reach_the_ranks(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     values = {"num_processes": 4, "distributed_type": "FSDP", "mixed_precision": "bf16", "main_training_function": "go"}
@@ -322,12 +372,13 @@ def test_saving_over_another_file_asks_first(tmp_path: Path) -> None:
     panel = _set(_panel(), num_processes="2", timeout="5")
     panel._file.value = str(file)
     panel._save.click()
-    assert "click Save again" in panel._file_note.value
+    assert "Click Save again" in panel._file_note.value
     assert file.read_text() == "mine: true\n"
     panel._save.click()
-    assert "saved" in panel._file_note.value
-    assert "does not include block, timeout" in panel._file_note.value
+    assert "Saved. Not stored: block, timeout." in panel._file_note.value
     assert ClusterConfig.from_yaml_file(file).num_processes == 2
+    _set(panel, num_processes="")._save.click()
+    assert "num_processes" not in file.read_text(), "Accelerate's launcher refuses -1"
 
 
 # ---- launching
@@ -372,12 +423,25 @@ def test_functions_and_arguments_are_taken_from_the_notebook(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [((), ""), ((3,), "(3,)"), ((3, "a", [1.5]), "(3, 'a', [1.5])"), ((NUMBERS, 1), "(numbers, 1)"), ((object(),), "")],
+)
+def test_the_cell_has_the_arguments_that_the_form_was_made_with(
+    arguments: tuple[Any, ...], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "numbers", NUMBERS, raising=False)
+    panel = ConfigPanel(double, arguments)
+    assert panel._args.value == shown
+    assert f"notebook_launcher(double, {shown}" in panel.code or not shown
+    assert panel._chosen_arguments() == arguments
+
+
+@pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("", "", "there is no function to run"),
+        ("", "", "enter the name of a function"),
         ("nothing_here", "", "is not a function of this notebook"),
         ("double", "(1", "SyntaxError"),
-        ("double", "1", "is not a tuple; write (1,)"),
         ("double", "(missing,)", "NameError"),
     ],
 )
@@ -406,7 +470,7 @@ def test_a_wrong_form_cannot_be_launched_from_code_either() -> None:
 def test_the_static_forms_are_complete_and_without_scripts() -> None:
     panel = _set(_panel(), num_processes="2", rdzv_id="<script>1</script>", batch_size="4")
     assert "<script" not in panel.html
-    for part in ("2 processes on cpu, fork, gloo, fp32; effective batch 8", "num_processes", "8 CPU cores"):
+    for part in ("2 processes on cpu, fork, gloo, fp32; effective batch: 8", "num_processes", "8 CPU cores"):
         assert part in panel.html
         assert part in panel.text
     shown = panel._repr_mimebundle_()

@@ -239,7 +239,7 @@ def test_a_line_is_cast_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]
         clock = Clock(time.time())
         panel = _panel(made, run, clock)
         _render(panel, clock)
-        assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, such as p loss"
+        assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, e.g. p loss"
         for target, line, answers in ((ALL, "p loss", {0: "41", 1: "42"}), ("rank 1", "p loss * 2", {1: "84"})):
             panel.target.value, panel.line.value = target, line
             panel.wait(SECONDS)  # for the completion

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+import ipywidgets
 import pytest
 
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
@@ -260,11 +261,41 @@ def test_every_input_has_its_fields_name_as_label() -> None:
 
 def test_folded_groups_show_their_number_of_errors() -> None:
     form = Form(LaunchConfig, groups=[("", ["num_processes"]), ("Limits", ["timeout", "max_restarts"])])
-    assert form._folds.selected_index is None
+    folds = form.widget.children[-1]
+    assert folds.selected_index is None
     form.input("timeout").value = "-1"
-    assert form._folds.get_title(0) == "Limits (1 to correct)"
+    assert folds.get_title(0) == "Limits (1 to correct)"
     form.input("timeout").value = ""
-    assert form._folds.get_title(0) == "Limits"
+    assert folds.get_title(0) == "Limits"
+
+
+def test_a_folded_groups_inputs_are_created_when_it_is_opened_with_its_entries_and_errors() -> None:
+    form = Form(
+        LaunchConfig, groups=[("", ["num_processes"]), ("Limits", ["timeout"])], names=["num_processes", "timeout"]
+    )
+    folds = form.widget.children[-1]
+    form.enter("timeout", "soon")
+    assert folds.get_title(0) == "Limits (1 to correct)"
+    assert not any(isinstance(each, ipywidgets.Text) for each in _descendants(folds))
+    folds.selected_index = 0
+    (box,) = [each for each in _descendants(folds) if isinstance(each, ipywidgets.Text)]
+    assert (box.description, box.value) == ("timeout", "soon")
+    assert "is not a number" in form.note("timeout")
+    box.value = "3"
+    assert form.value.timeout == 3
+
+
+def test_inputs_of_a_kind_share_their_layout_and_style() -> None:
+    form = Form(LaunchConfig)
+    found = _descendants(form.widget)
+    assert len({each.layout.model_id for each in found}) <= 4
+    texts = [each for each in found if type(each) is ipywidgets.Text]
+    assert len(texts) > 5
+    assert len({each.style.model_id for each in texts}) == 1
+
+
+def _descendants(widget: Any) -> list[Any]:
+    return [widget, *(below for child in getattr(widget, "children", ()) for below in _descendants(child))]
 
 
 def test_the_static_forms_show_and_escape_changed_entries() -> None:
@@ -312,6 +343,6 @@ def test_only_dataclasses_have_forms() -> None:
 
 def test_fields_in_no_group_come_last() -> None:
     form = Form(Inner, groups=[("", [])])
-    assert form._folds.get_title(0) == "More"
+    assert form.widget.children[-1].get_title(0) == "More"
     form.input("size").value = "2"
     assert form.value == Inner(2)

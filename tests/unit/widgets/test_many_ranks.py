@@ -23,7 +23,7 @@ from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets.plot import ENVELOPE_LABEL, chosen_ranks
 from notebook_accelerate.widgets.rank_table import FOLDED_SECONDS
 from notebook_accelerate.widgets.run_panel import RunPanel
-from tests.support.runs import START, Clock, end, feed, make_run
+from tests.support.runs import START, Clock, devices, end, feed, make_run
 
 RANKS, EACH = 512, 8
 EVIL = "<script>alert('&')</script>"
@@ -50,7 +50,8 @@ class _Panel:
             parts = dict(zip(PARTS, (own / 2, 0.1, 0.3 - own, 0.01, own / 2), strict=True))
             feed(
                 self.run, MetricEvent({"loss": 1.0 + info.rank}, step), ProgressEvent(step, 10_000, "step"),
-                StepTimeEvent(parts, step, 1, own), ResourceEvent(90.0, 1 << 30, 80.0, 2 << 30),
+                StepTimeEvent(parts, step, 1, own), ResourceEvent(90.0, 1 << 30),
+                *devices(info.rank, 80.0, 2 << 30),
                 rank=info.rank, at=self.clock.now,
             )  # fmt: skip
         self.render()
@@ -164,10 +165,10 @@ def test_curves_are_envelopes_with_chosen_ranks_over_them() -> None:
     for _ in range(3):
         one.turn()
     entries = {(name, label): (count, *rest) for name, label, count, *rest in one.panel.plot.full["series"]}
-    assert set(entries) == {("loss", ENVELOPE_LABEL)}
+    assert {entry for entry in entries if not entry[0].startswith("system/")} == {("loss", ENVELOPE_LABEL)}
     one.panel.plot.chosen = "3, 500-501, 9999, nonsense"
     one.turn()
-    labels = [label for _, label, *_ in one.panel.plot.full["series"]]
+    labels = [label for name, label, *_ in one.panel.plot.full["series"] if name == "loss"]
     assert labels == [ENVELOPE_LABEL, "rank 3", "rank 500", "rank 501"]
     seq = one.panel.plot._seq
     one.clock.turn(0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import sys
@@ -14,8 +15,20 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.launch import Run
-from notebook_accelerate.launch.state.run_events import NoteAdded, StopAdvanced
+from notebook_accelerate.launch.state.run_events import (
+    NoteAdded,
+    PromptClosed,
+    PromptOpened,
+    RankPaused,
+    RankResumed,
+    RunMoved,
+    RunStalled,
+    StopAdvanced,
+    WarningAdded,
+)
 from notebook_accelerate.telemetry import (
+    DeviceMemoryEvent,
+    EpochEvent,
     ExceptionInfo,
     FrameInfo,
     LogEvent,
@@ -26,14 +39,14 @@ from notebook_accelerate.telemetry import (
     StepTimeEvent,
 )
 from notebook_accelerate.telemetry.step_time import PARTS
-from notebook_accelerate.telemetry.store import MAX_LOG_BYTES, MAX_POINTS, Record
-from notebook_accelerate.widgets import runs_table
+from notebook_accelerate.telemetry.store import MAX_POINTS, RUN_LOG_BYTES, Record
+from notebook_accelerate.widgets import run_panel_html, runs_table
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.resource_strip import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
-from notebook_accelerate.widgets.stop_button import KernelState, hint
-from tests.support.runs import START, Clock, end, feed, make_run
+from notebook_accelerate.widgets.stop_button import KernelState, stopping
+from tests.support.runs import START, Clock, devices, end, feed, make_run
 from tests.support.shard_reports import hybrid, zero
 from tests.support.waiting import until
 
@@ -52,8 +65,24 @@ class _Panel:
         self.clock.turn(seconds)
         self.panel.binding.touch()
         assert self.panel.binding.tick()
-        parts = ("_head", "_problem", "_progress", "_strip", "_ranks", "_times", "_sharding", "_errors", "_setup")
-        return "\n".join(getattr(self.panel, part).value for part in parts)
+        parts = (
+            "_head",
+            "_problem",
+            "_progress",
+            "_strip",
+            "_ranks",
+            "_devices",
+            "_times",
+            "_sharding",
+            "_errors",
+            "_setup",
+        )
+        rows = [self.panel.attention.text, self.panel.buttons.text]
+        return "\n".join([*(getattr(self.panel, part).value for part in parts), *map(html.escape, rows)])
+
+    def buttons(self) -> list[str]:
+        """Return the labels of the header's buttons."""
+        return [action["label"] for row in self.panel.buttons.rows for action in row["actions"]]
 
 
 @pytest.fixture
@@ -80,12 +109,15 @@ def _failure(rank: int = 1) -> RankFailure:
     return RankFailure(rank, "exception", START, f"ValueError: {EVIL}", (ExceptionInfo("ValueError", EVIL, frames),))
 
 
-def test_the_header_has_name_state_plan_and_time() -> None:
+def test_the_header_has_state_name_and_time_and_the_setup_has_the_rest() -> None:
     one = _Panel(ranks=4)
+    one.run.journal.append(NoteAdded("port 29500 is taken"))
     text = _text(one.look(65.0))
     assert "Running train run" in text
     assert "1:05" in text
-    assert "4 processes on cpu · fork (as asked) · gloo" in text
+    assert "port" not in one.panel._head.value
+    assert "start method fork: as asked backend gloo" in _text(one.panel._setup.value)
+    assert "remark port 29500 is taken" in _text(one.panel._setup.value)
     one.panel.close()
 
 
@@ -101,6 +133,74 @@ def test_progress_is_one_bar_for_all_ranks_with_rate_and_time_left() -> None:
     assert "step 50 of 100" in text
     assert "10.0 steps/s" in text
     assert "5.0 s left" in text
+    assert one.panel._head.value.count("<div") == 1, "one line"
+
+
+def test_progress_through_the_epoch_of_a_prepared_loader() -> None:
+    one = _Panel()
+    for rank in range(2):
+        feed(one.run, EpochEvent(0, 10), *(ProgressEvent(step + 1) for step in range(10)), EpochEvent(0, 3), rank=rank)
+    assert "epoch 1 step 10 of 10 100 %" in _text(one.look())
+    for rank in range(2):
+        feed(one.run, EpochEvent(1, 10), ProgressEvent(11), rank=rank)
+    one.look()
+    for rank in range(2):
+        feed(one.run, ProgressEvent(12), ProgressEvent(13), rank=rank)
+    text = _text(one.look())
+    assert "epoch 2 step 3 of 10 30 %" in text, "the pass without steps was an evaluation's"
+    assert "left in this epoch" in text
+    end(one.run)
+    assert "step 13" in _text(one.look())
+
+
+def _stall(run: Run, verdict: str = "rank 1 never reached all_reduce #4") -> None:
+    run.journal.append(RunStalled(START - 10, verdict))
+
+
+def test_what_needs_the_user_is_listed_the_most_urgent_first() -> None:
+    one = _Panel(ranks=3)
+    feed(one.run, MetricEvent({"loss": math.nan, "lr": 1.0}, 240), rank=1)
+    feed(one.run, MetricEvent({"loss": math.nan}, 241), rank=1)
+    one.run.journal.append(RankPaused(2))
+    one.run.journal.append(PromptOpened(1, 1, "input"))
+    one.run.journal.append(WarningAdded("the data are the same"))
+    _stall(one.run)
+    one.look(2.0)
+    texts = [row["text"] for row in one.panel.attention.rows]
+    assert texts == [
+        "Stuck for 12 s: rank 1 never reached all_reduce #4",
+        "rank 1 waits for input",
+        "rank 2 paused",
+        "NaN since step 240 on rank 1: loss",
+        "the data are the same",
+    ]
+    labels = [[action["label"] for action in row["actions"]] for row in one.panel.attention.rows]
+    assert labels == [["Debug", "Stop"], ["Answer"], ["Resume", "Debug"], ["Debug"], []]
+    one.run.journal.append(RunMoved())
+    one.run.journal.append(PromptClosed(1, answered=True))
+    one.run.journal.append(RankResumed(2))
+    feed(one.run, MetricEvent({"loss": 0.5}, 242), rank=1)
+    one.look()
+    assert [row["text"] for row in one.panel.attention.rows] == ["the data are the same"]
+
+
+def test_a_failed_run_has_a_debug_button_with_the_line_to_type() -> None:
+    one = _Panel(debug=True)
+    one.look()
+    end(one.run, "failed", (_failure(1),))
+    one.look()
+    (row,) = one.panel.attention.rows
+    assert row["text"].startswith("rank 1 failed: ValueError: ")
+    assert [action["label"] for action in row["actions"]] == ["Show error", "Debug"]
+    assert 'href="https://notebook-accelerate.github.io/notebook-accelerate/e/' in run_panel_html.errors(one.run)
+    one.panel.attention.click("debug")
+    assert one.panel.debug_section.copy.text == "import notebook_accelerate; notebook_accelerate.debug()"
+    assert "Launch with debug=True" in one.panel.debug_section._text.value
+    one.panel.attention.click("debug")
+    assert one.panel.debug_section.widget.children == ()
+    one.panel.attention.click("errors")
+    assert one.panel._tabs.selected_index == 5
+    one.panel.close()
 
 
 def test_without_a_total_the_steps_are_counted_and_no_bar_is_drawn() -> None:
@@ -154,7 +254,7 @@ def test_a_straggler_is_found_by_its_own_work_if_all_are_in_step() -> None:
     assert "Rank 1 is a straggler: 20 ms of its own work per step, 5.0 ms on the other ranks." in html
     assert html.count('class="na-stack"') == 3
     assert "rank 1: waiting for data 20 %, forward and backward 40 %, collectives 20 %, optimizer 4 %" in html
-    assert "25.0 ms per step" in html
+    assert "25.0 ms/step · 5.0 ms own work" in _text(html)
 
 
 def test_the_sharding_page_is_made_again_only_for_new_reports() -> None:
@@ -175,10 +275,26 @@ def test_the_sharding_page_is_made_again_only_for_new_reports() -> None:
 
 def test_the_table_of_ranks_shows_the_known_figures() -> None:
     one = _Panel()
-    feed(one.run, MetricEvent({"train/loss": 0.123456}, 3), ResourceEvent(97.0, 300 << 20, 45.0, 2 << 30), rank=0)
+    feed(one.run, MetricEvent({"train/loss": 0.123456}, 3), ResourceEvent(97.0, 300 << 20), rank=0)
+    feed(one.run, *devices(0, 45.0, 2 << 30), rank=0)
     text = _text(one.look(4.0))
     assert "Running 3 0 – 0.1235 97 % 300 MiB 45 % 2.0 GiB 4 s ago" in text
     assert "GPU memory" in text
+
+
+def test_the_panel_lists_the_devices_of_each_rank() -> None:
+    one = _Panel()
+    assert "Devices" not in one.look()
+    for rank in (0, 1):
+        feed(one.run, *devices(rank, 45.0 + rank, 2 << 30), rank=rank)
+    feed(one.run, DeviceMemoryEvent("cuda:7", 1 << 20, 2 << 20, 3 << 20, 0, EVIL), rank=1)
+    html = one.look(2.0)
+    text = _text(html)
+    assert "rank device model use allocated reserved peak in use on the device uuid" in text
+    assert "0 cuda:0 Tesla T4 · 15.0 GiB 45 % 1.0 GiB 2.0 GiB 1.0 GiB 2.2 GiB 00000000" in text
+    assert "1 cuda:1 Tesla T4 · 15.0 GiB 46 %" in text
+    assert "1.0 MiB 2.0 MiB 3.0 MiB – –" in text
+    assert EVIL not in html
 
 
 def test_without_a_gpu_there_is_no_column_for_it() -> None:
@@ -231,42 +347,44 @@ def test_the_first_stop_requests_and_the_second_kills() -> None:
     asked: list[float] = []
     one.run.request_stop = lambda grace=5.0: asked.append(grace)  # type: ignore[method-assign]
     one.look()
-    button = one.panel.stop_button
-    assert (button.description, button.disabled) == ("Stop", False)
-    button.click()
+    assert one.buttons() == ["Pause", "Debug", "Stop"]
+    one.panel.buttons.click("stop")
     assert asked == [5.0]
     one.run.journal.append(StopAdvanced("interrupting", "it was stopped"))
     one.look()
-    assert (button.description, button.button_style) == ("Kill", "danger")
-    button.click()
+    assert one.buttons() == ["Pause", "Debug", "Kill"]
+    one.panel.buttons.click("stop")
     assert len(asked) == 2
     end(one.run, "stopped")
     one.look()
-    assert button.layout.display == "none"
+    assert one.buttons() == []
 
 
 @pytest.mark.parametrize(
-    ("kernel", "block", "words"),
+    ("kernel", "block", "interrupts", "words"),
     [
-        (KernelState((7, 4), False, False, False), False, "Stop button works now"),
-        (KernelState((6, 17), True, True, False), True, "own stop button"),
-        (KernelState((7, 3), True, True, True), True, "Stop button works now, and so does"),
-        (KernelState((7, 4), True, True, True), True, "own stop button"),
-        (KernelState((7, 4), True, True, False), False, "Another cell is running"),
-        (KernelState((6, 30), True, False, False), False, "own stop button"),
-        (KernelState((7, 4), True, False, False), False, "Stop button works now"),
+        (KernelState((7, 4), False, False, False), False, False, "(■ does not affect background runs)"),
+        (KernelState((6, 17), True, True, False), True, True, "Click Stop, or ■ in the toolbar"),
+        (KernelState((7, 3), True, True, True), True, False, "Click Stop, or ■ in the toolbar"),
+        (KernelState((7, 4), True, True, True), True, True, "Click Stop, or ■ in the toolbar"),
+        (KernelState((7, 4), True, True, False), False, False, "Another cell is running"),
+        (KernelState((6, 30), True, False, False), False, True, "Click Stop, or ■ in the toolbar"),
+        (KernelState((7, 4), True, False, False), False, False, "Click Stop, or ■ in the toolbar"),
     ],
 )
-def test_the_header_says_which_stop_works_now(kernel: KernelState, block: bool, words: str) -> None:
-    assert words in hint(make_run(block=block), kernel)
-    assert hint(make_run(), None) == ""
+def test_the_header_says_which_stop_works_now(kernel: KernelState, block: bool, interrupts: bool, words: str) -> None:
+    how = stopping(make_run(block=block), kernel)
+    assert words in how.note
+    assert how.action.interrupts == interrupts
+    assert not interrupts or how.unreachable.startswith("Press ■ in the toolbar")
+    assert stopping(make_run(), None).note == ""
 
 
-def test_an_inline_run_is_stopped_by_the_notebook() -> None:
+def test_an_inline_run_is_stopped_by_an_interrupt() -> None:
     one = _Panel(ranks=1, method="inline")
     one.look()
-    assert one.panel.stop_button.disabled
-    assert "notebook's own stop button" in hint(one.run, KernelState((7, 4), True, True, False))
+    assert one.buttons() == ["Stop"]
+    assert stopping(one.run, KernelState((7, 4), True, True, False)).action.interrupts
 
 
 def test_a_panel_that_raises_shows_a_problem_and_the_run_continues(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +455,7 @@ def test_a_day_is_bounded() -> None:
     assert clock.now - START == pytest.approx(86_400)
     assert max(kept) <= MAX_POINTS
     assert max(curves for curves, _ in sizes) <= 108
-    assert max(logs for _, logs in sizes) <= MAX_LOG_BYTES / 1e6
+    assert max(logs for _, logs in sizes) <= RUN_LOG_BYTES / 2 / 1e6
     assert sizes[-1][0] < 1.5 * sizes[12][0], "bounded"
     panel.close()
 
@@ -368,13 +486,24 @@ def test_the_table_of_runs_shows_differences_and_final_metrics() -> None:
     runs = [_past(1.0, mixed_precision="bf16"), _past(3.0)]
     table = RunsTable(runs, Clock())
     head, latest, first = table.rows
-    assert head == ["run", "function", "state", "started", "took", "ranks", "mixed_precision", "loss", EVIL]
-    assert latest[4:8] == ["12 s", "2", "no", "1.5"]
-    assert first[6:8] == ["bf16", "0.5"]
+    assert head == [
+        "run",
+        "function",
+        "state",
+        "started",
+        "took",
+        "ranks",
+        "mixed_precision",
+        "loss",
+        "best loss",
+        EVIL,
+    ]
+    assert latest[4:9] == ["12 s", "2", "no", "1.5", "1.5"]
+    assert first[6:9] == ["bf16", "0.5", "0.5"]
     assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}" for run in runs}
-    assert EVIL not in table.html + table._table.value
+    assert EVIL not in table.html
     assert "data:image/svg+xml" in table.html
-    assert table.text.startswith("run  function")
+    assert table.text.split()[:2] == ["run", "function"]
     with pytest.raises(ValueError, match="no run 999999 in this kernel"):
         RunsTable([999999])
 
@@ -383,6 +512,7 @@ class _Place:
     """An output of a cell; something may happen while a view is shown."""
 
     cell = notebook_cell = ""
+    interactive = True
 
     def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._meanwhile = meanwhile
@@ -398,7 +528,7 @@ def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monk
     table = RunsTable([run])
     monkeypatch.setattr(runs_table, "here", lambda: _Place(lambda: None if run.ended else end(run)))
     table._ipython_display_()
-    until(lambda: "Succeeded" in table._table.value)
+    until(lambda: [row["cells"][2] for row in table.grid.table["rows"]] == ["succeeded"])
     table.close()
 
 
@@ -436,7 +566,7 @@ def test_a_few_steps_behind_at_full_speed_are_no_straggler() -> None:
 def test_many_ranks_have_a_dense_strip() -> None:
     one = _Panel(ranks=16)
     for rank in range(16):
-        feed(one.run, ResourceEvent(90.0 + rank, (300 + rank) << 20, 40.0, 2 << 30), rank=rank)
+        feed(one.run, ResourceEvent(90.0 + rank, (300 + rank) << 20), *devices(rank, 40.0, 2 << 30), rank=rank)
     html = one.look()
     assert "GPU use and GPU memory by rank" in html
     assert 'title="rank 15: CPU 105 %, memory 315 MiB, GPU 40 %, GPU memory 2.0 GiB"' in html
@@ -452,7 +582,7 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
         clock.turn(0.01)
         feed(run, MetricEvent({"loss": float(step)}, step), at=clock.now)
         table.binding.tick()
-        values.add(table._table.value)
+        values.add(str(table.plot.delta or table.plot.full))
     assert 5 <= len(values) <= 7
     late = make_run()
     table._add_run(late)

@@ -1,0 +1,159 @@
+"""Metrics of a rank that nobody logs: the loss given to backward, learning rates, gradient norm and steps per second.
+
+They are sampled at the end of an optimizer's step, about once per ``PERIOD``; a step without a sample costs one reading
+of a clock. A number on a CUDA device is copied without waiting for the device, and sent with a later sample.
+Numbers on devices other than the CPU and CUDA are left out: reading them would wait for the device, or compile a graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, ClassVar
+
+from notebook_accelerate.telemetry.events import Event
+from notebook_accelerate.telemetry.sink import emit
+
+PERIOD = 0.25
+"""Seconds between two samples."""
+LOSS, RATE, NORM, SPEED = "auto/loss", "auto/lr", "auto/grad_norm", "auto/steps_per_second"
+CPU, MEMORY, GPU, GPU_MEMORY = "system/cpu_percent", "system/memory_gb", "system/gpu_percent", "system/gpu_memory_gb"
+"""Samples of the ranks' hosts, and of the ranks' devices; sizes in 1e9 bytes."""
+MAX_RATES = 4
+"""Parameter groups whose learning rates differ and are sampled."""
+
+
+@dataclass(slots=True)
+class AutomaticMetricEvent(Event):
+    """Numbers of one training step that the rank has not logged itself."""
+
+    droppable: ClassVar[bool] = True
+    boundary: ClassVar[bool] = True
+
+    values: dict[str, float]
+    step: int
+
+
+@dataclass
+class _Reading:
+    """Numbers on their way from a CUDA device."""
+
+    step: int
+    names: list[str]
+    host: Any
+    arrival: Any
+
+
+@dataclass
+class Sampler:
+    """Samples the training of one rank; does nothing until `start`."""
+
+    _armed: bool = False  # whether the numbers of the current step are noted
+    _due: float = math.inf
+    _before: float = 0.0
+    _since: float = 0.0
+    _step: int | None = None
+    _numbers: dict[str, Any] = field(default_factory=dict)
+    _readings: list[_Reading] = field(default_factory=list)
+
+    def start(self, *, enabled: bool) -> None:
+        """Start to sample a new run, or stop."""
+        self._armed, self._due, self._step = enabled, math.inf, None
+        self._before = perf_counter()
+        self._numbers, self._readings = {}, []
+
+    def loss(self, loss: Any) -> None:
+        """Note the loss of a batch, if this step is sampled."""
+        if self._armed:
+            self._numbers[LOSS] = _detached(loss)
+
+    def norm(self, norm: Any) -> None:
+        """Note the norm of the gradients, if this step is sampled."""
+        if self._armed:
+            self._numbers[NORM] = _detached(norm)
+
+    def end_step(self, step: int, optimizer: Any) -> None:
+        """End an optimizer's step: send its sample, or, if one is due, sample the next step.
+
+        Args:
+            step: The number of the step, from 1.
+            optimizer: The optimizer.
+        """
+        now = perf_counter()
+        if not self._armed:
+            if now >= self._due:
+                self._armed, self._before = True, now
+            return
+        values = learning_rates(optimizer)
+        if self._step is not None and step > self._step:
+            values[SPEED] = (step - self._step) / (now - self._since)
+        for name, number in self._numbers.items():
+            if (value := _on_host(number)) is not None:
+                values[name] = value
+        self._read_devices(step)
+        self._numbers = {}
+        self._step, self._since, self._due = step, now, now + PERIOD
+        self._armed, self._before = now - self._before >= PERIOD, now
+        if values:
+            emit(AutomaticMetricEvent(values, step))
+
+    def _read_devices(self, step: int) -> None:
+        """Send the numbers that have arrived from a CUDA device, and start to copy those of this step."""
+        while self._readings and self._readings[0].arrival.query():
+            reading = self._readings.pop(0)
+            emit(AutomaticMetricEvent(dict(zip(reading.names, reading.host.tolist(), strict=True)), reading.step))
+        found = {name: number for name, number in self._numbers.items() if _is_cuda(number)}
+        if not found or len(self._readings) > 1:
+            return
+        import torch
+
+        host = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
+        for place, number in zip(host, found.values(), strict=True):
+            place.copy_(number.reshape(()), non_blocking=True)
+        arrival: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrival.record()
+        self._readings.append(_Reading(step, list(found), host, arrival))
+
+
+def learning_rates(optimizer: Any) -> dict[str, float]:
+    """Return the learning rate of an optimizer's first parameter group, and of those that have another.
+
+    Args:
+        optimizer: An optimizer; one without ``param_groups`` has none.
+    """
+    groups = getattr(optimizer, "param_groups", None) or ()
+    found: dict[str, float] = {}
+    for index, group in enumerate(groups[:MAX_RATES]):
+        rate = _on_host(group.get("lr") if isinstance(group, dict) else None)
+        if rate is not None and rate not in found.values():
+            found[f"{RATE}_group_{index}" if found else RATE] = rate
+    return found
+
+
+def _detached(number: Any) -> Any:
+    return number.detach() if hasattr(number, "detach") else number
+
+
+def _kind(number: Any) -> str:
+    """Return where one number is: "number", a type of device, or "" for what is none, as a sharded tensor."""
+    if isinstance(number, (int, float)):
+        return "number"
+    if not hasattr(number, "numel") or hasattr(number, "placements") or number.numel() != 1:
+        return ""
+    return str(number.device.type)
+
+
+def _is_cuda(number: Any) -> bool:
+    return _kind(number) == "cuda"
+
+
+def _on_host(number: Any) -> float | None:
+    return float(number) if _kind(number) in ("number", "cpu") else None
+
+
+sampler = Sampler()
+"""The sampler of this process: one process, one training."""
+
+
+__all__ = ["CPU", "GPU", "GPU_MEMORY", "MEMORY", "AutomaticMetricEvent", "Sampler", "sampler"]

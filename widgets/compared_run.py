@@ -1,0 +1,222 @@
+"""What a table of runs needs of a run, and the columns of the table: no launch, no process."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from notebook_accelerate.config.hidden_values import hide_credentials
+from notebook_accelerate.config.plain_values import format_setting
+from notebook_accelerate.launch.report.number_format import number
+from notebook_accelerate.widgets.run_summary import duration
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.state.run_commands import RunCommands
+    from notebook_accelerate.telemetry import Store
+
+Value = bool | int | float | str | None
+MAX_ARGUMENTS, MAX_METRICS = 12, 8
+"""Columns of arguments, and metrics that have columns."""
+_HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output")
+"""Settings without a column: they do not affect the training, have a column of their own, or may hold a secret."""
+_HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|psnr|ssim|r2", re.IGNORECASE)
+_LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)
+
+
+class ComparedRun(Protocol):
+    """A run of this kernel, one that goes on elsewhere, or one that was read from a file."""
+
+    id: int
+    function_name: str
+    config: LaunchConfig
+    commands: RunCommands
+
+    @property
+    def status(self) -> str:
+        """See ``Run.status``."""
+
+    @property
+    def started(self) -> float:
+        """See ``Run.started``."""
+
+    @property
+    def ended(self) -> float | None:
+        """See ``Run.ended``."""
+
+    @property
+    def elapsed(self) -> float:
+        """See ``Run.elapsed``."""
+
+    @property
+    def arguments(self) -> Mapping[str, Value]:
+        """See ``Run.arguments``."""
+
+    @property
+    def plan(self) -> LaunchPlan | None:
+        """See ``Run.plan``."""
+
+    @property
+    def store(self) -> Store:
+        """See ``Run.store``."""
+
+    def request_stop(self) -> None:
+        """See ``Run.request_stop``."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table.
+
+    Attributes:
+        title: Its head.
+        kind: "run", "state", "text" or "number"; numbers are aligned at the right.
+        text: Returns the text of a cell.
+        value: Returns what the cell is sorted by; None is last.
+    """
+
+    title: str
+    kind: str
+    text: Callable[[ComparedRun], str]
+    value: Callable[[ComparedRun], float | str | None]
+
+
+def label_of(run: ComparedRun) -> str:
+    """Return the name of a run in legends."""
+    return f"run {run.id}"
+
+
+def metric_names(runs: Iterable[ComparedRun]) -> list[str]:
+    """Return the metrics that the runs have logged; of runs that have logged none, the automatic ones."""
+    runs = list(runs)
+    names = dict.fromkeys(name for run in runs for name in run.store.metric_names())
+    for run in runs:
+        if not run.store.metric_names() and run.config.automatic_metrics:
+            names.update(dict.fromkeys(n for n in run.store.automatic.metric_names() if n.startswith("auto/")))
+    return list(names)
+
+
+class BestValues:
+    """The last and the best value of each metric, from the points of the lowest rank since the last call."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], tuple[tuple[int, int], float]] = {}
+
+    def last(self, run: ComparedRun, name: str) -> float | None:
+        """Return the last value; None where there is none."""
+        store = _store_of(run, name)
+        ranks = store.ranks_of(name)
+        return store.last_value(name, ranks[0]) if ranks else None
+
+    def best(self, run: ComparedRun, name: str) -> float | None:
+        """Return the best finite value; None where there is none, or where neither high nor low is better."""
+        store, direction = _store_of(run, name), better(name)
+        ranks = store.ranks_of(name)
+        if not direction or not ranks:
+            return None
+        cursor, best = self._known.get((id(run), name), ((0, 0), -np.inf * direction))
+        tail = store.tail(name, ranks[0], cursor)
+        values = tail.values[np.isfinite(tail.values)]
+        if len(values):
+            found = float(values.max() if direction > 0 else values.min())
+            best = max(best, found) if direction > 0 else min(best, found)
+        self._known[id(run), name] = tail.cursor, best
+        return best if np.isfinite(best) else None
+
+
+def better(name: str) -> int:
+    """Return 1 where a metric should be high, -1 where it should be low, and 0 where its name does not say."""
+    last = name.rpartition("/")[2]
+    return 1 if _HIGHER.search(last) else -1 if _LOWER.search(last) else 0
+
+
+def columns(runs: Sequence[ComparedRun], values: BestValues) -> list[Column]:
+    """Return the columns for these runs; arguments that differ come before those that do not."""
+    found = [
+        Column("run", "run", lambda run: str(run.id), lambda run: run.id),
+        Column("function", "text", lambda run: run.function_name, lambda run: run.function_name),
+        Column("state", "state", lambda run: run.status, lambda run: run.status),
+        Column("started", "text", _start, lambda run: run.started),
+        Column("took", "number", lambda run: duration(run.elapsed), lambda run: run.elapsed),
+        Column("ranks", "number", lambda run: str(_ranks(run) or ""), _ranks),
+    ]
+    if any(run.config.tags for run in runs):
+        found.append(Column("tags", "text", _tags, _tags))
+    found += [_argument(name) for name in _arguments(runs)[:MAX_ARGUMENTS]]
+    found += [_setting(name) for name in _settings(runs)]
+    for name in metric_names(runs)[:MAX_METRICS]:
+        found.append(_metric(name, name, values.last))
+        if better(name):
+            found.append(_metric(f"best {name}", name, values.best))
+    return found
+
+
+def _start(run: ComparedRun) -> str:
+    return datetime.fromtimestamp(run.started).strftime("%H:%M:%S")
+
+
+def _tags(run: ComparedRun) -> str:
+    return ", ".join(run.config.tags)
+
+
+def _ranks(run: ComparedRun) -> int | None:
+    return run.plan.world_size if run.plan is not None else run.config.num_processes
+
+
+def _arguments(runs: Sequence[ComparedRun]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name in run.arguments)
+    return sorted(names, key=lambda name: len({repr(run.arguments.get(name, ...)) for run in runs}) == 1)
+
+
+def _argument(name: str) -> Column:
+    def text(run: ComparedRun) -> str:
+        value = run.arguments.get(name)
+        if isinstance(value, float):
+            return number(value)
+        return "–" if name not in run.arguments else str(value)
+
+    def order(run: ComparedRun) -> float | str | None:
+        value = run.arguments.get(name)
+        return value if isinstance(value, int | float | str) else None
+
+    return Column(name, "text", text, order)
+
+
+def _settings(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return the settings that are not the same in all runs."""
+    names = dict.fromkeys(name for run in runs for name in run.config.non_default() if name not in _HIDDEN_SETTINGS)
+    return [name for name in names if len({repr(getattr(run.config, name)) for run in runs}) > 1]
+
+
+def _setting(name: str) -> Column:
+    def text(run: ComparedRun) -> str:
+        value = getattr(run.config, name)
+        return hide_credentials(value) if isinstance(value, str) else format_setting(value)
+
+    return Column(name, "text", text, text)
+
+
+def _metric(title: str, name: str, read: Callable[[ComparedRun, str], float | None]) -> Column:
+    def text(run: ComparedRun) -> str:
+        value = read(run, name)
+        return "–" if value is None else number(value)
+
+    def order(run: ComparedRun) -> float | None:
+        value = read(run, name)
+        return None if value is None or math.isnan(value) else value
+
+    return Column(title, "number", text, order)
+
+
+def _store_of(run: ComparedRun, name: str) -> Store:
+    return run.store if name in run.store.metric_names() else run.store.automatic
+
+
+__all__ = ["BestValues", "Column", "ComparedRun", "better", "columns", "label_of", "metric_names"]

@@ -1,0 +1,143 @@
+/* Rows of text with buttons.
+ *
+ * While a cell blocks the kernel, the messages of widgets wait in it. An action with `interrupts` therefore asks the
+ * notebook's own server to interrupt the kernel, as the button ■ of the toolbar does. Where the page has no such server
+ * (an output frame of another origin, or a kernel that the server does not list), the button is disabled.
+ */
+const PRESS = "Press ■ in the toolbar";
+
+function serverOfPage() {
+  try {
+    const config = JSON.parse(document.getElementById("jupyter-config-data").textContent);
+    const base = new URL(config.baseUrl || "/", location.origin);
+    return base.origin === location.origin ? { base, token: config.token || "" } : null;
+  } catch {
+    return null;
+  }
+}
+
+function request(server, path, method) {
+  const headers = {};
+  const cookie = document.cookie.split("; ").find((each) => each.startsWith("_xsrf="));
+  if (cookie) headers["X-XSRFToken"] = cookie.slice("_xsrf=".length);
+  if (server.token) headers.Authorization = `token ${server.token}`;
+  return fetch(new URL(path, server.base), { method, headers, credentials: "same-origin", cache: "no-store" });
+}
+
+const known = new Map();
+
+/* Returns whether the page's server lists the kernel. */
+function reaches(kernel) {
+  if (!known.has(kernel)) known.set(kernel, listsKernel(kernel));
+  return known.get(kernel);
+}
+
+async function listsKernel(kernel) {
+  const server = kernel ? serverOfPage() : null;
+  if (!server) return false;
+  try {
+    const reply = await request(server, "api/kernels", "GET");
+    return reply.ok && (await reply.json()).some((each) => each.id === kernel);
+  } catch {
+    return false;
+  }
+}
+
+async function interrupt(kernel) {
+  const reply = await request(serverOfPage(), `api/kernels/${kernel}/interrupt`, "POST");
+  if (!reply.ok) throw new Error(`the server replied ${reply.status}`);
+}
+
+class Rows {
+  constructor(model, el) {
+    this.model = model;
+    this.reachable = false;
+    this.box = document.createElement("div");
+    this.box.className = "na-rows";
+    this.note = document.createElement("p");
+    this.note.className = "na-hint";
+    el.append(this.box);
+    this.draw = () => this.paint();
+    for (const name of ["rows", "note"]) model.on(`change:${name}`, this.draw);
+    this.ask = () => reaches(model.get("kernel")).then((found) => { this.reachable = found; this.paint(); });
+    model.on("change:kernel", this.ask);
+    this.paint();
+    this.ask();
+  }
+  stop() {
+    for (const name of ["rows", "note"]) this.model.off(`change:${name}`, this.draw);
+    this.model.off("change:kernel", this.ask);
+  }
+  paint() {
+    const rows = this.model.get("rows"), label = this.model.get("label");
+    if (label) { this.box.setAttribute("role", "status"); this.box.setAttribute("aria-label", label); }
+    const old = new Map([...this.box.children].map((node) => [node.dataset.key, node]));
+    rows.forEach((row, index) => {
+      const node = old.get(row.key) || this.make(row.key);
+      old.delete(row.key);
+      this.fill(node, row);
+      if (this.box.children[index] !== node) this.box.insertBefore(node, this.box.children[index] || null);
+    });
+    for (const node of old.values()) node.remove();
+    this.box.hidden = !rows.length;
+    const note = this.model.get("note"), text = (!this.reachable && note.unreachable) || note.text || "";
+    if (this.note.textContent !== text) this.note.textContent = text;
+    if (!text) this.note.remove();
+    else if (!this.note.isConnected) this.box.after(this.note);
+  }
+  make(key) {
+    const node = document.createElement("div"), text = document.createElement("span"), buttons = document.createElement("span");
+    node.dataset.key = key;
+    text.className = "na-row-text";
+    buttons.className = "na-row-actions";
+    node.append(text, buttons);
+    return node;
+  }
+  fill(node, row) {
+    const [text, buttons] = node.children;
+    node.className = `na-row na-tone-${row.tone || "plain"}`;
+    if (text.textContent !== row.text) text.textContent = row.text;
+    text.hidden = !row.text;
+    const old = new Map([...buttons.children].map((button) => [button.dataset.action, button]));
+    row.actions.forEach((action, index) => {
+      const button = old.get(action.id) || this.button(action.id);
+      old.delete(action.id);
+      const cannot = action.interrupts && !this.reachable;
+      if (button.textContent !== action.label) button.textContent = action.label;
+      button.className = `na-action na-tone-${action.tone || "plain"}`;
+      button.title = cannot ? PRESS : action.hint;
+      button.disabled = !action.enabled || cannot;
+      if (buttons.children[index] !== button) buttons.insertBefore(button, buttons.children[index] || null);
+    });
+    for (const button of old.values()) button.remove();
+  }
+  button(id) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.dataset.action = id;
+    button.addEventListener("click", () => this.click(button, id));
+    return button;
+  }
+  async click(button, id) {
+    const action = this.model.get("rows").flatMap((row) => row.actions).find((each) => each.id === id);
+    if (!action) return;
+    if (!action.interrupts) {
+      this.model.send({ kind: "click", action: id });
+      return;
+    }
+    button.disabled = true;
+    try {
+      await interrupt(this.model.get("kernel"));
+    } catch {
+      this.reachable = false;
+    }
+    this.paint();
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const view = new Rows(model, el);
+    return () => view.stop();
+  },
+};

@@ -1,0 +1,60 @@
+/* Colours and numbers as text, for curves and the tables beside them. */
+const PALETTE = {
+  light: ["#2563c9", "#c9541a", "#1c8558", "#8f47bd", "#9a6a06", "#0f7f8d", "#c23a73", "#5f6672"],
+  dark: ["#6aa5f8", "#f29560", "#5cc795", "#c796ea", "#dbb04f", "#52c3d1", "#f083ad", "#a7aebb"],
+};
+
+function isDark(node) {
+  for (let at = node; at; at = at.parentElement) {
+    const parts = getComputedStyle(at).backgroundColor.match(/[\d.]+/g);
+    if (parts && (parts.length < 4 || Number(parts[3]) > 0.5))
+      return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] < 128;
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+/* Steps between the ticks of an axis. uPlot's own end at 5e31, and an axis without one has no ticks. */
+const INCREMENTS = [];
+for (let exponent = -32; exponent <= 307; exponent++)
+  for (const factor of [1, 2, 2.5, 5]) INCREMENTS.push(Number(`${factor}e${exponent}`));
+
+const AXIS_FONT = "11px system-ui, sans-serif";
+
+/* The width of the longest text in the font of the axes, in pixels. */
+function widest(u, texts) {
+  u.ctx.save();
+  u.ctx.font = AXIS_FONT;
+  const widths = texts.map((text) => u.ctx.measureText(text ?? "").width);
+  u.ctx.restore();
+  return Math.ceil(Math.max(0, ...widths));
+}
+
+function format(value) {
+  if (value == null) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  if (size && (size >= 1e6 || size < 1e-3)) return Number(value.toExponential(2)).toExponential().replace("e+", "e");
+  return String(Number(value.toPrecision(4)));
+}
+
+/* Labels of an axis, with enough digits to distinguish neighbours. */
+function ticks(splits) {
+  const found = splits.filter((value) => value != null);
+  const largest = Math.max(...found.map(Math.abs)), step = Math.abs(found[1] - found[0]) || largest || 1;
+  const digits = Math.min(9, Math.max(2, 1 + Math.ceil(Math.log10(largest / step + 1e-12))));
+  const small = largest && (largest >= 1e6 || largest < 1e-3);
+  return splits.map((value) => {
+    if (value == null) return "";
+    if (!value) return "0";
+    return small ? Number(value.toExponential(digits - 1)).toExponential().replace("e+", "e") : String(Number(value.toPrecision(digits + 1)));
+  });
+}
+
+function duration(seconds) {
+  const whole = Math.round(Math.abs(seconds));
+  const two = (n) => String(n).padStart(2, "0");
+  if (Math.abs(seconds) < 10 && seconds % 1) return `${Number(seconds.toFixed(2))} s`;
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}:${two(whole % 60)}`;
+  return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
+}
