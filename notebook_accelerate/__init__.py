@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate._lazy import attach
+from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     # Submodules that scripts use as attributes after a plain `import notebook_accelerate`.
@@ -39,17 +39,20 @@ if TYPE_CHECKING:
         init_on_device as init_on_device,
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     )
+    from notebook_accelerate.checkpointing.state_loading import resumed_checkpoint as resumed_checkpoint
     from notebook_accelerate.config.cluster import RayCluster as RayCluster
     from notebook_accelerate.config.launch_config import LaunchConfig as LaunchConfig
     from notebook_accelerate.config.parallelism_config import ParallelismConfig as ParallelismConfig
     from notebook_accelerate.data_loader import skip_first_batches as skip_first_batches
     from notebook_accelerate.errors import (
+        BrokenRunError as BrokenRunError,
         ChannelClosedError as ChannelClosedError,
         DeviceBusyError as DeviceBusyError,
         LaunchError as LaunchError,
         NotebookAccelerateError as NotebookAccelerateError,
         PortInUseError as PortInUseError,
         ResultsFreedError as ResultsFreedError,
+        RunLostError as RunLostError,
         RunNotFinishedError as RunNotFinishedError,
         RunStoppedError as RunStoppedError,
         RunTimeoutError as RunTimeoutError,
@@ -59,7 +62,14 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.inference import prepare_pippy as prepare_pippy
     from notebook_accelerate.integrations.accelerate_alias import as_accelerate as as_accelerate
-    from notebook_accelerate.launch import Run as Run, debug as debug, runs as runs, shutdown as shutdown
+    from notebook_accelerate.launch import (
+        Run as Run,
+        attach as attach,
+        debug as debug,
+        open_run as open_run,
+        runs as runs,
+        shutdown as shutdown,
+    )
     from notebook_accelerate.launchers import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
     from notebook_accelerate.state import PartialState as PartialState
     from notebook_accelerate.utils.dataclasses import (
@@ -83,7 +93,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
     from notebook_accelerate.widgets.config_panel import configure as configure
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = reexport(__name__)
 
 __version__ = "0.1.0"
 

@@ -39,6 +39,7 @@ from notebook_accelerate.strategies.model_placement import is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.telemetry import step_time
+from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.worker.sanity_facts import SanityFacts
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class Accelerator(AcceleratorProperties):
         """Prepare models, optimizers, loaders and schedulers, in any number and order; every rank must call this.
 
         Args:
-            args: The objects. Those that are no model, optimizer, loader or scheduler are returned as they are.
+            args: The objects. Others than models, optimizers, loaders and schedulers are returned unchanged.
             device_placement: For each object, whether it goes to the device; None means the Accelerator's setting.
 
         Returns:
@@ -306,6 +307,7 @@ class Accelerator(AcceleratorProperties):
         """
         if not isinstance(loss, torch.Tensor):
             accelerator_arguments.check_loss(loss)  # type: ignore[unreachable]
+        sampler.loss(loss)
         steps = self.gradient_state.num_steps
         if steps != 1:
             loss = loss / steps
@@ -397,7 +399,9 @@ class Accelerator(AcceleratorProperties):
         Returns:
             The norm before clipping.
         """
-        return self._checks.norm(self.strategy.clip_grad_norm(parameters, max_norm, norm_type))
+        norm = self._checks.norm(self.strategy.clip_grad_norm(parameters, max_norm, norm_type))
+        sampler.norm(norm)
+        return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value].
@@ -459,7 +463,7 @@ class Accelerator(AcceleratorProperties):
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print, once per machine.
+        """Print on one rank of each machine.
 
         Args:
             args: As for the built-in print.
@@ -471,7 +475,7 @@ class Accelerator(AcceleratorProperties):
         """Give each rank its contiguous share of `inputs`.
 
         Args:
-            inputs: A list, tuple or tensor, a dict of such (equally long), or a datasets.Dataset.
+            inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
             apply_padding: Repeat the last item so that all shares are equally long.
 
         Returns:

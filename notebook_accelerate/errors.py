@@ -10,14 +10,16 @@ A user's own error, a dead worker and a broken launch are different types::
     ├── WorkerError                     a run ended without success; carries ``.run``
     │   ├── RunStoppedError             stopped by the user
     │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
-    │   └── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
+    │   ├── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
+    │   └── RunLostError                the process that ran a kept run is gone, and recorded no end
+    ├── BrokenRunError                  the journal of a kept run is damaged, or not of this package
     ├── AskError                        a rank could not answer a question
     ├── RunNotFinishedError             results requested, or run closed, before its end
     ├── ResultsFreedError               results were requested after they were freed
     ├── CheckpointError                 a checkpoint could not be written or loaded
     │   ├── BrokenCheckpointError       it is incomplete or damaged
     │   └── CheckpointMismatchError     it belongs to another world size, strategy or set of objects
-    ├── SerializationError              something cannot travel between the kernel and a rank
+    ├── SerializationError              something cannot be transferred between the kernel and a rank
     ├── ChannelClosedError              the other end of a channel is gone
     └── DistributedOperationException   debug mode: ranks passed different tensors to a collective
 
@@ -26,9 +28,14 @@ Bad arguments raise plain ``ValueError`` or ``TypeError``.
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+PAGES = "https://notebook-accelerate.github.io/notebook-accelerate/e/"
+"""Where the documentation's pages on exceptions have short addresses, which stay: the name of a class follows."""
 
 
 class FrameInfo(NamedTuple):
@@ -83,7 +90,7 @@ class RankOutcome(Protocol):
 
     @property
     def state(self) -> str:
-        """One of "starting", "running", "succeeded", "failed" and "stopped"."""
+        """One of "starting", "running", "succeeded", "failed", "stopped" and "lost"."""
 
     @property
     def exit(self) -> str:
@@ -125,7 +132,7 @@ class FailedRun(Protocol):
 
     @property
     def status(self) -> str:
-        """One of "starting", "running", "stopping", "succeeded", "failed" and "stopped"."""
+        """One of "starting", "running", "stopping", "succeeded", "failed", "stopped" and "lost"."""
 
     @property
     def error(self) -> WorkerError | None:
@@ -156,8 +163,35 @@ class FailedRun(Protocol):
         """End the ranks that were kept; see `Run.stop`."""
 
 
+def page_of(kind: type[BaseException]) -> str:
+    """Return the address of the page on an exception's class, or on the nearest base that is of this module."""
+    documented = next(each for each in kind.__mro__ if each.__module__ == __name__)
+    return f"{PAGES}{documented.__name__}"
+
+
+def with_page(lines: list[str], kind: type[BaseException]) -> list[str]:
+    """Return the lines of an error that IPython shows; in a notebook, which makes links, the page's address follows.
+
+    A terminal gets the lines alone: there an error is often one line, and a log has no use for the address.
+    """
+    in_notebook = getattr(_ipython_shell(), "kernel", None) is not None
+    return [*lines, f"see {page_of(kind)}"] if in_notebook else lines
+
+
+def _ipython_shell() -> Any:  # as hardware.detection.ipython_shell, which is above this module
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+
+
 class NotebookAccelerateError(Exception):
     """Base of every exception of this package."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows: its own, and in a notebook the address of the class's page."""
+        formatter = getattr(_ipython_shell(), "InteractiveTB", None)
+        if formatter is None:
+            return traceback.format_exception(self)
+        return with_page(formatter.structured_traceback(type(self), self, self.__traceback__, tb_offset=1), type(self))
 
 
 class LaunchError(NotebookAccelerateError):
@@ -165,7 +199,7 @@ class LaunchError(NotebookAccelerateError):
 
     def _render_traceback_(self) -> list[str]:
         """Return the one line that IPython shows: the launcher's own frames explain nothing."""
-        return [f"{type(self).__name__}: {self}"]
+        return with_page([f"{type(self).__name__}: {self}"], type(self))
 
 
 class PortInUseError(LaunchError):
@@ -227,9 +261,20 @@ class WorkerError(NotebookAccelerateError):
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of the supervisor's own frames."""
-        if self.run is None:
-            return [f"{type(self).__name__}: {self}"]
-        return self.run.report().error_lines(self)
+        lines = [f"{type(self).__name__}: {self}"] if self.run is None else self.run.report().error_lines(self)
+        return with_page(lines, self.documented_kind)
+
+    @property
+    def page(self) -> str:
+        """Address of the page that explains the error."""
+        return page_of(self.documented_kind)
+
+    @property
+    def documented_kind(self) -> type[BaseException]:
+        """The class whose page helps: that of the first rank's exception where it is one of this module."""
+        chain = self.failures[0].chain if self.failures else ()
+        kind = globals().get(chain[-1].type.rpartition(".")[2]) if chain else None
+        return kind if isinstance(kind, type) and issubclass(kind, NotebookAccelerateError) else type(self)
 
 
 class RunStoppedError(WorkerError):
@@ -238,6 +283,10 @@ class RunStoppedError(WorkerError):
 
 class RunTimeoutError(WorkerError):
     """The run reached its ``timeout`` or ``hang_timeout`` and was stopped."""
+
+
+class RunLostError(WorkerError):
+    """The process that ran a kept run is gone, and recorded no end: its kernel was killed, or its machine restarted."""
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -259,7 +308,9 @@ class RunInterrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """Return the lines IPython shows instead of the supervisor's own frames."""
         error = self.run.error if self.run.status == "failed" else None
-        return [*(error._render_traceback_() if error is not None else []), f"KeyboardInterrupt: {self}"]
+        if error is not None:
+            return [*error._render_traceback_(), f"KeyboardInterrupt: {self}"]
+        return with_page([f"KeyboardInterrupt: {self}"], type(self))
 
 
 class WorkerDiedError(WorkerError):
@@ -272,6 +323,10 @@ class RunNotFinishedError(NotebookAccelerateError, RuntimeError):
 
 class ResultsFreedError(NotebookAccelerateError):
     """The results of a run were requested after they were freed."""
+
+
+class BrokenRunError(NotebookAccelerateError, ValueError):
+    """The journal of a kept run is damaged, or was not written by this package."""
 
 
 class CheckpointError(NotebookAccelerateError, RuntimeError):
@@ -287,7 +342,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class SerializationError(NotebookAccelerateError):
-    """A function, argument, return value or exception cannot travel between the kernel and a rank."""
+    """A function, argument, return value or exception cannot be transferred between the kernel and a rank."""
 
 
 class AskError(NotebookAccelerateError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
@@ -76,6 +77,12 @@ def notebook_launcher(
     debug: bool = False,
     min_nodes: int | None = None,
     on: str | RayCluster | None = None,
+    name: str | None = None,
+    save: str | os.PathLike[str] | None = None,
+    detach: bool = False,
+    resume: Run | None = None,
+    output: str = "cell",
+    tags: Sequence[str] = (),
     config: LaunchConfig | None = None,
 ) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
@@ -111,7 +118,17 @@ def notebook_launcher(
         on: Where the ranks run: None (this machine), "ray" (the cluster that this machine belongs to, or the notebook's
             own ``ray.init()``), "ray://host:port", or a ``RayCluster``; the variable NOTEBOOK_ACCELERATE_ON replaces
             None. ``num_processes`` then counts the ranks on the whole cluster.
-        config: All of the above in one object; an argument passed here wins over its field.
+        name: Name of the run; None: the function's name and the run's number.
+        save: Folder of runs in which the run is kept, as "runs": in a folder of its own, written while the run goes on,
+            for `open_run` and `runs`; None: the folder of the variable NOTEBOOK_ACCELERATE_RUNS, if it is set.
+        detach: Whether the run goes on without this kernel: it has a process of its own, is kept in a folder (that of
+            ``save``, else one of the user's), and `attach` opens it in any later kernel; ``block`` is then False.
+        resume: A run that has ended: go on with its training from its newest complete checkpoint, as one history. The
+            function must load it: ``if notebook_accelerate.resumed_checkpoint(): accelerator.load_state(...)``.
+        output: Where the text that ranks write is shown: "cell" (under the launch, and in the panel) or "panel" (there
+            only); figures and other displays stay under the launch.
+        tags: Words by which the table of runs finds this run.
+        config: All of the above, except ``resume``, in one object; an argument passed here wins over its field.
 
     Returns:
         The run, with ``results`` (one value per rank), ``metrics``, ``logs()`` and ``report()``.
@@ -127,7 +144,7 @@ def notebook_launcher(
     if isinstance(args, str | bytes) or not isinstance(args, Iterable):
         name = getattr(function, "__name__", "train")
         raise ValueError(f"args={args!r} is not a tuple; pass notebook_launcher({name}, ({args!r},))")
-    return launch.start((config or LaunchConfig()).changed(**values), function, tuple(args))
+    return launch.start((config or LaunchConfig()).changed(**values), function, tuple(args), resume)
 
 
 def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> Run:

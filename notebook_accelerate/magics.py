@@ -47,8 +47,8 @@ def _start_parser(name: str) -> _Parser:
 
 
 def _with_variables(parser: _Parser) -> _Parser:
-    parser.add_argument("-i", "--input", type=_names, default=[])
-    parser.add_argument("-o", "--output", type=_names, default=[])
+    parser.add_argument("-i", "--input", dest="inputs", type=_names, default=[])
+    parser.add_argument("-o", "--output", dest="outputs", type=_names, default=[])
     return parser
 
 
@@ -74,7 +74,7 @@ class RankMagics(Magics):
         """
         options = _with_variables(_start_parser("%%ranks")).parse_args(shlex.split(line))
         group = self._group(options)
-        self._execute(group, cell, None, options.input, options.output)
+        self._execute(group, cell, None, options.inputs, options.outputs)
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
@@ -86,7 +86,7 @@ class RankMagics(Magics):
             ranks = [int(rank) for rank in options.ranks.split(",")]
         except ValueError:
             raise ValueError(f"{options.ranks!r} is not a list of ranks; write %%rank 0,1") from None
-        self._execute(self._running(), cell, ranks, options.input, options.output)
+        self._execute(self._running(), cell, ranks, options.inputs, options.outputs)
 
     @line_magic
     def rank_start(self, line: str) -> None:

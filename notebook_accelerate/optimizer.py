@@ -10,6 +10,7 @@ import torch
 from notebook_accelerate import telemetry
 from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.telemetry import step_sources, step_time
+from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.events import ProgressEvent
 
 
@@ -103,6 +104,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if watched:
             step_time.switch(step_time.OTHER)
             if self._reports_progress:
+                sampler.end_step(self._steps, self.optimizer)
                 telemetry.emit(ProgressEvent(step=self._steps))
                 step_time.end_step()
         return result

@@ -132,7 +132,8 @@ def group_timeout(group: Any) -> timedelta:
 def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
     """Set the time limit of a group's operations that start from now on.
 
-    torch 2.15 has `torch.distributed.set_timeout`, and warns of the private name.
+    torch 2.15 has `torch.distributed.set_timeout`, and warns of the private name. Earlier versions can set it for nccl
+    and gloo only, and warn of other back ends, whose limit stays.
 
     Args:
         timeout: The limit.
@@ -140,6 +141,9 @@ def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
     """
     distributed: Any = import_module("torch.distributed")
     public = getattr(distributed, "set_timeout", None)
+    settable = {"nccl", "gloo", "undefined"}  # the last one: each type of device has its default
+    if public is None and settable.isdisjoint(distributed.get_backend(group).replace(",", ":").split(":")):
+        return
     (public or distributed.distributed_c10d._set_pg_timeout)(timeout, group)
 
 

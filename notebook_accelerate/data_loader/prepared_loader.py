@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from notebook_accelerate import telemetry
 from notebook_accelerate.collectives import send_to_device
 from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
 from notebook_accelerate.data_loader.pass_order import PassOrder, RecordedSource, draws_order
@@ -17,6 +19,7 @@ from notebook_accelerate.data_loader.persistent_workers import follow_epochs, se
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, innermost
 from notebook_accelerate.data_loader.stream_skipping import advance
 from notebook_accelerate.state import GradientState
+from notebook_accelerate.telemetry import EpochEvent
 
 NOTHING: Any = object()
 
@@ -209,6 +212,13 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self._order.completed_epoch is not None and not self._resumes:
             self._order.resumed = None
         self._order.completed_epoch = None
+        if telemetry.current_sink() is not None and len(self.gradient_state.dataloader_references) == 2:
+            self._report_pass()  # the outermost one: a pass inside it, as of an evaluation, is no epoch
+
+    def _report_pass(self) -> None:
+        """Report the epoch, and the optimizer steps that its pass takes."""
+        steps = math.ceil(_length(self) / self.gradient_state.num_steps)
+        telemetry.emit(EpochEvent(self.iteration, steps or None))
 
     def resume_pass_of(self, original: PreparedDataLoader, skipped: int) -> None:
         """Make this copy read the rest of the pass that the original was in, if there is one.

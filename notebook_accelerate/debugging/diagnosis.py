@@ -13,6 +13,9 @@ from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
+MOVING_SECONDS = 2.0
+"""A rank that has moved, or has entered a collective, less long ago is not stuck."""
+
 
 @dataclass(frozen=True)
 class RankPosition:
@@ -27,6 +30,7 @@ class RankPosition:
         last: By process group, the number of the last collective that it entered; empty when unknown.
         note: Additional information, as "it holds the GIL in native code".
         answered: Whether its interpreter replied; if not, the collectives are unknown.
+        paused: Whether it waits for ``run.resume()``.
         native: The main thread's frames with the native ones, where py-spy could read them.
     """
 
@@ -39,6 +43,7 @@ class RankPosition:
     note: str = ""
     answered: bool = True
     native: tuple[str, ...] = ()
+    paused: bool = False
 
     @property
     def user_frame(self) -> FrameInfo | None:
@@ -102,7 +107,7 @@ class Diagnosis:
         if place.waiting:
             oldest = min(place.waiting, key=lambda collective: collective.since)
             parts.append(f"waits in {oldest.text()} since {_seconds(self.time - oldest.since)}")
-        elif place.moved is not None and self.time - place.moved > 1:
+        elif not place.paused and place.moved is not None and self.time - place.moved > 1:
             parts.append(f"has not moved for {_seconds(self.time - place.moved)}")
         if place.note:
             parts.append(place.note)
@@ -154,15 +159,44 @@ class _Verdict:
     def sentence(self) -> str:
         if not self._running:
             return "no rank is running"
+        if paused := [place for place in self._running if place.paused]:
+            return self._paused(paused)
         waiting = [place for place in self._running if place.waiting]
         if not waiting:
             return self._without_collectives()
         first = min((c for place in waiting for c in place.waiting), key=lambda c: (c.number, c.since))
         here = [place for place in waiting if any(_same_collective(c, first) for c in place.waiting)]
-        return self._mismatch(first, here) or self._absent(first, here)
+        if mismatch := self._mismatch(first, here):
+            return mismatch
+        return "no rank is stuck: all are moving" if self._all_move() else self._absent(first, here)
+
+    def _paused(self, paused: Sequence[RankPosition]) -> str:
+        """Name the lines at which the user has paused ranks: the other ranks may wait for these."""
+        lines: dict[str, list[int]] = {}
+        for place in paused:
+            frame = place.user_frame
+            lines.setdefault(self._name_place(frame) if frame is not None else "an unknown line", []).append(place.rank)
+        if len(paused) == len(self._running) and len(lines) == 1:
+            return f"paused by you at {next(iter(lines))}; run.resume() continues"
+        sides = [f"{rank_names(ranks)} at {line}" for line, ranks in lines.items()]
+        return f"paused by you: {', '.join(sides)}; run.resume() continues"
+
+    def _all_move(self) -> bool:
+        """Whether every rank runs, and has moved or entered its collective less than `MOVING_SECONDS` ago."""
+        return len(self._running) == len(self._places) and all(self._moves(place) for place in self._places)
+
+    def _moves(self, place: RankPosition) -> bool:
+        if not place.answered or place.note:
+            return False
+        last = max([place.moved or 0.0, *(collective.since for collective in place.waiting)])
+        return self._now - last < MOVING_SECONDS and not any(
+            self._now - collective.since >= MOVING_SECONDS for collective in place.waiting
+        )
 
     def _without_collectives(self) -> str:
-        stuck = [p for p in self._running if (p.moved is not None and self._now - p.moved > 2) or not p.answered]
+        stuck = [
+            p for p in self._running if (p.moved is not None and self._now - p.moved > MOVING_SECONDS) or not p.answered
+        ]
         if not stuck:
             return "no rank waits in a collective, and all are moving"
         return "no rank waits in a collective; " + "; ".join(self._position(place) for place in stuck)

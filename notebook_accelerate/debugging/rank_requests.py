@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from notebook_accelerate.debugging.process_inspection import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.telemetry import Event
 from notebook_accelerate.telemetry.channel import Sender
 from notebook_accelerate.telemetry.debug_protocol import Reply, Request
 
@@ -20,10 +21,14 @@ class RankRequests:
 
     Attributes:
         elsewhere: Why this notebook cannot send requests, as the text of an error; "" where it can.
+        relay: Called with the replies that nobody here waits for.
+        on_change: Called when a rank begins or ceases to accept requests, on the supervisor's thread.
     """
 
     def __init__(self) -> None:
         self.elsewhere = ""
+        self.relay: Callable[[int, Reply], None] = lambda _rank, _reply: None
+        self.on_change: Callable[[], None] = lambda: None
         self._numbers = itertools.count(secrets.randbelow(1 << 40))
         self._changed = threading.Condition()
         self._channels: dict[int, Sender] = {}
@@ -41,6 +46,7 @@ class RankRequests:
         """
         with self._changed:
             self._channels[rank], self._captures[rank] = channel, capture_stacks
+        self.on_change()
 
     def close(self, rank: int) -> None:
         """Remove a rank that has ended, and stop waiting for it."""
@@ -48,6 +54,7 @@ class RankRequests:
             self._channels.pop(rank, None)
             self._captures.pop(rank, None)
             self._changed.notify_all()
+        self.on_change()
 
     def capture_stacks(self, rank: int) -> ProcessStacks:
         """Read the stacks of a rank that cannot reply; they are empty where the rank has ended."""
@@ -66,11 +73,21 @@ class RankRequests:
             return sorted(self._channels)
 
     def deliver(self, rank: int, reply: Reply) -> None:
-        """Handle a reply; one that is no longer awaited is dropped."""
+        """Handle a reply; one that is not awaited here is relayed."""
         with self._changed:
             if (rank, reply.number) in self._awaited:
                 self._replies[rank, reply.number] = reply
                 self._changed.notify_all()
+                return
+        self.relay(rank, reply)
+
+    def forward(self, rank: int, events: Iterable[Event]) -> None:
+        """Send what another process asks of a rank; its replies are relayed. Does nothing if the rank has ended."""
+        with self._changed:
+            channel = self._channels.get(rank)
+        if channel is not None:
+            with suppress(ChannelClosedError):
+                channel.send(*events)
 
     def ask(self, ranks: Iterable[int], make: Callable[[int], Request], timeout: float) -> dict[int, Reply]:
         """Send a request to each rank and return the replies that arrive within ``timeout`` seconds.

@@ -25,6 +25,8 @@ from notebook_accelerate.telemetry.debug_protocol import (
     Reply,
     Request,
     ResumeRequest,
+    SampleReply,
+    SampleRequest,
     StacksReply,
     StacksRequest,
 )
@@ -33,6 +35,8 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 
 REPLY_SECONDS = 1.0
 """Time limit of a rank's agent for its stacks; after it, the rank's signal handler writes them."""
+SAMPLE_REPLY_SECONDS = 10.0
+"""Time limit of the reply after the samples: a rank that holds the GIL replies when it releases it."""
 ROUND_SECONDS = 1.5
 """Time to reach a step boundary; after it, the ranks that have reached one resume until their next one."""
 
@@ -83,7 +87,9 @@ class Session:
     def _position(self, rank: int, state: str, reply: object) -> RankPosition:
         if isinstance(reply, StacksReply):
             main = next(iter(reply.threads.values()), ())
-            return RankPosition(rank, state, main, reply.moved, reply.waiting, reply.last, reply.paused)
+            return RankPosition(
+                rank, state, main, reply.moved, reply.waiting, reply.last, reply.paused, paused=reply.by_user
+            )
         if rank not in self.requests.open_ranks():
             return RankPosition(rank, state)
         seen = self.requests.capture_stacks(rank)
@@ -112,6 +118,17 @@ class Session:
         wanted = self._wanted(ranks)
         replies = self.requests.ask(wanted, lambda number: AskRequest(number, expression, frame or ""), timeout)
         return {rank: self._value(rank, replies.get(rank)) for rank in wanted}
+
+    def sample(self, seconds: float, ranks: Iterable[int] | None, rate: float) -> dict[int, SampleReply | str]:
+        """Sample the stacks of ranks; see ``Run.sample``. Return why for a rank that does not reply."""
+        wanted = self._wanted(ranks)
+        limit = seconds + SAMPLE_REPLY_SECONDS
+        replies = self.requests.ask(wanted, lambda number: SampleRequest(number, seconds, rate), limit)
+        found: dict[int, SampleReply | str] = {}
+        for rank in wanted:
+            reply = replies.get(rank)
+            found[rank] = reply if isinstance(reply, SampleReply) else self._why_silent(rank)
+        return found
 
     def complete(self, text: str, rank: int, frame: str | None, timeout: float) -> list[str]:
         """Complete ``text`` with the names of a frame; see ``Run.complete``."""

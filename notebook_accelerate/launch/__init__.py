@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from notebook_accelerate.launch.attaching import attach
+from notebook_accelerate.launch.kept.opened_run import open_run
+from notebook_accelerate.launch.kept.kept_runs import KeptRun, KeptRuns
 from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan
 from notebook_accelerate.launch.report.run_report import Report
-from notebook_accelerate.launch.run import Attempt, RankInfo, Run
+from notebook_accelerate.launch.run import Attempt, Break, RankInfo, Run
 from notebook_accelerate.launch.run_registry import debug, runs, shutdown
 from notebook_accelerate.launch.start import start
 
 __all__ = [
     "Attempt",
+    "Break",
+    "KeptRun",
+    "KeptRuns",
     "KernelFacts",
     "LaunchPlan",
     "RankInfo",
     "Report",
     "Run",
+    "attach",
     "debug",
     "make_plan",
+    "open_run",
     "runs",
     "shutdown",
     "start",

@@ -91,7 +91,7 @@ class LaunchingCell:
             if self._interrupted:
                 prompt.answer(None)  # the run is being stopped: do not prompt the user
             else:
-                ask_user(prompt)
+                ask_user(prompt, self._run.commands.prompts)
         except KeyboardInterrupt:
             self._interrupt()
         finally:

@@ -4,35 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
+import shutil
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate import errors
-from notebook_accelerate.errors import RunNotFinishedError, WorkerError
+from notebook_accelerate.errors import LaunchError, RunNotFinishedError, WorkerError
+from notebook_accelerate.launch.run_call import RunCall
 from notebook_accelerate.launch.run_debugging import RunDebugging
 from notebook_accelerate.launch.run_display import RunDisplay
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE, NoCommands, RunCommands
-from notebook_accelerate.launch.state.run_events import RUN, RanksReleased, RunCreated, RunEnded
-from notebook_accelerate.launch.state.run_state import Attempt, RankInfo, RunState
+from notebook_accelerate.launch.state.run_events import RUN, RanksReleased, RunCreated, RunEnded, RunLost
+from notebook_accelerate.launch.state.run_state import Attempt, Break, RankInfo, RunState, Stall
 from notebook_accelerate.launch.state.waits import wait_for
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store, steady_time
 
 if TYPE_CHECKING:
+    from os import PathLike
+    from pathlib import Path
+
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.report.run_report import Report
+    from notebook_accelerate.launch.state.call_arguments import Plain
     from notebook_accelerate.telemetry.store import Record
 
 
+_START = "notebook_accelerate.launch.start"
+_TENSORBOARD = "notebook_accelerate.launch.kept.tensorboard_export"
+"""Modules above this one, by name."""
 _numbers = itertools.count(1)
+
+
+def default_name(function_name: str, number: int) -> str:
+    """Return the name of a run without one."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", function_name).strip("-._") or "run"
+    return f"{plain[:80]}-{number}"
+
+
+def next_number() -> int:
+    """Return the number of the next run of this kernel, which is taken by this call."""
+    return next(_numbers)
 
 
 class Run(RunDebugging, RunDisplay):
@@ -46,11 +68,15 @@ class Run(RunDebugging, RunDisplay):
         journal: The run's journal; None means a new one.
         commands: Commands to the supervisor; None for a run without one.
         number: The run's number in this kernel; None means the next one.
+        name: The run's name; "" means that of the configuration, or the function's with the number.
+        arguments: The function's arguments by name, as plain values.
 
     Attributes:
         id: Number of the run in this kernel, from 1.
         config: Configuration of the launch.
         function_name: Name of the launched function.
+        name: The run's name.
+        folder: Where the run is kept; None where it is not.
         journal: The run's events, in order.
         commands: Commands to the supervisor.
     """
@@ -62,9 +88,14 @@ class Run(RunDebugging, RunDisplay):
         journal: Journal | None = None,
         commands: RunCommands | None = None,
         number: int | None = None,
+        name: str = "",
+        arguments: Mapping[str, Plain] | None = None,
     ) -> None:
         self.id = next(_numbers) if number is None else number
         self.config, self.function_name = config, function_name
+        self.name = name or config.name or default_name(function_name, self.id)
+        self.folder: Path | None = None
+        self.call: RunCall | None = None
         self.journal = Journal() if journal is None else journal
         self.commands: RunCommands = NoCommands() if commands is None else commands
         self._lock = threading.RLock()
@@ -74,30 +105,45 @@ class Run(RunDebugging, RunDisplay):
         self._callbacks: list[Callable[[Run], None]] = []
         self._ending_callbacks: list[Callable[[Run], None]] = []
         if not self.journal.state.started:
-            self.journal.append(RunCreated(function_name))
+            self.journal.append(RunCreated(function_name, dict(arguments or {})))
         self._unsubscribe: Callable[[], None] | None = None
-        if self.journal.state.ended is not None:
+        state = self.journal.state
+        if state.ended is not None:
             self._done.set()
-        else:
-            self._unsubscribe = self.journal.subscribe(self._on_records)
+        if state.held:
+            self._released.clear()
+        if state.ended is None or state.held:
+            # Weakly: what appends to the journal, such as the thread that follows a file, does not keep the run alive.
+            known = weakref.ref(self)
+            self._unsubscribe = self.journal.subscribe(lambda records: _pass_on(known, records))
 
     @classmethod
     def rebuilt(cls, config: LaunchConfig, function_name: str, records: Iterable[Record]) -> Run:
-        """Return a run rebuilt from its journal's ``records``, with panels and report, without any process."""
+        """Return a run rebuilt from its journal's ``records``, with panels and report, without any process.
+
+        A run whose journal has no end is lost.
+        """
         journal = Journal()
         journal.replay(records)
+        if journal.state.ended is None:
+            journal.append(RunLost("the journal ends before the run"), journal.last_time)
         return cls(config, function_name, journal)
 
     # ---- results and state
 
     @property
     def status(self) -> str:
-        """One of "starting", "running", "stopping", "succeeded", "failed" and "stopped"."""
+        """One of "starting", "running", "stopping", "succeeded", "failed", "stopped" and "lost"."""
         return self._state.status
 
     @property
     def _state(self) -> RunState:
         return self.journal.state
+
+    @property
+    def arguments(self) -> Mapping[str, Plain]:
+        """The function's arguments by name, as plain values: entries of dicts and dataclasses as "config.lr"."""
+        return self._state.arguments
 
     @property
     def plan(self) -> LaunchPlan | None:
@@ -126,8 +172,13 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def held(self) -> bool:
-        """Whether ranks are kept for inspection although the run has failed (``debug=True``)."""
+        """Whether ranks are kept for inspection after a failure (``debug=True``)."""
         return self._state.held
+
+    @property
+    def paused(self) -> tuple[int, ...]:
+        """The ranks that ``pause()`` holds, in order."""
+        return tuple(sorted(self._state.paused))
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -138,6 +189,11 @@ class Run(RunDebugging, RunDisplay):
     def failures(self) -> tuple[RankFailure, ...]:
         """The failures of the last attempt, the first one first."""
         return self._state.failures
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        """Where the run goes on with the training of earlier runs, the oldest first."""
+        return self._state.breaks
 
     @property
     def notes(self) -> list[str]:
@@ -153,6 +209,16 @@ class Run(RunDebugging, RunDisplay):
     def diagnoses(self) -> list[Diagnosis]:
         """Results of automatic diagnoses, the oldest first."""
         return list(self._state.diagnoses)
+
+    @property
+    def stall(self) -> Stall | None:
+        """Since when no rank makes progress while some wait in a collective, and why; None while ranks do."""
+        return self._state.stall
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """The ranks that wait for a line of text, in order."""
+        return tuple(sorted(self._state.prompts))
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
@@ -202,6 +268,14 @@ class Run(RunDebugging, RunDisplay):
         return Metrics(self.store)
 
     @property
+    def automatic_metrics(self) -> Metrics:
+        """The metrics that nobody logged, such as "auto/loss" and "system/memory_gb", like ``metrics``.
+
+        None with ``LaunchConfig(automatic_metrics=False)``.
+        """
+        return Metrics(self.store.automatic if self.config.automatic_metrics else Store())
+
+    @property
     def elapsed(self) -> float:
         """Seconds since the launch, up to the end of the run."""
         return (self.ended or steady_time.now()) - self.started
@@ -228,6 +302,23 @@ class Run(RunDebugging, RunDisplay):
             lines = [text for _, text in sorted(stamped, key=lambda pair: pair[0])]
         return lines if tail is None else lines[max(0, len(lines) - tail) :]
 
+    def to_tensorboard(self, folder: str | PathLike[str]) -> Path:
+        """Write the metrics as event files of TensorBoard; of several ranks, each has a folder of its own.
+
+        Points without a step are numbered from 0.
+
+        Args:
+            folder: Where to write; created where it is missing.
+
+        Returns:
+            The folder, absolute.
+
+        Raises:
+            ImportError: tensorboard is not installed.
+        """
+        path: Path = import_module(_TENSORBOARD).export(self.store, folder)
+        return path
+
     def report(self) -> Report:
         """Return a report of the run as static HTML and as text, also for the saved notebook."""
         from notebook_accelerate.launch.report.run_report import Report
@@ -235,6 +326,40 @@ class Run(RunDebugging, RunDisplay):
         return Report(self)
 
     # ---- control
+
+    @overload
+    def resume(self, ranks: Iterable[int], timeout: float = 5.0) -> dict[int, str]: ...
+
+    @overload
+    def resume(self, ranks: None = None, timeout: float = 5.0) -> dict[int, str] | Run: ...
+
+    def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str] | Run:
+        """Let paused ranks continue; of a run that has ended, launch the same function to go on with its training.
+
+        The new run loads the newest complete checkpoint of this one, and its curves and output continue this one's; see
+        ``resume`` of `notebook_launcher`.
+
+        Args:
+            ranks: The paused ranks, by global index; None means all, or the training of a run that has ended.
+            timeout: Seconds to wait for the replies of paused ranks.
+
+        Returns:
+            The reply of each paused rank; or the new run.
+
+        Raises:
+            LaunchError: The function, or one of its arguments, exists no more, or the run was opened from its folder:
+                pass them to ``notebook_launcher(train, args, resume=run)``.
+        """
+        if ranks is not None or self.ended is None or self.held:
+            return self._release_paused(ranks, timeout)
+        if self.call is None:
+            raise LaunchError(
+                f"run {self.name} does not hold its function; pass it: "
+                f"notebook_launcher({self.function_name}, args, config=run.config, resume=run)"
+            )
+        function, arguments = self.call.restore(self.function_name)
+        run: Run = import_module(_START).start(self.config, function, arguments, self)
+        return run
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, and show prompts of ranks that ask for input.
@@ -287,12 +412,28 @@ class Run(RunDebugging, RunDisplay):
         Raises:
             RunNotFinishedError: The run has not ended, or its ranks are held.
         """
-        if self.ended is None or self.held:
-            status = "held" if self.held else self.status
-            raise RunNotFinishedError(f"run {self.id} is {status}; end it first: run.stop()")
+        self._check_ended()
         for info in self._state.ranks:
             if info.returned is not None:
                 info.returned.free(f"the results of run {self.id} were freed by run.close()")
+
+    def delete(self) -> None:
+        """Delete the folder of a kept run that has ended, with its journal and its results.
+
+        Raises:
+            RunNotFinishedError: The run has not ended, or its ranks are held.
+            ValueError: The run is not kept in a folder.
+            OSError: The folder cannot be deleted.
+        """
+        self._check_ended()
+        if self.folder is None:
+            raise ValueError(f"run {self.name} is not kept in a folder: it was launched without save='runs'")
+        shutil.rmtree(self.folder)
+
+    def _check_ended(self) -> None:
+        if self.ended is None or self.held:
+            status = "held" if self.held else self.status
+            raise RunNotFinishedError(f"run {self.id} is {status}; end it first: run.stop()")
 
     def add_done_callback(self, callback: Callable[[Run], None]) -> None:
         """Call ``callback(run)`` when the run has ended, on the supervisor's thread; at once if it has."""
@@ -359,7 +500,9 @@ class Run(RunDebugging, RunDisplay):
             f"the results of run {self.id} were freed: the last runs keep theirs, and runs that a variable refers to: "
             "run = notebook_launcher(...)"
         )
-        return Run(self.config, self.function_name, self.journal.without_results(why), number=self.id)
+        copied = Run(self.config, self.function_name, self.journal.without_results(why), number=self.id, name=self.name)
+        copied.folder, copied.call = self.folder, self.call
+        return copied
 
     # ---- from the journal
 
@@ -367,7 +510,7 @@ class Run(RunDebugging, RunDisplay):
         if records[0].rank != RUN:
             return
         for record in records:
-            if isinstance(record.event, RunEnded):
+            if isinstance(record.event, (RunEnded, RunLost)):
                 self._finish()
             elif isinstance(record.event, RanksReleased):
                 self._released.set()
@@ -387,6 +530,8 @@ class Run(RunDebugging, RunDisplay):
                 callbacks, self._callbacks = self._callbacks, []
                 self._done.set()
             self.commands.prompts.close()
+            if self.journal.state.held:
+                self.commands.prompts.reopen()
         _call(self, callbacks)
 
 
@@ -399,9 +544,14 @@ def _call(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
                 warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
 
 
+def _pass_on(known: weakref.ref[Run], records: Sequence[Record]) -> None:
+    if (run := known()) is not None:
+        run._on_records(records)
+
+
 def _resolve(future: asyncio.Future[Run], run: Run) -> None:
     if not future.done():  # it may have been cancelled
         future.set_result(run)
 
 
-__all__ = ["Attempt", "RankInfo", "Run"]
+__all__ = ["Attempt", "Break", "RankInfo", "Run", "default_name", "next_number"]

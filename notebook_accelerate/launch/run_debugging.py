@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.debugging.diagnosis import Diagnosis
 from notebook_accelerate.debugging.session import Session, Stacks
 from notebook_accelerate.launch.output.standard_streams import StandardStream, escape
-from notebook_accelerate.launch.state.prompts import Prompt
+from notebook_accelerate.launch.report.samples import Samples
+from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.state.run_events import WarningAdded
 from notebook_accelerate.telemetry import tracebacks
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.journal import Journal
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.run_state import RankInfo
     from notebook_accelerate.telemetry import RankFailure
 
+_SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")
+MAX_SAMPLE_SECONDS, MAX_SAMPLE_RATE = 600, 1000
 STOP_SECONDS = 5.0
 """Seconds that a rank has to reach the debugger after the request to stop."""
 
@@ -82,6 +87,29 @@ class RunDebugging:
         """
         return self._session().stacks(ranks)
 
+    def sample(self, seconds: float = 5.0, ranks: Iterable[int] | None = None, rate: float = 100.0) -> Samples:
+        """Sample where the main threads of live ranks spend their time, without stopping them.
+
+        A thread of each rank looks at the main thread's stack. A sample counts the time since the one before: while
+        native code holds the interpreter lock no sample can be taken, and the next one counts for that time.
+
+        Args:
+            seconds: How long; this call returns then.
+            ranks: Global indices; None means all.
+            rate: Samples per second, at most 1,000.
+
+        Returns:
+            The lines of your code by time, for each rank, and a flame graph; as the last line of a cell it is shown.
+
+        Raises:
+            ValueError: ``seconds`` or ``rate`` is not allowed, or there is no such rank.
+        """
+        if not 0 < seconds <= MAX_SAMPLE_SECONDS:
+            raise ValueError(f"seconds={seconds!r} is not allowed; pass seconds above 0, at most {MAX_SAMPLE_SECONDS}")
+        if not 0 < rate <= MAX_SAMPLE_RATE:
+            raise ValueError(f"rate={rate!r} is not allowed; pass samples a second, at most {MAX_SAMPLE_RATE}")
+        return Samples(self._session().sample(seconds, ranks, rate), tracebacks.frame_location)
+
     def ask(
         self, expression: str, ranks: Iterable[int] | None = None, frame: str | None = None, timeout: float = 5.0
     ) -> dict[int, Any]:
@@ -139,8 +167,8 @@ class RunDebugging:
                     self.commands.release_clock(rank)
         return said
 
-    def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Let paused ranks continue; return the reply of each."""
+    def _release_paused(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
+        """Let paused ranks continue; return the reply of each; None: all."""
         said = self._session().resume(ranks, timeout)
         for rank in said:
             self.commands.release_clock(rank)
@@ -162,6 +190,8 @@ class RunDebugging:
         A running rank stops at its next bytecode; one that failed under ``debug=True`` opens at the failing line. For
         a rank that waits in ``input()``, its prompt is shown, even if it is also shown elsewhere.
 
+        If several ranks are stopped, ``rank 1`` at the prompt switches to the debugger of rank 1.
+
         Args:
             rank: Global index; None means the first rank that is stopped, else the first that failed, else rank 0.
 
@@ -180,13 +210,15 @@ class RunDebugging:
                     f"It stops when it does; notebook_accelerate.debug(rank={chosen}) then opens it."
                 )
                 return
+        self.commands.prompts.stay_with(chosen)
         while (prompt := self.commands.prompts.take(rank=chosen)) is not None:
             self._show_prompt(prompt, keep=True)
+            chosen = self.commands.prompts.current(chosen)
 
     def _show_prompt(self, prompt: Prompt, *, keep: bool) -> None:
         """Show a prompt that was taken from the queue; with ``keep``, an interrupt returns it to the queue."""
         try:
-            ask_user(prompt)
+            ask_user(prompt, self.commands.prompts)
         except KeyboardInterrupt:
             if keep:
                 self.commands.prompts.give_back(prompt)
@@ -225,11 +257,20 @@ class RunDebugging:
         return self.commands.requests.open_ranks()
 
 
-def ask_user(prompt: Prompt) -> None:
-    """Show the prompt of a rank to the user of this cell and send the answer."""
+def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
+    """Show the prompt of a rank to the user of this cell and send the answer.
+
+    At a debugger's prompt ``rank 1`` is no answer: it switches to the debugger of rank 1.
+
+    Args:
+        prompt: The prompt, which was taken from the queue.
+        prompts: The queue.
+    """
     label, stdout = f"[rank {prompt.rank}] ", StandardStream(sys.stdout, "stdout")
-    if prompt.request.shown:
+    if prompt.request.shown and not prompt.seen:
         stdout.write(label + prompt.request.shown.rstrip("\n").replace("\n", "\n" + label) + "\n")
+    if prompt.of_debugger and (others := [rank for rank in prompts.debugged() if rank != prompt.rank]):
+        stdout.write(f"({rank_names(others)} stopped too: type rank {others[0]} to switch)\n")
     question = escape(label + prompt.request.prompt, sys.stdout)
     try:
         if prompt.request.password:
@@ -243,4 +284,20 @@ def ask_user(prompt: Prompt) -> None:
     if prompt.over:
         stdout.write(f"{label}does not wait for this line any more\n")  # an interrupt has ended its prompt
         return
+    if prompt.of_debugger and text is not None and (named := _SWITCH.fullmatch(text)) is not None:
+        _switch(prompt, prompts, int(named[1]), stdout)
+        return
+    if prompt.of_debugger:
+        prompts.stay_with(prompt.rank)
     prompt.answer(text)
+
+
+def _switch(prompt: Prompt, prompts: PromptQueue, rank: int, stdout: StandardStream) -> None:
+    """Show the prompt of another rank's debugger next; if none holds that rank, this one's again."""
+    stopped, prompt.seen = prompts.debugged(), True
+    if rank in stopped:
+        prompts.stay_with(rank)
+    else:
+        stdout.write(f"rank {rank} is not stopped in a debugger; stopped: {rank_names(stopped)}\n")
+        prompts.stay_with(prompt.rank)
+    prompts.give_back(prompt)

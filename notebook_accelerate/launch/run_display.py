@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.output.rank_lines import parent_message, running_kernel
-from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, here
+from notebook_accelerate.launch.output.replaceable_outputs import Output, here
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
 VIEWS = {
     "panel": "notebook_accelerate.widgets.run_panel:RunPanel",
+    "html": "notebook_accelerate.widgets.html_panel:HtmlPanel",
     "debug": "notebook_accelerate.widgets.debug_panel:DebugPanel",
+    "runs": "notebook_accelerate.widgets.runs_table:RunsTable",
 }
-"""The views of a run, by name: module and class, called with the run."""
+"""The views of a run, by name: module and class, called with the run. "html" is the panel without live widgets, and
+"runs" is called with several runs, or with None for all."""
+NO_WIDGETS = "notebook_accelerate.widgets.front_end:no_widgets"
+"""Returns why the front end of an output shows no live widgets."""
 
 LIVE_AFTER_SECONDS = 0.3
 """Seconds before a blocking run shows its live panel, which takes 40 ms to create; a shorter run shows its report."""
@@ -29,7 +34,7 @@ class RunDisplay:
     config: LaunchConfig
     _view: Any = None
     _debug_view: Any = None
-    _place: CellOutput | None = None
+    _place: Output | None = None
     _launched_under: str = ""
 
     @property
@@ -53,15 +58,23 @@ class RunDisplay:
     def panel(self) -> Any:
         """Return the run's live panel; as the last line of a cell it is displayed, in any number of cells.
 
-        When the run ends, every output that shows the panel keeps the static report; a later call opens the panel on
-        the recorded data.
-
-        Raises:
-            ImportError: ipywidgets or anywidget is not installed.
+        In JupyterLab and Notebook the panel stays live after the end of the run, as long as its kernel; the saved
+        notebook, and a reader without the kernel, have the static report. In other front ends the report replaces the
+        panel. Where live widgets are not available, the panel is the report, updated while the run lasts.
         """
         if self._view is None or self._view.closed:
-            self._view = load("panel")(self._shown())
+            self._view = self._new_panel(self._place if self._place is not None else here())
         return self._view
+
+    def _new_panel(self, output: Output | None) -> Any:
+        """Return a live panel, or one without widgets where they are not available."""
+        reason = str(_attribute(NO_WIDGETS)(output))
+        if not reason:
+            try:
+                return load("panel")(self._shown())
+            except Exception as error:  # noqa: BLE001 - widgets are missing, or broken
+                reason = f"Widgets cannot be created ({type(error).__name__}: {error})"
+        return load("html")(self._shown(), reason)
 
     def debug_panel(self) -> Any:
         """Return a panel for debugging the ranks: locations, stacks, expressions; the last line of a cell displays it.
@@ -73,11 +86,21 @@ class RunDisplay:
             self._debug_view = load("debug")(self._shown())
         return self._debug_view
 
+    @property
+    def launching_cell(self) -> str:
+        """The id of the notebook's cell that launched the run; "" if the front end does not send it."""
+        return self._place.notebook_cell if self._place is not None else ""
+
     def _shown(self) -> RunDisplay:
         """Return the run for a view, which lives longer than the user refers to the run and keeps no results."""
         return self if self.ended is None or self.held else self.without_results()
 
     # ---- called by the launch
+
+    @property
+    def displayed(self) -> bool:
+        """Whether the launch shows a header: ``panel`` says so, or "auto" and the launch is in a notebook's cell."""
+        return self._place is not None if self.config.panel == "auto" else bool(self.config.panel)
 
     def reserve_output(self) -> None:
         """Reserve an output for the panel under the launching cell; nothing is shown yet."""
@@ -96,9 +119,8 @@ class RunDisplay:
             return
         if self.ended is None and not _try(lambda: self.panel().show(place)):
             return
-        if self.ended is not None:  # the run ended before its panel was shown
-            if self._view is not None:
-                self._view.close()
+        # The run may have ended before its panel was shown.
+        if self.ended is not None and (self._view is None or not self._view.settle()):
             place.end(self._static())
         self._launched_under = place.cell
 
@@ -124,7 +146,12 @@ class RunDisplay:
 
 def load(name: str) -> Any:
     """Return the class of a view."""
-    module, _, attribute = VIEWS[name].partition(":")
+    return _attribute(VIEWS[name])
+
+
+def _attribute(path: str) -> Any:
+    """Return what ``module:name`` names, in a higher package."""
+    module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedError, WorkerError
+from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedError, WorkerError, with_page
 from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.warm_rank import warm_rank
 from notebook_accelerate.launch.run import Run
@@ -191,7 +191,7 @@ class WarmRanks:
     def _look(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
         prompt = self.run.commands.prompts.take(LOOK_SECONDS / 10, among=waiting.keys() - replies.keys())
         if prompt is not None:
-            ask_user(prompt)
+            ask_user(prompt, self.run.commands.prompts)
         for rank, reply in self.run.commands.requests.collect(waiting, LOOK_SECONDS).items():
             assert isinstance(reply, CellReply), "a cell's request is answered by a cell's reply"
             replies[rank] = reply
@@ -247,4 +247,5 @@ class CellError(WorkerError):
         super().__init__(error_messages.headline(found), run, found)
 
     def _render_traceback_(self) -> list[str]:
-        return [*error_messages.failure_lines(self.failures), "", f"WorkerError: {self}"]
+        lines = [*error_messages.failure_lines(self.failures), "", f"WorkerError: {self}"]
+        return with_page(lines, self.documented_kind)

@@ -106,7 +106,7 @@ class PartialState(RankExecution):
         return torch.device(device_placement.device_row(cpu=False).type)
 
     def set_device(self) -> None:
-        """Select this rank's device again, and make it current where the library has a current device."""
+        """Select this rank's device again, and make it the current device where the backend has one."""
         world = World(
             rank=self.process_index, size=self.num_processes, local_rank=self.local_process_index, local_size=1
         )
@@ -121,7 +121,7 @@ class PartialState(RankExecution):
         """Give each rank its contiguous share of `inputs`.
 
         Args:
-            inputs: A list, tuple or tensor, a dict of such (equally long), or a datasets.Dataset.
+            inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
             apply_padding: Repeat the last item of `inputs` so that all shares are equally long (to gather results);
                 drop the repeated ones afterwards. Without it a rank may get an empty share.
 
@@ -137,7 +137,7 @@ class PartialState(RankExecution):
         yield split_share(inputs, self.process_index, self.num_processes, padding=apply_padding, device=self.device)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print, once per machine.
+        """Print on one rank of each machine.
 
         Args:
             args: As for the built-in print.

@@ -28,7 +28,7 @@ def split_share(inputs: Any, rank: int, size: int, *, padding: bool, device: tor
     """Return one rank's share of `inputs`.
 
     Args:
-        inputs: A list, tuple or tensor, a dict of such (equally long), or a datasets.Dataset.
+        inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
         rank: The rank, from 0.
         size: Number of ranks.
         padding: Repeat the last item of `inputs` until all shares are equally long.

@@ -19,8 +19,12 @@ from notebook_accelerate.telemetry.channel import (
 from notebook_accelerate.telemetry.events import (
     AgentFailedEvent as AgentFailedEvent,
     AnsweredEvent as AnsweredEvent,
+    CheckpointEvent as CheckpointEvent,
+    DeviceMemoryEvent as DeviceMemoryEvent,
+    DeviceUseEvent as DeviceUseEvent,
     DisplayEvent as DisplayEvent,
     DroppedEvent as DroppedEvent,
+    EpochEvent as EpochEvent,
     Event as Event,
     ExitWaitEvent as ExitWaitEvent,
     GroupTimeoutEvent as GroupTimeoutEvent,
@@ -41,6 +45,7 @@ from notebook_accelerate.telemetry.sink import (
     current_sink as current_sink,
     emit as emit,
     install_sink as install_sink,
+    send_soon as send_soon,
 )
 from notebook_accelerate.telemetry.step_time import StepTimeEvent as StepTimeEvent
 from notebook_accelerate.telemetry.store import Metrics as Metrics, MetricSeries as MetricSeries, Store as Store

@@ -48,7 +48,7 @@ def encode(messages: Iterable[Stamped]) -> bytes:
     rows: list[list[Any]] = []
 
     def close_frame(payload: bytes) -> None:
-        text = json.dumps(rows, separators=(",", ":"), default=_plain).encode()
+        text = json.dumps(rows, separators=(",", ":"), default=plain).encode()
         parts.append(_HEADER.pack(len(text), len(payload)) + text)
         parts.append(payload)
         rows.clear()
@@ -64,7 +64,7 @@ def encode(messages: Iterable[Stamped]) -> bytes:
     return b"".join(parts)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Convert number-like objects (numpy scalars, 0-d tensors) to plain numbers, anything else to text."""
     try:
         return value.item()  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
     if end != len(document):
         raise ValueError("there is text after its JSON")
     if "\\ud" in document:  # Python's JSON has lone surrogates, which neither UTF-8 nor a front end has
-        rows = _printable(rows)
+        rows = printable(rows)
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
         if kind is None:  # an event of a newer peer is skipped
@@ -141,14 +141,14 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
             found.append(Stamped(stamp, kind(*values[: len(names)])))
 
 
-def _printable(value: object) -> Any:
+def printable(value: object) -> Any:
     """Return a JSON value with escapes in place of lone surrogates."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, list):
-        return [_printable(item) for item in value]
+        return [printable(item) for item in value]
     if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
+        return {printable(key): printable(item) for key, item in value.items()}
     return value
 
 

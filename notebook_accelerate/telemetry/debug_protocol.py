@@ -72,6 +72,7 @@ class StacksReply(Reply):
         waiting: The collectives that this rank has entered and not left.
         last: By process group, the number of the last collective entered.
         paused: Where the rank waits for ``run.resume()`` or at a breakpoint; "" where it does not.
+        by_user: Whether it waits for ``run.resume()``.
     """
 
     threads: dict[str, tuple[FrameInfo, ...]]
@@ -79,6 +80,7 @@ class StacksReply(Reply):
     waiting: tuple[Collective, ...] = ()
     last: dict[str, int] = field(default_factory=dict)
     paused: str = ""
+    by_user: bool = False
 
     def __post_init__(self) -> None:
         # JSON turns the tuples into lists.
@@ -95,6 +97,29 @@ def to_collective(row: Any) -> Collective:
     """Restore a ``Collective`` from its JSON form."""
     group, number, operation, shapes, dtypes, since = row
     return Collective(group, number, operation, tuple(tuple(shape) for shape in shapes), tuple(dtypes), since)
+
+
+@dataclass(slots=True)
+class SampleRequest(Request):
+    """Sample the main thread's stack for ``seconds``, ``rate`` times a second."""
+
+    seconds: float
+    rate: float
+
+
+@dataclass(slots=True)
+class SampleReply(Reply):
+    """What the main thread did while it was sampled.
+
+    Attributes:
+        frames: The file name, line and function of each frame that occurred.
+        stacks: For each stack that occurred: seconds, samples, and its frames as indices, outermost first.
+        seconds: How long it was sampled.
+    """
+
+    frames: list[tuple[str, int, str]]
+    stacks: list[tuple[float, int, list[int]]]
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -199,6 +224,13 @@ class DumpReadyEvent(Event):
     """The file to which a rank writes its stacks on SIGUSR1, readable on the same machine."""
 
     path: str
+
+
+@dataclass(slots=True)
+class PausedEvent(Event):
+    """The rank waits for ``run.resume()``, or waits no longer."""
+
+    paused: bool
 
 
 @dataclass(slots=True)

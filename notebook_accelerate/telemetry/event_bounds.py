@@ -13,6 +13,7 @@ from typing import Any
 
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 from notebook_accelerate.telemetry.events import (
+    CheckpointEvent,
     DisplayEvent,
     Event,
     InputRequest,
@@ -129,6 +130,7 @@ BOUNDS: dict[type[Event], Callable[[Any], tuple[Event, str]]] = {
     InputRequest: _texts,
     StatusEvent: _texts,
     TraceEvent: _texts,
+    CheckpointEvent: _texts,
 }
 """By kind of event: returns the event within its bounds, and a note about what is shortened or left out, or ""."""
 

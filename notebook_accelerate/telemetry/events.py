@@ -62,6 +62,19 @@ class ProgressEvent(Event):
 
 
 @dataclass(slots=True)
+class EpochEvent(Event):
+    """A prepared loader begins a pass, which takes ``steps`` optimizer steps; ``epoch`` counts from 0.
+
+    ``steps`` is None for a loader without a length.
+    """
+
+    droppable: ClassVar[bool] = True
+
+    epoch: int
+    steps: int | None = None
+
+
+@dataclass(slots=True)
 class StatusEvent(Event):
     """A rank changed state: "starting", "running", "succeeded", "failed" or "stopped"."""
 
@@ -81,21 +94,54 @@ class LogEvent(Event):
 
 @dataclass(slots=True)
 class ResourceEvent(Event):
-    """Use of a rank's process: percent of one core, bytes of memory, and the same of its accelerator if it has one."""
+    """Use of a rank's process: percent of one core, and bytes of memory."""
 
     droppable: ClassVar[bool] = True
 
     cpu_percent: float
     memory_bytes: int
-    gpu_percent: float | None = None
-    gpu_memory_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class DeviceMemoryEvent(Event):
+    """Memory that a rank holds on one device, in bytes, as torch in that rank counts it.
+
+    ``device`` is the rank's name for it ("cuda:0"), ``name`` its model, and ``uuid`` its identity without a prefix such
+    as "GPU-"; "" where torch knows none. ``total`` is the device's own size; 0: not known.
+    """
+
+    droppable: ClassVar[bool] = True
+
+    device: str
+    allocated: int
+    reserved: int
+    peak: int
+    total: int = 0
+    name: str = ""
+    uuid: str = ""
+
+
+@dataclass(slots=True)
+class DeviceUseEvent(Event):
+    """Use of one GPU by all its processes, as the driver measures it; a host sends it under any of its ranks.
+
+    ``percent`` is its utilisation (None: the driver has no figure), and ``used`` and ``total`` are bytes of its memory.
+    """
+
+    droppable: ClassVar[bool] = True
+
+    uuid: str
+    percent: float | None
+    used: int
+    total: int
 
 
 @dataclass(slots=True)
 class DisplayEvent(Event):
     """Rich output of ``display()`` in a rank: a MIME bundle for the kernel to publish.
 
-    ``mark`` is the number of its marks in the rank's standard streams; 0: there are none.
+    ``mark`` is the number of its marks in the rank's standard streams; 0: there are none. ``clear`` is "now" or "wait"
+    where it is no display but a call of ``clear_output``.
     """
 
     data: dict[str, Any]
@@ -103,6 +149,7 @@ class DisplayEvent(Event):
     display_id: str | None = None
     update: bool = False
     mark: int = 0
+    clear: str = ""
 
 
 @dataclass(slots=True)
@@ -191,6 +238,22 @@ class TraceEvent(Event):
 
     path: str
     size: int
+
+
+@dataclass(slots=True)
+class CheckpointEvent(Event):
+    """A checkpoint is complete: its absolute path or URL.
+
+    ``time`` is when all ranks had reached ``save_state``, in seconds since the epoch: what they logged before is part
+    of the training that the checkpoint continues.
+    """
+
+    path: str
+    time: float
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.time += seconds
 
 
 @dataclass(slots=True)

@@ -231,6 +231,17 @@ class ResultFiles:
         with io.BufferedReader(_Reader(stream), 1 << 16) as file:
             return pickle.load(file, buffers=_mapped(buffers, self._sizes))
 
+    def in_band(self) -> bytes:
+        """Return the value's pickle with its buffers, for `load_bytes`; the files stay as they are."""
+        stream, buffers = self._descriptors
+        pickled = os.pread(stream, os.fstat(stream).st_size, 0)
+        position, parts = 0, []
+        for size in self._sizes:
+            position += -position % _ALIGN
+            parts.append(memoryview(os.pread(buffers, size, position)))
+            position += size
+        return pickle_in_band(pickled, parts)
+
     def close(self) -> None:
         """Close the files; a value that was loaded stays valid.
 

@@ -1,15 +1,16 @@
-"""Samples the resources of each rank's process, once a second."""
+"""Samples the resources of each rank's process and the use of the machine's GPUs, once a second."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.hardware.detection import system_memory
+from notebook_accelerate.hardware.nvml import GpuReader
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.events import ResourceEvent
+from notebook_accelerate.telemetry.events import DeviceUseEvent, ResourceEvent
 from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
@@ -37,40 +38,8 @@ def proportional_memory(pid: int) -> int:
     return 0
 
 
-class GpuReader:
-    """Reads utilisation and per-process memory of NVIDIA GPUs through NVML; without a driver, there are none."""
-
-    def __init__(self) -> None:
-        import pynvml
-
-        self._nvml: Any = None
-        with contextlib.suppress(pynvml.NVMLError):  # no driver
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-
-    def read(self) -> dict[int, tuple[float, int]]:
-        """Return, by pid, the utilisation of its GPU in percent and its GPU memory in bytes."""
-        found: dict[int, tuple[float, int]] = {}
-        if self._nvml is None:
-            return found
-        for index in range(self._nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(self._nvml.NVMLError):
-                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-                busy = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                    found[int(process.pid)] = (busy, int(process.usedGpuMemory or 0))
-        return found
-
-    def close(self) -> None:
-        """Shut NVML down."""
-        if self._nvml is not None:
-            with contextlib.suppress(self._nvml.NVMLError):
-                self._nvml.nvmlShutdown()
-            self._nvml = None
-
-
 class Sampler:
-    """A thread that samples processes and passes ``ResourceEvent`` records to ``sink``.
+    """A thread that samples processes and GPUs and passes ``ResourceEvent`` and ``DeviceUseEvent`` records to ``sink``.
 
     Args:
         pids: Rank to process id.
@@ -106,10 +75,9 @@ class Sampler:
         gpus.close()
 
     def sample(self, gpus: GpuReader) -> list[Record]:
-        """Return one record per living process."""
+        """Return one record per living process, and one per GPU while there is such a process."""
         import psutil
 
-        gpu = gpus.read()
         records = []
         for rank, pid in self._pids.items():
             try:
@@ -119,8 +87,10 @@ class Sampler:
             except (psutil.Error, OSError):  # it has ended, or this process has no descriptor left
                 continue
             if memory:
-                busy, held = gpu.get(pid, (None, None))
-                records.append(Record(rank, steady_time.now(), ResourceEvent(cpu, memory, busy, held)))
+                records.append(Record(rank, steady_time.now(), ResourceEvent(cpu, memory)))
+        for use in gpus.read() if records else ():
+            event = DeviceUseEvent(use.uuid, use.percent, use.used_bytes, use.total_bytes)
+            records.append(Record(records[0].rank, steady_time.now(), event))
         return records
 
 

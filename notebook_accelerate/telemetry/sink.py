@@ -28,11 +28,13 @@ class Sink:
     Attributes:
         urgent: Whether the queue has events that the user waits for. The numbers of steps may wait for the next
             repainting of the panel.
+        last_step: When the last step ended whose event was sent, in seconds since the epoch; 0 before the first.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.urgent = False
+        self.last_step = 0.0
         # Pairs instead of `Stamped`: after a step of training no code is in the processor's caches, and each function
         # that is called costs microseconds.
         self._queue: deque[tuple[float, Event]] = deque()
@@ -71,6 +73,8 @@ class Sink:
                 self.channel.send_bytes(self._encode(batch))
 
     def _within_bounds(self, stamp: float, event: Event) -> Stamped:
+        if event.boundary:
+            self.last_step = stamp
         bound = BOUNDS.get(type(event))
         if bound is not None:
             with suppress(Exception):  # of another type than its field: it cannot be encoded either, which is noted
@@ -138,6 +142,12 @@ def install_sink(sink: Sink | None) -> None:
 def current_sink() -> Sink | None:
     """Return this rank's sink; None outside a launched rank."""
     return _sink
+
+
+def send_soon() -> None:
+    """Have what this rank has queued sent within milliseconds; outside a launched rank, do nothing."""
+    if _sink is not None:
+        _sink.urgent = True
 
 
 def emit(event: Event) -> None:

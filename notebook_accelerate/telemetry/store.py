@@ -2,25 +2,33 @@
 
 Bounds: ``max_points`` points per metric and rank (a full series is thinned: of every four neighbours the smallest and
 the largest stay, so that extremes survive), ``MAX_TOTAL_POINTS`` over all series (with more series, each may have fewer
-points, but always ``MIN_POINTS``), ``max_series`` metrics, and ``max_log_bytes`` of text per rank. A point takes 24
-bytes in an array with an eighth to spare, so a run of any length needs at most 108 MB for curves and 8 MB of text per
-rank; an envelope over more than eight ranks adds 24 KB per metric. Failures and results are never dropped.
+points, but always ``MIN_POINTS``), ``max_series`` metrics, and ``RUN_LOG_BYTES`` of text, of which each rank may have
+its share and in any case ``max_log_bytes``. A point takes 24 bytes in an array with an eighth to spare, so a run of any
+length needs at most 108 MB for curves, and 64 MB of text for up to eight ranks; an envelope over more than eight ranks
+adds 24 KB per metric. Failures and results are never dropped.
 """
 
 from __future__ import annotations
 
+import importlib
 import threading
 import warnings
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from notebook_accelerate.telemetry import automatic_metrics
 from notebook_accelerate.telemetry.downsampling import extremes
 from notebook_accelerate.telemetry.envelope import FEW_RANKS, EnvelopeTail, MetricEnvelope
 from notebook_accelerate.telemetry.events import (
+    CheckpointEvent,
+    DeviceMemoryEvent,
+    DeviceUseEvent,
     DroppedEvent,
+    EpochEvent,
     Event,
     LogEvent,
     MetricEvent,
@@ -29,23 +37,34 @@ from notebook_accelerate.telemetry.events import (
     ShardingEvent,
     TraceEvent,
 )
+from notebook_accelerate.telemetry.rank_devices import RankDevices
 from notebook_accelerate.telemetry.sharding_events import ShardReport, to_report
 from notebook_accelerate.telemetry.step_time import StepTimeEvent
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
+    from matplotlib.axes import Axes
 
+_PLOTS = "notebook_accelerate.launch.report.metric_plots"
+"""Draws them, in the kernel; imported by name, because ranks, which log, have this module too."""
 MAX_POINTS = 50_000
 MAX_SERIES = 2_000
 MAX_LOG_BYTES = 8 << 20
+RUN_LOG_BYTES = 64 << 20
 MAX_TOTAL_POINTS = 4_000_000
+AUTOMATIC_POINTS = 10_000
+"""Points per series of what is not logged; they come four times a second, and once a second from hosts."""
 MIN_POINTS = 64
 """Points that a series may always have."""
 MAX_TRACES = 1_000
 """Most traces that are listed; the latest ones stay."""
+MAX_CHECKPOINTS = 1_000
+"""Most checkpoints that are listed; the latest ones stay."""
 RECENT_STEP_TIMES = 10
 """Step times kept per rank: about as many seconds."""
+_OF_HOSTS = frozenset({ResourceEvent, DeviceUseEvent})
+"""Events that a rank's host sends: they are no activity of the rank."""
 
 
 class Record(NamedTuple):
@@ -62,6 +81,20 @@ class LogLine(NamedTuple):
     time: float
     stream: str
     text: str
+
+
+class Epoch(NamedTuple):
+    """The pass over a loader in which a rank trains.
+
+    Attributes:
+        number: From 0.
+        steps: Optimizer steps of the pass; None: not known.
+        done: Steps taken.
+    """
+
+    number: int
+    steps: int | None
+    done: int
 
 
 class SeriesTail(NamedTuple):
@@ -81,6 +114,10 @@ class SeriesTail(NamedTuple):
     cursor: tuple[int, int]
     whole: bool
 
+    def where(self, mask: np.ndarray) -> SeriesTail:
+        """Return the points for which ``mask``, of shape (n,), is true."""
+        return self._replace(steps=self.steps[mask], times=self.times[mask], values=self.values[mask])
+
 
 class _Points:
     """The points of one metric on one rank."""
@@ -99,6 +136,14 @@ class _Points:
             return 1
         self._thin()
         return len(self.values) - count + 1
+
+    def extend(self, tail: SeriesTail, limit: int, *, thinned: bool) -> None:
+        """Add points at the end."""
+        self.steps.frombytes(tail.steps.astype("=i8").tobytes())
+        self.times.frombytes(tail.times.astype("=f8").tobytes())
+        self.values.frombytes(tail.values.astype("=f8").tobytes())
+        self.thinned += thinned
+        self.thin_to(limit)
 
     def thin_to(self, limit: int) -> None:
         """Thin until there are no more than ``limit`` points."""
@@ -163,6 +208,22 @@ class MetricSeries(NamedTuple):
         columns = {"step": self.steps, "time": self.times, "rank": self.ranks, "value": self.values}
         return pd.DataFrame(columns)
 
+    def plot(self, ax: Axes | None = None) -> Any:
+        """Plot the values over the steps (over seconds where points have no step).
+
+        Each rank has a line; more than eight ranks have their mean and range.
+
+        Args:
+            ax: matplotlib's axes to draw into; None: a new figure.
+
+        Returns:
+            matplotlib's axes; where matplotlib is not installed, the image that reports show.
+
+        Raises:
+            ImportError: Axes are given, and matplotlib is not installed.
+        """
+        return importlib.import_module(_PLOTS).plot([self], ax)
+
 
 class Metrics(Mapping[str, MetricSeries]):
     """A live, read-only view from metric name to series."""
@@ -182,6 +243,21 @@ class Metrics(Mapping[str, MetricSeries]):
     def __repr__(self) -> str:
         return f"<metrics: {', '.join(self) or 'none yet'}>"
 
+    def plot(self, *names: str) -> Any:
+        """Plot metrics side by side.
+
+        Args:
+            names: The metrics, in this order; none: all.
+
+        Returns:
+            matplotlib's axes, one or an array of them; where matplotlib is not installed, the images that reports show.
+
+        Raises:
+            KeyError: A metric was not logged.
+            ValueError: There is no metric.
+        """
+        return importlib.import_module(_PLOTS).plot([self[name] for name in names or self])
+
     def to_pandas(self) -> pd.DataFrame:
         """Return all metrics in one long frame: name, step, time, rank, value (needs pandas)."""
         import pandas as pd
@@ -199,7 +275,7 @@ def _envelope(ranks: Mapping[int, _Points]) -> MetricEnvelope:
     return envelope
 
 
-def _int64(value: object) -> int | None:
+def to_int64(value: object) -> int | None:
     """Return a value as a 64-bit integer; None where it is none: a rank may send anything."""
     try:
         number = int(value)  # type: ignore[call-overload]
@@ -208,7 +284,8 @@ def _int64(value: object) -> int | None:
     return number if -(2**63) <= number < 2**63 else None
 
 
-def _float(value: object) -> float | None:
+def to_float(value: object) -> float | None:
+    """Return a value as a float; None where it is none."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -223,6 +300,7 @@ class Store:
     ) -> None:
         self._lock = threading.RLock()
         self._max_points, self._max_series, self._max_log_bytes = max_points, max_series, max_log_bytes
+        self._run_log_bytes = RUN_LOG_BYTES if max_log_bytes >= MAX_LOG_BYTES else 0
         self._metrics: dict[str, dict[int, _Points]] = {}
         self._envelopes: dict[str, MetricEnvelope] = {}
         self._series_count = 0
@@ -235,24 +313,35 @@ class Store:
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
         self._counted: set[int] = set()
         self._subscribers: list[Callable[[Sequence[Record]], None]] = []
+        self._automatic: Store | None = None
         self.progress: dict[int, ProgressEvent] = {}
         self.loops: dict[int, ProgressEvent] = {}
+        self._passes: dict[int, EpochEvent] = {}
+        self.epochs: dict[int, Epoch] = {}
+        self.not_finite: dict[tuple[str, int], tuple[int, float]] = {}
         self.resources: dict[int, ResourceEvent] = {}
         self.peak_memory: dict[int, int] = {}
+        self.devices = RankDevices()
         self.shard_reports: dict[int, ShardReport] = {}
         self._traces: dict[tuple[int, str], int] = {}
+        self.checkpoints: deque[CheckpointEvent] = deque(maxlen=MAX_CHECKPOINTS)
         self.last_step: dict[int, int] = {}
         self.dropped: Counter[int] = Counter()
         self.last_activity: dict[int, float] = {}
         self._handlers: dict[type[Event], Callable[[Record, Any], None]] = {
             MetricEvent: self._add_metric,
+            automatic_metrics.AutomaticMetricEvent: self._add_automatic,
             ProgressEvent: self._add_progress,
+            EpochEvent: self._add_epoch,
             LogEvent: self._add_log,
             ResourceEvent: self._add_resource,
+            DeviceMemoryEvent: self._add_device_memory,
+            DeviceUseEvent: self._add_device_use,
             DroppedEvent: self._add_dropped,
             StepTimeEvent: self._add_step_time,
             TraceEvent: self._add_trace,
             ShardingEvent: self._add_sharding,
+            CheckpointEvent: self._add_checkpoint,
         }
 
     def add(self, records: Sequence[Record]) -> None:
@@ -262,7 +351,7 @@ class Store:
             for record in records:
                 rank, time, event = record
                 kind = type(event)
-                if kind is not ResourceEvent:
+                if kind not in _OF_HOSTS:
                     last_activity[rank] = time
                 if (handler := handlers.get(kind)) is not None:
                     handler(record, event)
@@ -296,11 +385,11 @@ class Store:
 
     def _add_metric(self, record: Record, event: MetricEvent) -> None:
         rank, time, _ = record
-        step = self.last_step.get(rank, -1) if event.step is None else _int64(event.step)
+        step = self.last_step.get(rank, -1) if event.step is None else to_int64(event.step)
         if step is not None:
             self.last_step[rank] = step
         for name, value in event.values.items():
-            number = value if type(value) is float else _float(value)
+            number = value if type(value) is float else to_float(value)
             ranks = self._metrics.get(name)
             if step is None or number is None or (ranks is None and len(self._metrics) >= self._max_series):
                 self.dropped[rank] += 1
@@ -309,10 +398,36 @@ class Store:
             if points is None:
                 points = self._add_series(name, rank)
             self._points_count += points.append(step, time, number, self._most_points)
+            if not isfinite(number):
+                self.not_finite.setdefault((name, rank), (step, number))
+            elif self.not_finite:
+                self.not_finite.pop((name, rank), None)
             if (envelope := self._envelopes.get(name)) is not None:
                 envelope.add(step, time, number)
         if self._points_count > MAX_TOTAL_POINTS and self._points_count > MIN_POINTS * self._series_count:
             self._thin_all()
+
+    def _add_automatic(self, record: Record, event: automatic_metrics.AutomaticMetricEvent) -> None:
+        self.automatic.add([Record(record.rank, record.time, MetricEvent(event.values, event.step))])
+
+    def _add_host_sample(self, rank: int, time: float, values: dict[str, float]) -> None:
+        """Keep figures of a rank's host as curves over time."""
+        self.automatic.add([Record(rank, time, MetricEvent(values, -1))])
+
+    def _add_device_memory(self, record: Record, event: DeviceMemoryEvent) -> None:
+        self.devices.add_memory(record.rank, event)
+        devices = self.devices.of_rank(record.rank)
+        if devices and event.device == devices[0].device:  # once for all devices of the rank
+            reserved = sum(device.reserved for device in devices)
+            self._add_host_sample(record.rank, record.time, {automatic_metrics.GPU_MEMORY: reserved / 1e9})
+
+    def _add_device_use(self, record: Record, event: DeviceUseEvent) -> None:
+        """Keep the use of a GPU, as a curve of each rank that holds memory on it."""
+        self.devices.add_use(event)
+        for rank in self.devices.ranks_on(event.uuid) if event.percent is not None else ():
+            used = [device.percent for device in self.devices.of_rank(rank) if device.percent is not None]
+            if used:
+                self._add_host_sample(rank, record.time, {automatic_metrics.GPU: sum(used) / len(used)})
 
     def _add_series(self, name: str, rank: int) -> _Points:
         ranks = self._metrics.setdefault(name, {})
@@ -339,22 +454,35 @@ class Store:
         self.progress[record.rank] = event
         if event.total is None:
             self._counted.add(record.rank)
+            self._count_step(record.rank)
         else:
             self.loops[record.rank] = event
         # A progress bar counts what it likes; where the optimizer counts steps, it knows better.
         if event.total is None or record.rank not in self._counted:
             self.last_step[record.rank] = event.step
 
+    def _add_epoch(self, record: Record, event: EpochEvent) -> None:
+        self._passes[record.rank] = event
+
+    def _count_step(self, rank: int) -> None:
+        """Count an optimizer step in the latest pass; passes without steps, as of an evaluation, are no epochs."""
+        begun = self._passes.pop(rank, None)
+        epoch = self.epochs.get(rank) if begun is None else Epoch(begun.epoch, begun.steps, 0)
+        if epoch is not None:
+            self.epochs[rank] = epoch._replace(done=epoch.done + 1)
+
     def _add_step_time(self, record: Record, event: StepTimeEvent) -> None:
-        if isinstance(event.parts, dict) and all(_float(seconds) is not None for seconds in event.parts.values()):
+        if isinstance(event.parts, dict) and all(to_float(seconds) is not None for seconds in event.parts.values()):
             self._step_times.setdefault(record.rank, deque(maxlen=RECENT_STEP_TIMES)).append(event)
 
     def _add_resource(self, record: Record, event: ResourceEvent) -> None:
         self.resources[record.rank] = event
         self.peak_memory[record.rank] = max(self.peak_memory.get(record.rank, 0), event.memory_bytes)
+        values = {automatic_metrics.CPU: event.cpu_percent, automatic_metrics.MEMORY: event.memory_bytes / 1e9}
+        self._add_host_sample(record.rank, record.time, values)
 
     def _add_trace(self, record: Record, event: TraceEvent) -> None:
-        size = _int64(event.size)
+        size = to_int64(event.size)
         if size is None:
             return
         file = record.rank, str(event.path)
@@ -362,6 +490,10 @@ class Store:
         self._traces[file] = size
         if len(self._traces) > MAX_TRACES:
             del self._traces[next(iter(self._traces))]
+
+    def _add_checkpoint(self, record: Record, event: CheckpointEvent) -> None:
+        if isinstance(event.path, str) and to_float(event.time) is not None:
+            self.checkpoints.append(event)
 
     def _add_sharding(self, record: Record, event: ShardingEvent) -> None:
         if (report := to_report(event)) is not None:
@@ -377,10 +509,60 @@ class Store:
         # A text of many lines is stored as one object until it is read: a flood must not cost an object per line.
         lines.append(LogLine(record.time, event.stream, event.text))
         self._log_bytes[record.rank] += len(event.text) + 200  # about the size of the tuple and its parts
-        while self._log_bytes[record.rank] > self._max_log_bytes and len(lines) > 1:
+        most = max(self._max_log_bytes, self._run_log_bytes // len(self._logs))
+        while self._log_bytes[record.rank] > most and len(lines) > 1:
             self._log_bytes[record.rank] -= len(lines.popleft().text) + 200
 
+    def add_points(self, name: str, rank: int, tail: SeriesTail, *, thinned: bool = False) -> None:
+        """Add many points of one metric and rank at once: those of another store, in order.
+
+        Args:
+            name: The metric.
+            rank: Global index.
+            tail: The points.
+            thinned: Whether points are missing between them.
+        """
+        if not len(tail.values):
+            return
+        with self._lock:
+            ranks = self._metrics.get(name)
+            if ranks is None and len(self._metrics) >= self._max_series:
+                self.dropped[rank] += len(tail.values)
+                return
+            points = ranks[rank] if ranks is not None and rank in ranks else self._add_series(name, rank)
+            before = len(points.values)
+            points.extend(tail, self._most_points, thinned=thinned)
+            self._points_count += len(points.values) - before
+            if (envelope := self._envelopes.get(name)) is not None:
+                for step, time, value in zip(*(column.tolist() for column in tail[:3]), strict=True):
+                    envelope.add(step, time, value)
+            self._note_not_finite(name, rank, tail)
+            self.last_step[rank] = int(tail.steps[-1])
+            self.last_activity[rank] = max(self.last_activity.get(rank, 0.0), float(tail.times[-1]))
+            subscribers = list(self._subscribers)
+        for subscriber in subscribers:
+            self._notify(subscriber, ())
+
+    def _note_not_finite(self, name: str, rank: int, tail: SeriesTail) -> None:
+        """Note the first of the points at the end that are NaN or infinite."""
+        import numpy as np
+
+        finite = np.flatnonzero(np.isfinite(tail.values))
+        first = int(finite[-1]) + 1 if len(finite) else 0
+        if len(finite):
+            self.not_finite.pop((name, rank), None)
+        if first < len(tail.values):
+            self.not_finite.setdefault((name, rank), (int(tail.steps[first]), float(tail.values[first])))
+
     # ---- reading
+
+    @property
+    def automatic(self) -> Store:
+        """The curves that nobody logs: samples of the training and of the ranks' hosts."""
+        with self._lock:
+            if self._automatic is None:
+                self._automatic = Store(AUTOMATIC_POINTS)
+            return self._automatic
 
     def metric_names(self) -> list[str]:
         """Return the names of the metrics, in order of first appearance."""
@@ -424,6 +606,11 @@ class Store:
         """
         with self._lock:
             return self._metrics[name][rank].since(cursor)
+
+    def is_thinned(self, name: str, rank: int) -> bool:
+        """Whether points of ``name`` on ``rank`` were removed; raises KeyError where it has none."""
+        with self._lock:
+            return self._metrics[name][rank].thinned > 0
 
     def envelope(self, name: str, cursor: tuple[int, int] = (0, 0)) -> EnvelopeTail | None:
         """Return the envelope's changes since ``cursor``; None where few ranks have logged ``name``."""
@@ -474,8 +661,17 @@ class Store:
             lines += [LogLine(chunk.time, chunk.stream, text) for text in reversed(texts[max(0, len(texts) - left) :])]
         return lines[::-1], count, skipped
 
+    def log_ranks(self) -> list[int]:
+        """Return the ranks that wrote lines, in order."""
+        with self._lock:
+            return sorted(self._logs)
+
+    def log_chunks(self, rank: int) -> list[LogLine]:
+        """Return the kept texts of ``rank``, oldest first: each of one line or more, as it was added."""
+        with self._lock:
+            return list(self._logs.get(rank, ()))
+
     def log_lines(self, rank: int) -> list[LogLine]:
         """Return the kept lines of ``rank``, oldest first."""
-        with self._lock:
-            chunks = list(self._logs.get(rank, ()))
+        chunks = self.log_chunks(rank)
         return [LogLine(chunk.time, chunk.stream, text) for chunk in chunks for text in chunk.text.split("\n")]

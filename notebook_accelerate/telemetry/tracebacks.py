@@ -6,9 +6,9 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo
 from notebook_accelerate.telemetry.cell_sources import NAMED_CELL, is_cell
@@ -56,7 +56,8 @@ def _type_name(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     """Return the text of an exception, of the members of a group, and its notes; a class may define all of them."""
     members = [part for part in _items(error, "exceptions") if isinstance(part, BaseException)]
-    lines = [_text(error), *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
+    text = error.msg if _is_located(error) else _text(error)
+    lines = [text, *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
     if len(members) > MAX_MEMBERS:
         lines.append(f"  … {len(members) - MAX_MEMBERS:,} more exceptions …")
     return "\n".join([*lines, *map(_text, _items(error, "__notes__"))])
@@ -77,6 +78,11 @@ def _items(error: BaseException, name: str) -> Sequence[object]:
     return found if isinstance(found, (tuple, list)) else ()
 
 
+def _is_located(error: BaseException) -> TypeGuard[SyntaxError]:
+    """Return whether an error names a place in a source, which is none of its frames: its text has the file's name."""
+    return isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int)
+
+
 def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
     frames = [
         FrameInfo(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
@@ -84,6 +90,8 @@ def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
     ]
     while frames and frames[0].filename.startswith(_OWN):
         frames.pop(0)
+    if _is_located(error):
+        frames.append(FrameInfo(error.filename or "", error.lineno or 0, "<module>", (error.text or "").strip()))
     if len(frames) > MAX_FRAMES:
         half = MAX_FRAMES // 2
         skipped = FrameInfo("", 0, f"… {len(frames) - 2 * half} more frames …", "")
@@ -92,6 +100,18 @@ def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
 
 
 # ---- in the kernel
+
+_foreign_cells: dict[str, str] = {}
+"""Names of the cells of other kernels, by file name."""
+
+
+def name_foreign_cells(names: Mapping[str, str]) -> None:
+    """Name cells that another kernel has run.
+
+    Args:
+        names: "Cell In[7]" by the file name of each cell's code.
+    """
+    _foreign_cells.update(names)
 
 
 def frame_location(frame: FrameInfo) -> str:
@@ -105,6 +125,8 @@ def cell_name(filename: str) -> str:
         return ""
     if filename.startswith(NAMED_CELL):
         return filename
+    if filename in _foreign_cells:
+        return _foreign_cells[filename]
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     compiler = getattr(shell, "compile", None)

@@ -29,6 +29,7 @@ class WorkerOrder:
         accelerator: Arguments of every `Accelerator()` that passes none; pickled where the process inherits nothing.
         as_accelerate: Whether the rank serves this package under the name ``accelerate``.
         report_from: Libraries whose numbers, steps and progress the rank reports.
+        automatic_metrics: Whether the rank samples its loss, learning rate and speed.
         time_offset: What gives the rank the kernel's clock; None when inherited, or on another machine.
         result_bytes: Pickled return values of more bytes travel in files beside the channel; None: none do.
         mark: Marks the rank's process and all that it starts, see ``worker.process_marks``; 0: nothing does.
@@ -46,6 +47,7 @@ class WorkerOrder:
     accelerator: Mapping[str, Any] | bytes | None = None
     as_accelerate: bool = False
     report_from: Sequence[str] = ()
+    automatic_metrics: bool = True
     time_offset: float | None = None
     result_bytes: int | None = CHANNEL_BYTES
     mark: int = 0

@@ -73,3 +73,8 @@ class StandardInput(io.TextIOBase):
             return self._agent.ask("") + "\n"
         except EOFError:
             return ""
+
+    def _readline_with_prompt(self, prompt: object = "", *, password: bool = False) -> str:
+        """Prompt the user; marimo's ``input`` and ``getpass``, which functions of its cells keep, call this."""
+        flush()
+        return self._agent.ask(str(prompt), password=password)

@@ -32,14 +32,16 @@ from notebook_accelerate.telemetry.debug_protocol import (
     DoneReply,
     DumpReadyEvent,
     HeartbeatEvent,
+    PausedEvent,
     PauseRequest,
     Request,
     ResumeRequest,
+    SampleRequest,
     StacksReply,
     StacksRequest,
 )
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
-from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stacks
+from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stack_sampler, stacks
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.exit_watch import ExitWatch
 
@@ -85,7 +87,7 @@ class DebugAgent:
         self._quit = False
         self._resumes = 0
         self._resume = threading.Event()
-        self._paused = ""
+        self._paused, self._by_user = "", False
         self._timeouts: collective_timeouts.GroupTimeouts | None = None
         self._main = threading.main_thread().ident or 0
         self._position: tuple[object, int] | None = None
@@ -101,6 +103,7 @@ class DebugAgent:
         agent.on(BreakRequest, self._on_break)
         agent.on(AttachRequest, self._on_attach)
         agent.on(CellRequest, cell_requests.put)
+        agent.on(SampleRequest, self._on_sample)
         agent.every_tick(self._tick)
         self.exit_watch = ExitWatch(agent)
 
@@ -151,13 +154,14 @@ class DebugAgent:
 
     def _wait(self, why: str, frame: FrameType | None, resumes: int) -> None:
         """Pause the main thread until it has been resumed more than ``resumes`` times."""
-        self._paused = why
+        self._paused, self._by_user = why, True
         try:
             while self._resumes == resumes:
                 self._serve(frame)
                 self._resume.wait(0.2)  # short, for KeyboardInterrupt and the debugger
         finally:
-            self._paused = ""
+            self._paused, self._by_user = "", False
+            self._agent.sink.emit(PausedEvent(False))
 
     # ---- the agent's thread
 
@@ -182,12 +186,16 @@ class DebugAgent:
             self._send_heartbeat()
 
     def _record_movement(self) -> None:
-        """Record when the main thread moves: it is at another bytecode, or has used processor time."""
+        """Record when the main thread moves: it is at another bytecode, has used processor time, or ended a step.
+
+        A thread that sleeps in each of its steps is at the same bytecode whenever it is looked at.
+        """
         frame = stacks.main_frame()
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
         cpu = time.clock_gettime(self._cpu_clock)
         if position != self._position or cpu - self._cpu > 0.01:
             self._moved = steady_time.now()
+        self._moved = max(self._moved, self._agent.sink.last_step)
         self._position, self._cpu = position, cpu
 
     def _send_heartbeat(self) -> None:
@@ -209,7 +217,10 @@ class DebugAgent:
         if self._traceback is not None:
             threads["MainThread"] = stacks.traceback_stack(self._traceback)
         paused = self._paused or breakpoints.stopped_at() or self.exit_watch.text
-        self._agent.sink.send(StacksReply(request.number, threads, self._moved, waiting, last, paused))
+        self._agent.sink.send(StacksReply(request.number, threads, self._moved, waiting, last, paused, self._by_user))
+
+    def _on_sample(self, request: SampleRequest) -> None:
+        stack_sampler.start(request, self._agent.sink.emit)  # sent by the agent's thread
 
     def _on_ask(self, request: AskRequest) -> None:
         self._in_frame(lambda frame, note: self._answer(request, frame, note))
@@ -254,6 +265,7 @@ class DebugAgent:
 
         def pause(frame: FrameType | None, _note: str) -> None:
             place = stacks.stack(stacks.find_frame(frame, "", self._code))
+            self._agent.sink.emit(PausedEvent(True))  # first: the run is paused when pause() returns
             self._agent.sink.emit(DoneReply(request.number, "paused"))
             self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame, resumes)
 

@@ -41,6 +41,7 @@ from notebook_accelerate.telemetry import (
     steady_time,
     tracebacks,
 )
+from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.cell_sources import install_sources
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.results import advice, dump_result
@@ -48,6 +49,7 @@ from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.worker import console, exit_handlers, plain_process, process_marks, rank_store, state_resets
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.debug_agent import DebugAgent
+from notebook_accelerate.worker.device_reports import DeviceReports
 
 Function = Callable[..., Any]
 Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
@@ -92,9 +94,10 @@ def main(
             exit_handlers.forget_inherited()
         gc.freeze()  # O(1): from now on the collector sees the rank's own objects only, and copies no memory
         detach(wiring, inherited)
-        agent, debugging = connect(wiring)
+        agent, debugging, devices = connect(wiring)
         outcome = run_function(order, load, debugging)
         debugging.exit_watch.begin()
+        devices.send()  # the last peak, and the only one of a short run
         code = report(outcome, agent)
     except KeyboardInterrupt:  # the run is being stopped, after the function returned
         pass
@@ -180,7 +183,7 @@ def redirect_descriptors(keep: set[int], known: set[int]) -> None:
 # ---- 2. connect
 
 
-def connect(wiring: Wiring) -> tuple[Agent, DebugAgent]:
+def connect(wiring: Wiring) -> tuple[Agent, DebugAgent, DeviceReports]:
     """Connect the output streams to the kernel's pipes, and everything else to the channel."""
     os.dup2(wiring.stdout, 1)
     os.dup2(wiring.stderr, 2)
@@ -191,9 +194,10 @@ def connect(wiring: Wiring) -> tuple[Agent, DebugAgent]:
     install_sink(sink)
     agent = Agent(sink)
     debugging = DebugAgent(agent)
+    devices = DeviceReports(agent)
     agent.start()
     console.install(agent)
-    return agent, debugging
+    return agent, debugging, devices
 
 
 # ---- 3. apply the order, and 4. run
@@ -279,6 +283,7 @@ def apply_order(order: WorkerOrder) -> None:
     set_launch_arguments(load_bytes(given) if isinstance(given, bytes) else given)
     inherited_state.apply(order.state)
     reporting.install(order.report_from)
+    sampler.start(enabled=order.automatic_metrics)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):
         # OMP_NUM_THREADS has no effect once torch is imported.

@@ -28,11 +28,16 @@ class _Displays:
         self._shown: list[str] = []
         self._replaceable: list[str] = []
 
-    def clear(self) -> None:
-        """Let the next displays replace those since the last call; what the last call left is emptied."""
-        for identity in self._replaceable:
+    def clear(self, *, wait: bool) -> None:
+        """Let the next displays replace those since the last call, which are emptied now unless the next ones follow.
+
+        What the last call left is emptied in any case.
+        """
+        gone = self._replaceable if wait else [*self._replaceable, *self._shown]
+        for identity in gone:
             _send(DisplayEvent({"text/plain": ""}, {}, identity, update=True))
         self._replaceable, self._shown = self._shown, []
+        _send(DisplayEvent({}, clear="wait" if wait else "now"))
 
     def emit(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Show a bundle, in the place of one that was cleared if there is one."""
@@ -129,10 +134,10 @@ def _publish(data: Any, metadata: Any = None, *others: Any, **options: Any) -> A
     return rich_display.publish(data, metadata, *others, **options)
 
 
-def _clear(wait: bool = False) -> None:  # noqa: ARG001 - IPython's parameter
+def _clear(wait: bool = False) -> None:
     from notebook_accelerate.worker import rich_display  # noqa: PLW0406
 
-    rich_display.clear_output()
+    rich_display.clear_output(wait)
 
 
 def display(
@@ -151,7 +156,7 @@ def display(
     identity = os.urandom(16).hex() if display_id is True else display_id
     where = {**(transient or {}), **({} if identity is None else {"display_id": str(identity)})}
     if clear:
-        clear_output()
+        clear_output(wait=True)
     for value in objects:
         if raw:
             data, found = value, {}
@@ -185,9 +190,12 @@ def publish(
         _send(DisplayEvent(clean, metadata or {}, identity, update))
 
 
-def clear_output() -> None:
-    """Let the next displays replace the earlier ones of this rank; its printed lines stay."""
-    _displays.clear()
+def clear_output(wait: bool = False) -> None:
+    """Do what ``IPython.display.clear_output`` does, to what this rank has shown since its last call.
+
+    Lines that were printed before the first call stay, because they are among those of the other ranks.
+    """
+    _displays.clear(wait=bool(wait))
 
 
 def _text(value: object) -> object:

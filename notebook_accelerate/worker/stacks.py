@@ -27,20 +27,21 @@ def main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield ``frame`` and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _in_function(frame: FrameType) -> bool:
+def in_function(frame: FrameType) -> bool:
+    """Whether a frame is inside the launched function, or a cell."""
     return frame.f_code.co_filename not in LAUNCHERS
 
 
 def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
     """Return ``frame`` and its callers up to the launched function, outermost first."""
-    frames = islice(takewhile(_in_function, _callers(frame)), MAX_FRAMES)
+    frames = islice(takewhile(in_function, callers(frame)), MAX_FRAMES)
     return tuple(reversed([_frame_info(each, each.f_lineno or 0) for each in frames]))
 
 
@@ -73,7 +74,7 @@ def function_code(function: Callable[..., Any]) -> CodeType | None:
 
 def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
     """Return the innermost frame of the function ``name``; without a name, of ``default``, or else ``frame``."""
-    for caller in _callers(frame):
+    for caller in callers(frame):
         if caller.f_code.co_name == name if name else caller.f_code is default:
             return caller
     return frame if not name else None
@@ -81,7 +82,7 @@ def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> 
 
 def user_frame(frame: FrameType | None, default: CodeType | None) -> FrameType | None:
     """Return the innermost frame of the user's own code; the launched function's frame where there is none."""
-    for caller in takewhile(_in_function, _callers(frame)):
+    for caller in takewhile(in_function, callers(frame)):
         if is_user_code(caller.f_code.co_filename):
             return caller
     return find_frame(frame, "", default)
@@ -105,7 +106,7 @@ def completions(names: dict[str, Any], text: str) -> list[str]:
 
 def function_names(frame: FrameType | None) -> list[str]:
     """Return the names of the functions on the stack, innermost first."""
-    return [caller.f_code.co_name for caller in _callers(frame)]
+    return [caller.f_code.co_name for caller in callers(frame)]
 
 
 def frame_in_traceback(traceback: TracebackType | None, name: str = "") -> FrameType | None:
@@ -116,5 +117,5 @@ def frame_in_traceback(traceback: TracebackType | None, name: str = "") -> Frame
 
 def traceback_stack(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
     """Return the frames of a traceback from the launched function on, outermost first."""
-    frames = dropwhile(lambda entry: not _in_function(entry[0]), walk_tb(traceback))
+    frames = dropwhile(lambda entry: not in_function(entry[0]), walk_tb(traceback))
     return tuple(_frame_info(frame, line) for frame, line in frames)

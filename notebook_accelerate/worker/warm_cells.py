@@ -72,7 +72,8 @@ def _run(request: CellRequest, namespace: dict[str, Any], gate: InterruptGate) -
 
 def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     """Run a cell and return the value of its last expression; None when it ends with a statement or a semicolon."""
-    tree = ast.parse(source, filename)
+    # Not ast.parse, whose frame would be the last one of a SyntaxError's traceback.
+    tree: Any = compile(source, filename, "exec", ast.PyCF_ONLY_AST)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, filename, "exec"), namespace)  # noqa: S102 - the user's own cell
     if not isinstance(last, ast.Expr):

@@ -16,6 +16,7 @@ import torch
 from notebook_accelerate import telemetry
 from notebook_accelerate.integrations.import_hooks import when_imported
 from notebook_accelerate.telemetry import ProgressEvent, Sink, current_sink, step_time
+from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.step_sources import ACCELERATOR, OPTIMIZER, claim, counts
 
 LONE_STEPS = 3
@@ -47,6 +48,7 @@ class _Steps:
         if self._counted() is optimizer:
             self._steps += 1
             if claim(OPTIMIZER):
+                sampler.end_step(self._steps, optimizer)
                 telemetry.emit(ProgressEvent(step=self._steps))
             step_time.end_step()
             if self._steps == LONE_STEPS:

@@ -26,6 +26,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.hardware import device_counts
 from notebook_accelerate.hardware.process_stat import STATE, read_stat
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import KernelFacts
@@ -88,6 +89,13 @@ def _xla_runtime(_maps: str) -> str:
     initialised = getattr(xla, "_xla_runtime_is_initialized", None)
     if initialised is not None and initialised():
         return "the XLA runtime is initialised in the kernel"
+    return ""
+
+
+def _tpu_runtime(_maps: str) -> str:
+    """Torch imports torch_tpu, which on a machine with a TPU prepares a runtime that refuses to work after a fork."""
+    if "torch_tpu" in sys.modules and device_counts.count("tpu"):
+        return "torch_tpu is loaded in the kernel"
     return ""
 
 
@@ -161,7 +169,14 @@ def _memory_map() -> str:
     return ""
 
 
-CHECKS: list[Callable[[str], str]] = [_accelerator_runtime, _xla_runtime, _process_group, _allocator, _busy_thread]
+CHECKS: list[Callable[[str], str]] = [
+    _accelerator_runtime,
+    _xla_runtime,
+    _tpu_runtime,
+    _process_group,
+    _allocator,
+    _busy_thread,
+]
 """Each takes the memory map of this process and returns a hazard as a phrase, or ""; the first hazard is the reason in
 the run's header."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config import environ
@@ -58,6 +58,7 @@ class LaunchPlan:
         run_name: The run's name on all nodes; "" for one machine, and before the nodes have joined.
         where: The cluster that the ranks run on, as the header names it; "" for this machine.
         devices: Devices per process; the devices of one process share each batch.
+        variables: Environment variables that the device's runtime, or the run itself, needs; equal on all ranks.
     """
 
     start_method: str
@@ -79,6 +80,7 @@ class LaunchPlan:
     run_name: str = ""
     where: str = ""
     devices: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """Return the plan in one line."""
@@ -107,6 +109,8 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
     devices = 1
     if accelerator == "xla":
         num_processes, devices = _xla_processes(config, count, facts)
+    if accelerator == "tpu":
+        num_processes = _tpu_processes(config, hardware)
     if accelerator == "mps" and num_processes > 1:
         accelerator, count = "cpu", 0  # one MPS device cannot be shared by ranks
     if count and num_processes > count:
@@ -132,7 +136,39 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
         node=config.node_rank,
         nodes=config.num_nodes,
         devices=devices,
+        variables=_tpu_variables(hardware, num_processes) if accelerator == "tpu" and method != "inline" else {},
     )
+
+
+def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
+    """Return the number of ranks on TPUs with torch_tpu, one device each.
+
+    Raises:
+        ValueError: The configuration requests a number for which the devices form no mesh, or several machines.
+    """
+    from notebook_accelerate.hardware import tpu_environment
+
+    allowed = tpu_environment.process_counts(hardware.tpu, hardware.count) or [1]
+    asked = allowed[-1] if config.num_processes is None else config.num_processes
+    if asked not in allowed:
+        what = f"TPU {hardware.tpu}" if hardware.tpu else "TPU of an unknown generation"
+        raise ValueError(
+            f"num_processes={asked} is not possible on this {what} with {hardware.count} devices: torch_tpu has no "
+            f"mesh of so many; pass num_processes={' or '.join(map(str, allowed))}, or "
+            "config=LaunchConfig(cpu=True) to train on the CPU"
+        )
+    if config.num_nodes > 1:
+        raise ValueError(
+            f"num_nodes={config.num_nodes} is not possible on TPUs with torch_tpu: their ranks need the addresses of "
+            "all machines before the start; pass num_nodes=1, or start torchrun on each machine"
+        )
+    return asked
+
+
+def _tpu_variables(hardware: HardwareInfo, ranks: int) -> dict[str, str]:
+    from notebook_accelerate.hardware import tpu_environment
+
+    return {"TORCH_TPU_TOPOLOGY": tpu_environment.topology(hardware.tpu, ranks)} if hardware.tpu else {}
 
 
 def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tuple[int, int]:
@@ -238,12 +274,21 @@ def _threads_in(variable: str | None) -> int:
 
 def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, accelerator: str) -> tuple[str, str]:
     if config.start_method != "auto":
+        if accelerator == "tpu" and config.start_method in ("fork", "zygote"):
+            raise ValueError(
+                f"start_method={config.start_method!r} is not possible on TPUs, which do not work in forked processes; "
+                "pass 'auto' or 'spawn'"
+            )
         return _asked_method(config, num_processes, facts)
+    if accelerator == "tpu":
+        return "spawn", "a TPU belongs to the rank, and does not work in forked processes"
     if accelerator == "xla" and facts.can_fork:
         # A device belongs to the first process that starts a runtime on it, which must never be the kernel.
         return "zygote", "XLA's runtime belongs to the rank, never to the kernel"
     if config.as_accelerate and facts.alias_hazard and facts.can_fork:
         return "zygote", facts.alias_hazard
+    if config.detach and facts.can_fork:
+        return "zygote", "one import of torch for all ranks"  # the process of a detached run imports little
     if num_processes == 1 and config.num_nodes == 1 and not _needs_process(config):
         return "inline", "one process: the kernel itself"
     if not facts.can_fork:
@@ -313,4 +358,5 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
         env["NCCL_SOCKET_IFNAME"] = plan.loopback
     if plan.store:
         env[environ.STORE] = plan.store
+    env.update(plan.variables)
     return env

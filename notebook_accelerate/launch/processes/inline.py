@@ -29,6 +29,7 @@ from notebook_accelerate.launch.state.run_events import (
 )
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, steady_time, tracebacks
+from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.worker import state_resets
 
@@ -114,6 +115,7 @@ def _guest(run: InlineContext) -> Iterator[None]:
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
         reporting.install(run.config.report_from)
+        sampler.start(enabled=run.config.automatic_metrics)
         with (
             state_resets.isolated(),
             launch_arguments_set(run.config.accelerator),
@@ -124,6 +126,7 @@ def _guest(run: InlineContext) -> Iterator[None]:
         for tee in tees:
             tee.finish()
         sys.stdout, sys.stderr = streams
+        sampler.start(enabled=False)
         install_sink(sink)
         for name in set(os.environ) - set(before):
             del os.environ[name]

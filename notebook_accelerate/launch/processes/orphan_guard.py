@@ -98,6 +98,7 @@ class OrphanGuard:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env={"PATH": os.environ.get("PATH", os.defpath)},  # not the kernel's: it may have a secret
         )
         assert process.stdin is not None
         Ends.kernel_side.add(process.stdin.fileno())

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.cell_sources import cell_sources
-from notebook_accelerate.telemetry.pickling import dump, dump_bytes
+from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_file
 from notebook_accelerate.worker.entry import die_with_parent
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.state.call_arguments import Plain
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
@@ -77,12 +78,42 @@ def log_tail(log: IO[bytes]) -> str:
     return f"; its output ends with:\n{text}" if text else ""
 
 
+class PickledFunction:
+    """A function and its arguments that another process has pickled; this one does not load them.
+
+    Args:
+        name: The function's name.
+        payload: Descriptor of their file.
+        arguments: The arguments by name, as plain values.
+    """
+
+    def __init__(self, name: str, payload: int, arguments: Mapping[str, Plain]) -> None:
+        self.__name__ = name
+        self.payload, self.plain_arguments = payload, arguments
+
+    def __call__(self) -> Any:
+        """Load the function and call it."""
+        function, arguments = load_file(os.dup(self.payload))
+        return function(*arguments)
+
+
+def to_file(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+    """Pickle a function and its arguments; return the descriptor of their file, owned by the caller.
+
+    Raises:
+        SerializationError: They cannot be pickled.
+    """
+    if isinstance(function, PickledFunction):
+        return os.dup(function.payload)
+    return dump((function, arguments), "the function or its arguments").to_file()
+
+
 class PickledBackend(ProcessBackend):
     """Base of these start methods: the function and its arguments travel in one file."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         super().__init__(function, arguments)
-        self._payload = dump((function, arguments), "the function or its arguments").to_file()
+        self._payload = to_file(function, arguments)
         self._sources = cell_sources()
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
@@ -110,4 +141,13 @@ def _working_directory() -> str | None:
         return None
 
 
-__all__ = ["PickledBackend", "die_with_parent", "interpreter_command", "log_tail", "start_interpreter", "uninterrupted"]
+__all__ = [
+    "PickledBackend",
+    "PickledFunction",
+    "die_with_parent",
+    "interpreter_command",
+    "log_tail",
+    "start_interpreter",
+    "to_file",
+    "uninterrupted",
+]

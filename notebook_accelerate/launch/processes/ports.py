@@ -73,6 +73,19 @@ def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tu
         return _reserved[user].port, note
 
 
+def unused(count: int) -> list[int]:
+    """Return ports of this machine that nothing uses now; they are not reserved.
+
+    Args:
+        count: The number of ports, all different.
+    """
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
 def release(user: Hashable) -> None:
     """Release the port of a run, or of its part."""
     with _lock:

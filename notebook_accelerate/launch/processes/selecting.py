@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import selectors
+import socket
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
+
+from notebook_accelerate.launch.processes.rank_process import Ends
 
 
 class HasFileno(Protocol):
@@ -41,4 +46,68 @@ def call_ready(selector: DispatchSelector, ready: Sequence[tuple[selectors.Selec
             key.data()
 
 
-__all__ = ["DispatchSelector", "HasFileno", "call_ready", "dispatch"]
+class Signal:
+    """A descriptor that is readable from `set` until `clear`; forked ranks do not keep it open."""
+
+    def __init__(self) -> None:
+        self._ends = socket.socketpair()
+        for end in self._ends:
+            end.setblocking(False)
+        Ends.kernel_side |= {end.fileno() for end in self._ends}
+        self._is_set = False
+
+    def fileno(self) -> int:
+        """Return the descriptor; -1 when closed."""
+        return self._ends[0].fileno()
+
+    def set(self) -> None:
+        """Make it readable; safe from any thread."""
+        if not self._is_set:
+            self._is_set = True
+            with suppress(OSError):  # it is closed
+                self._ends[1].send(b"!")
+
+    def clear(self) -> None:
+        """Make it unreadable; what it signals must be looked for afterwards."""
+        with suppress(OSError):  # it is not set, or closed
+            self._ends[0].recv(64)
+        self._is_set = False
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        for end in self._ends:
+            Ends.kernel_side.discard(end.fileno())
+            end.close()
+
+
+SMALL = 1 << 14
+"""Bytes that never wait for others to be handled with them."""
+
+
+class Pace:
+    """Delays a steady flow of small pieces of work, so that they are done in batches; the first few are not delayed.
+
+    Args:
+        seconds: Average seconds between two pieces of work.
+        burst: Pieces of work before the first is delayed.
+    """
+
+    def __init__(self, seconds: float, burst: int) -> None:
+        self._seconds, self._burst = seconds, burst
+        self._next = 0.0
+
+    def after(self, size: int) -> None:
+        """Wait until the next piece of work is due, if the last one was small.
+
+        Args:
+            size: Bytes of the last piece of work; from `SMALL` on it is followed by the next one at once.
+        """
+        if not 0 < size < SMALL:
+            return
+        now = time.monotonic()
+        self._next = max(self._next, now - self._burst * self._seconds) + self._seconds
+        if self._next > now:
+            time.sleep(self._next - now)
+
+
+__all__ = ["DispatchSelector", "HasFileno", "Pace", "Signal", "call_ready", "dispatch"]

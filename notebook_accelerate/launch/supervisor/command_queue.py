@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
 from typing import Protocol
 
 from notebook_accelerate.debugging.rank_requests import RankRequests
+from notebook_accelerate.launch.processes.selecting import Signal
 from notebook_accelerate.launch.state.prompts import PromptQueue
 from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
@@ -44,10 +43,11 @@ class CommandQueue:
         clock: The clock of the run's time limits.
     """
 
+    refusal = ""
+
     def __init__(self) -> None:
         self.prompts, self.requests, self.clock = PromptQueue(), RankRequests(), PausableClock()
-        self.wake, self._writer = socket.socketpair()
-        self.wake.setblocking(False)
+        self.wake = Signal()
         self._waiting: deque[Command] = deque()  # no lock: signal handlers post too
         self._stopping = False
 
@@ -56,8 +56,7 @@ class CommandQueue:
     def post(self, command: Command) -> None:
         """Schedule a call of ``command(target)`` on the run's thread."""
         self._waiting.append(command)
-        with suppress(OSError):  # the run has just ended
-            self._writer.send(b"!")
+        self.wake.set()
 
     def stop(self, grace: float) -> None:
         """See ``RunCommands.stop``."""
@@ -89,15 +88,13 @@ class CommandQueue:
 
     def carry_out(self, target: CommandTarget) -> None:
         """Carry out the commands that wait."""
-        with suppress(BlockingIOError):
-            self.wake.recv(4096)
+        self.wake.clear()
         while self._waiting:
             self._waiting.popleft()(target)
 
     def close(self) -> None:
-        """Close the sockets; later commands have no effect."""
+        """Close the descriptor; later commands have no effect."""
         self.wake.close()
-        self._writer.close()
 
 
 def paused(rank: int) -> Hashable:

@@ -17,6 +17,8 @@ from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import (
     PromptClosed,
     PromptOpened,
+    RankPaused,
+    RankResumed,
     RankReturned,
     RankRunning,
     RankStarted,
@@ -32,6 +34,8 @@ from notebook_accelerate.telemetry import (
     AgentFailedEvent,
     AnsweredEvent,
     Decoder,
+    DeviceMemoryEvent,
+    DeviceUseEvent,
     DisplayEvent,
     Event,
     ExitWaitEvent,
@@ -55,7 +59,9 @@ from notebook_accelerate.telemetry.debug_protocol import (
     DoneReply,
     DumpReadyEvent,
     HeartbeatEvent,
+    PausedEvent,
     Reply,
+    SampleReply,
     StacksReply,
 )
 from notebook_accelerate.telemetry.store import Record
@@ -68,7 +74,7 @@ if TYPE_CHECKING:
 
 STEP_COMPARISON_SECONDS = 0.5
 """Minimum seconds between two comparisons of all ranks' steps."""
-_NO_SIGNS_OF_LIFE = frozenset({HeartbeatEvent, ResourceEvent})
+_NO_SIGNS_OF_LIFE = frozenset({HeartbeatEvent, ResourceEvent, DeviceMemoryEvent, DeviceUseEvent})
 """Events that a rank's agent, or its host, sends while the rank itself does nothing."""
 
 
@@ -268,6 +274,11 @@ class RankEventHandler:
     def _on_debugger_left(self, supervised: SupervisedRank, event: DebuggerLeftEvent) -> None:
         self._drop_prompt(supervised.process.rank)
 
+    def _on_paused(self, supervised: SupervisedRank, event: PausedEvent) -> None:
+        rank = supervised.process.rank
+        if event.paused != (rank in self._journal.state.paused):
+            self._journal.append(RankPaused(rank) if event.paused else RankResumed(rank))
+
     def _drop_prompt(self, rank: int) -> None:
         if rank in self._journal.state.prompts:
             self._journal.append(PromptClosed(rank, answered=False))
@@ -318,9 +329,12 @@ _HANDLERS: dict[type[Event], Callable[[RankEventHandler, SupervisedRank, Any], N
     HeartbeatEvent: RankEventHandler._on_heartbeat,
     DumpReadyEvent: RankEventHandler._on_dump_ready,
     GroupTimeoutEvent: RankEventHandler._on_group_timeout,
+    PausedEvent: RankEventHandler._on_paused,
     DebuggerLeftEvent: RankEventHandler._on_debugger_left,
     CheckEvent: RankEventHandler._on_check,
-    **dict.fromkeys((StacksReply, AskReply, CompleteReply, DoneReply, CellReply), RankEventHandler._on_reply),
+    **dict.fromkeys(
+        (StacksReply, AskReply, SampleReply, CompleteReply, DoneReply, CellReply), RankEventHandler._on_reply
+    ),
 }
 
 

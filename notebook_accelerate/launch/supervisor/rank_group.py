@@ -105,6 +105,7 @@ class RankGroup:
             accelerator=config.accelerator,
             as_accelerate=config.as_accelerate or accelerate_alias.is_installed(),
             report_from=config.report_from,
+            automatic_metrics=config.automatic_metrics,
             result_bytes=CHANNEL_BYTES if here else None,  # files of one machine cannot be opened on another
         )
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.debugging.session import Session
-from notebook_accelerate.launch.state.run_events import DiagnosisAdded, WarningAdded
-from notebook_accelerate.telemetry import tracebacks
+from notebook_accelerate.launch.state.run_events import DiagnosisAdded, RunMoved, RunStalled, WarningAdded
+from notebook_accelerate.telemetry import steady_time, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import HEARTBEAT_SECONDS, HeartbeatEvent
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.run_context import RunContext
 
 STALL_SECONDS = 10.0
-"""The run is diagnosed, once, when no rank has made progress for this long while some wait in a collective."""
+"""The run is diagnosed when no rank has made progress for this long while some wait in a collective."""
 LOOK_SECONDS = 0.5
 """Minimum seconds between two checks of all ranks."""
 
@@ -39,7 +39,7 @@ class StallDetector:
         self._waiting_since: dict[int, tuple[tuple[str, int], float]] = {}
         self._first: float | None = None
         self._look_due = 0.0
-        self._reported = False
+        self._stall = self._printed = False
         self.busy = False
         self.group_timeout: float | None = None
 
@@ -50,10 +50,11 @@ class StallDetector:
         self._beats[rank] = beat
         if moves:
             self._moved[rank] = now
+            self._end_stall()
         self._note_waiting(rank, beat, now)
-        settled = self._clock.suspended or self._reported or self.busy
+        settled = self._clock.suspended or self._stall or self.busy
         if not (moves or settled) and self._is_look_due() and self._stalled(now):
-            self._reported = True
+            self._stall = True
             self.diagnose_then(self._report)
         return moves
 
@@ -91,7 +92,20 @@ class StallDetector:
         return all(now - self._moved[rank] > STALL_SECONDS for rank in alive)
 
     def _report(self, verdict: str) -> None:
-        self._context.show(f"run {self._context.id} stands still: {verdict}", "stderr")
+        """Report a stall in the journal; print the first one."""
+        if not self._stall or self._context.state.ended is not None:  # a rank has moved during the diagnosis
+            return
+        idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
+        self._context.journal.append(RunStalled(steady_time.now() - idle, verdict))
+        if not self._printed:
+            self._printed = True
+            self._context.show(f"run {self._context.id} stands still: {verdict}", "stderr")
+
+    def _end_stall(self) -> None:
+        if self._stall:
+            self._stall = False
+            if self._context.state.stall is not None:
+                self._context.journal.append(RunMoved())
 
     def diagnose_then(self, report: Callable[[str], None]) -> None:
         """Diagnose the run on another thread, then call ``report(verdict)`` on the run's thread."""

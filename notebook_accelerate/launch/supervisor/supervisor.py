@@ -152,7 +152,6 @@ class Supervisor(RunThread):
         self._journal.append(FailuresRecorded(found))
         self._journal.append(AttemptEnded(error_messages.headline(found)))
         self._journal.append(self._failed())
-        self._context.commands.prompts.reopen()
         self._context.show(
             "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed; "
             "the next launch, or notebook_accelerate.shutdown(), ends them",

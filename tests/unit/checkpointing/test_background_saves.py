@@ -19,9 +19,9 @@ from torch import nn
 
 from notebook_accelerate import checkpointing
 from notebook_accelerate.checkpointing import checkpoint_writer, disk_store, tensor_files
-from notebook_accelerate.checkpointing.process_liveness import this_process
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware.process_liveness import this_process
 from tests.support.gates import Gate
 from tests.support.interpreters import InterpreterServer
 from tests.support.trainings import Training, same

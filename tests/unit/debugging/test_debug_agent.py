@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.telemetry import Event
-from notebook_accelerate.telemetry.debug_protocol import DoneReply, PauseRequest, ResumeRequest
+from notebook_accelerate.telemetry.debug_protocol import DoneReply, PausedEvent, PauseRequest, ResumeRequest
 from notebook_accelerate.worker import debug_agent as debugging
 
 
@@ -40,6 +40,8 @@ class Host:
 
     def emit(self, event: Event) -> None:
         """Have the kernel hear what is said, and answer."""
+        if isinstance(event, PausedEvent):
+            return
         assert isinstance(event, DoneReply)
         self.said.append((event.number, event.text))
         while event.text == "paused" and self.answers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,34 @@ def test_nobody_waits() -> None:
     stuck = RankPosition(1, "running", _at(5, "next(batches)"), NOW - 40)
     assert _verdict(RankPosition(0, "running", _at(1), NOW), stuck) == (
         "no rank waits in a collective; rank 1 is at cell, line 5: next(batches)"
+    )
+
+
+def test_a_healthy_run_is_not_said_to_wait() -> None:
+    """Ranks are in a collective at most moments; each wait is short."""
+    short = [
+        RankPosition(rank, "running", _at(13), NOW - 0.1, (call,), {"0": call.number})
+        for rank, call in enumerate([_call(4, waited=0.1), _call(5, waited=0.0)])
+    ]
+    assert _verdict(*short) == "no rank is stuck: all are moving"
+    assert _verdict(short[0], RankPosition(1, "running", _at(20), NOW - 0.1, (), {"0": 9})).endswith("all are moving")
+    stuck = RankPosition(1, "running", _at(20, "sleep()"), NOW - 9, (), {"0": 3})
+    assert "rank 1 never reached" in _verdict(short[0], stuck)
+    assert "it has already ended" in _verdict(short[0], RankPosition(1, "succeeded"))
+    assert "disagree" in _verdict(short[0], replace(short[0], rank=1, waiting=(_call(4, "broadcast", waited=0.1),)))
+
+
+def test_paused_ranks_are_named_with_their_lines() -> None:
+    paused = [
+        RankPosition(rank, "running", _at(12), NOW - 60, note="paused at line 12", paused=True) for rank in (0, 1)
+    ]
+    assert _verdict(*paused) == "paused by you at cell, line 12; run.resume() continues"
+    other = replace(paused[1], frames=_at(14))
+    assert _verdict(paused[0], other) == (
+        "paused by you: rank 0 at cell, line 12, rank 1 at cell, line 14; run.resume() continues"
+    )
+    assert _verdict(paused[0], _waiting(1, _call(4))) == (
+        "paused by you: rank 0 at cell, line 12; run.resume() continues"
     )
 
 

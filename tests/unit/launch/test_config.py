@@ -86,7 +86,7 @@ def test_a_configuration_is_frozen_keyword_only_and_checked_again_when_changed()
 def test_the_launchers_defaults_are_the_configurations() -> None:
     defaults = LaunchConfig()
     for name, parameter in inspect.signature(notebook_launcher).parameters.items():
-        if name not in ("function", "args", "config"):
+        if name not in ("function", "args", "resume", "config"):
             assert getattr(defaults, name) == parameter.default, name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,6 +213,56 @@ def test_xla_ranks_have_one_device_each_or_one_has_all(
 def test_other_numbers_of_xla_ranks_are_refused(environment: dict[str, str], count: int, asked: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         _plan(_machine(accelerator="xla", count=count), environment=environment, num_processes=asked)
+
+
+def _tpus(count: int, generation: str = "v5e") -> HardwareInfo:
+    return replace(_machine("tpu", count), tpu=generation)
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "ranks", "mesh"),
+    [
+        (_tpus(8), None, 8, "2,4,1"),
+        (_tpus(8), 4, 4, "2,2,1"),
+        (_tpus(8), 1, 1, "1,1,1"),
+        (_tpus(1), None, 1, "1,1,1"),
+        (_tpus(4, "v5p"), 2, 2, "1,2,1"),
+        (_tpus(8, "v7"), None, 8, "2,2,1,2"),
+        (_tpus(4, ""), None, 1, None),
+    ],
+)
+def test_ranks_on_tpus_have_one_device_each(
+    machine: HardwareInfo, asked: int | None, ranks: int, mesh: str | None
+) -> None:
+    found = _plan(machine, environment=KAGGLE, num_processes=asked)
+    assert (found.accelerator, found.num_processes, found.start_method) == ("tpu", ranks, "spawn")
+    assert found.backend == ("tpu_dist" if ranks > 1 else "")
+    assert {rank_environment(found, rank).get("TORCH_TPU_TOPOLOGY") for rank in range(ranks)} == {mesh}
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "said"),
+    [
+        (
+            _tpus(8),
+            {"num_processes": 2},
+            "not possible on this TPU v5e .* pass num_processes=1 or 4 or 8",
+        ),
+        (_tpus(4), {"num_processes": 8}, "pass num_processes=1 or 4,"),
+        (_tpus(4, ""), {"num_processes": 4}, "TPU of an unknown generation .* pass num_processes=1,"),
+        (_tpus(8), {"num_nodes": 2}, "pass num_nodes=1"),
+        (_tpus(8), {"start_method": "fork"}, "pass 'auto' or 'spawn'"),
+        (_tpus(8), {"start_method": "zygote"}, "pass 'auto' or 'spawn'"),
+    ],
+)
+def test_what_tpus_cannot_do_is_refused(machine: HardwareInfo, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _plan(machine, **values)
+
+
+def test_a_launch_on_the_cpu_of_a_machine_with_tpus_needs_nothing_of_them() -> None:
+    found = _plan(_tpus(8), num_processes=2, cpu=True)
+    assert (found.accelerator, found.start_method, found.variables) == ("cpu", "fork", {})
 
 
 def test_inline_on_virtual_xla_devices_is_one_process() -> None:

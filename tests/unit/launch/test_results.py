@@ -439,7 +439,10 @@ def test_a_kernel_without_descriptors_loses_the_value_and_nothing_else(tmp_path:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         (tmp_path / "go").touch()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() - 1, limits[1]))
+        # Descriptors have gaps between them: the lowest free number is where the next one would go.
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
         until(lambda: run.ranks[0].returned is not None or run.done)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -493,7 +496,10 @@ class _HostileError(Exception):
 @METHODS
 @pytest.mark.parametrize(
     ("code", "note"),
-    [("raise SystemExit(3)", "SystemExit: 3"), ("import time; time.sleep(4)", "takes more than 2 s")],
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import time; time.sleep(4)", "(takes more than|those of other ranks took) 2 s"),
+    ],
 )
 def test_an_exception_may_do_anything_when_it_is_unpickled(method: str, code: str, note: str) -> None:
     def train() -> None:

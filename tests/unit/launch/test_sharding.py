@@ -27,7 +27,7 @@ def test_ranks_with_equal_reports_are_one_group() -> None:
         ("all", "256 MiB", "128 MiB"),
     ]
     assert {row.share for row in rows} == {0.5}
-    assert rows[0].layout == "sharded over dp_shard, replicated over dp_replicate"
+    assert rows[0].layout == "sharded over dp_shard, replicated on 2 ranks"
 
 
 def test_stages_are_groups_of_their_own() -> None:
@@ -75,12 +75,12 @@ def test_the_summary_has_strategy_mesh_and_units() -> None:
     assert sharding_table.summary({}) == ""
 
 
-def test_what_is_not_known_is_a_dash() -> None:
+def test_what_is_not_known_is_said() -> None:
     (one,) = mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
     unknown = {0: replace(one, held={**one.held, KINDS[2]: ShardSizes(None, None)})}
     rows = sharding_table.sharding_rows(unknown)
-    assert (rows[2].total, rows[2].per_rank, rows[2].share) == ("–", "–", None)
-    assert (rows[3].total, rows[3].share) == ("–", None)
+    assert (rows[2].total, rows[2].per_rank, rows[2].share) == ("unknown", "unknown", None)
+    assert (rows[3].total, rows[3].share) == ("unknown", None)
     ET.fromstring(mesh_diagram.svg(unknown, mesh_diagram.PAPER))
 
 
