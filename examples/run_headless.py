@@ -1,4 +1,4 @@
-"""Execute notebooks in real Jupyter kernels, save the executed copies, and print the last output of each.
+"""Execute notebooks in real Jupyter kernels, save the executed copies, also as pages, and print the last outputs.
 
 python examples/run_headless.py examples/01_quickstart.ipynb ...
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from nbconvert import HTMLExporter
+from traitlets.config import Config
 
 BUILD = Path(__file__).resolve().parents[1] / ".build" / "examples"
 SECONDS_PER_CELL = 1200
@@ -24,18 +26,27 @@ def main(paths: list[str]) -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="jupyter-") as folder:
         # Temporary folders: the user's Jupyter configuration is neither read nor changed.
-        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        os.environ.pop("XDG_RUNTIME_DIR", None)
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "XDG_STATE_HOME"):
             os.environ[name] = str(Path(folder) / name.lower())
-        return max(execute(Path(path)) for path in paths)
+        return max(execute(Path(path), Path(folder)) for path in paths)
 
 
-def execute(path: Path) -> int:
-    """Execute one notebook and print the output of its last cell; return 1 if a cell failed."""
+def execute(path: Path, folder: Path) -> int:
+    """Execute one notebook and print the output of its last cell; return 1 if a cell failed.
+
+    Args:
+        path: The notebook.
+        folder: For the kernel's sockets.
+    """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,
         timeout=SECONDS_PER_CELL,
         kernel_name="python3",
+        store_widget_state=False,  # the static reports are saved, not the state of live panels
+        # Sockets that only this user can open.
+        config=Config(KernelManager={"transport": "ipc", "connection_file": str(folder / f"{path.stem}.json")}),
         resources={"metadata": {"path": str(path.resolve().parent)}},
     )
     begin = time.monotonic()
@@ -45,7 +56,9 @@ def execute(path: Path) -> int:
     except CellExecutionError as error:
         failure = error
     nbformat.write(notebook, BUILD / path.name)
-    print(f"{path}: {time.monotonic() - begin:.1f} s in a kernel, executed copy in {BUILD / path.name}")
+    page = BUILD / path.with_suffix(".html").name
+    page.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+    print(f"{path}: {time.monotonic() - begin:.1f} s in a kernel; with all outputs and reports in {page}")
     if failure:
         print(failure)
         return 1

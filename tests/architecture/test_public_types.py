@@ -21,7 +21,7 @@ FILES = {
     path.relative_to(ROOT).with_suffix("")
     for folder in ("notebook_accelerate", "widgets")
     for path in (ROOT / folder).rglob("*.py")
-    if "__all__ = attach(__name__)\n" in path.read_text()
+    if "__all__ = reexport(__name__)\n" in path.read_text()
 } - {Path("notebook_accelerate/_lazy")}
 LAZY_MODULES = sorted(
     ".".join(path.parts).removesuffix(".__init__").replace("widgets", "notebook_accelerate.widgets") for path in FILES
@@ -110,7 +110,7 @@ except WorkerError as error:
     error.run.debug(error.rank)
     if isinstance(error.run, Run):
         error.run.diagnose()
-assert_type(notebook_accelerate.runs(), list[Run])
+assert_type(list(notebook_accelerate.runs()), list[Run])
 notebook_accelerate.utils.random.set_seed(1)
 assert_type(notebook_accelerate.__version__, str)
 """
@@ -154,7 +154,7 @@ except WorkerError as error:
     error.run.stop_now()  # E: attr-defined
     len(error.rank)  # E: arg-type
 notebook_accelerate.utils.randon  # E: attr-defined
-notebook_accelerate.attach  # E: attr-defined
+notebook_accelerate.reexport  # E: attr-defined
 """
 
 

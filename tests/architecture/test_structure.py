@@ -170,8 +170,8 @@ def p95(values: list[int]) -> int:
 
 GRAPH = {name: imported(name) for name in MODULES}
 FIGURES: dict[str, tuple[Callable[[], int], int]] = {
-    "files": (lambda: len(MODULES), 485),
-    "lines of code": (lines_of_code, 41_500),
+    "files": (lambda: len(MODULES), 520),
+    "lines of code": (lines_of_code, 46_500),
     "function length, 95th percentile": (
         lambda: p95([length.lines for path in MODULES.values() for length in functions_of(path)]),
         17,
@@ -179,7 +179,7 @@ FIGURES: dict[str, tuple[Callable[[], int], int]] = {
     "modules in import circles": (lambda: sum(map(len, circles(GRAPH))), 11),
     "largest import circle": (lambda: max(map(len, circles(GRAPH)), default=0), 3),
     "accesses to private attributes of other modules": (lambda: len(list(private_accesses())), 10),
-    "parameters annotated Any": (lambda: len(list(any_parameters())), 700),
+    "parameters annotated Any": (lambda: len(list(any_parameters())), 735),
     "accelerator parameters annotated Any": (lambda: len(accelerator_parameters()), 0),
     "file names used more than once": (lambda: len(repeated_names()), 1),
 }

@@ -1,0 +1,119 @@
+"""Configuration of the documentation site: `make docs` builds it into .build/docs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon.docstring import GoogleDocstring
+from sphinx.util.nodes import make_refnode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import notebook_accelerate
+
+DOCS = Path(__file__).resolve().parent
+
+project = "notebook_accelerate"
+author = "the authors of notebook_accelerate"
+project_copyright = f"2026, {author}"
+release = version = notebook_accelerate.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+exclude_patterns = ["_static"]
+
+# Pages are Markdown that a code host renders, too. Headings have the anchors that it gives them.
+myst_enable_extensions = ["colon_fence", "attrs_inline"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # tests/docs executes the pages; notebooks are committed with their outputs
+
+copybutton_selector = "div:not(.highlight-output) > div.highlight pre"
+
+# Docstrings have single backticks for code; they are links where the name is one of the reference's.
+default_role = "py:obj"
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+add_module_names = False
+maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_title = f"notebook_accelerate {release}"
+html_theme_options = {
+    "source_repository": "https://github.com/notebook-accelerate/notebook-accelerate/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+
+
+def _returned_text(self: GoogleDocstring, **_: object) -> list[tuple[str, str, list[str]]]:
+    """Return a section of returned values as text: types are annotations here, and a colon is a colon."""
+    lines = self._dedent(self._consume_to_next_section())
+    return [("", "", lines)] if lines else []
+
+
+GoogleDocstring._consume_returns_section = _returned_text
+
+
+def _by_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
+    """Link a name in a docstring to the one class or function of that name in the reference."""
+    entries = env.domains["py"].objects.items() if node.get("refdomain") == "py" else ()
+    found = [
+        entry
+        for name, entry in entries
+        if name.rpartition(".")[2] == node["reftarget"] and entry.objtype in {"class", "exception", "function"}
+    ]
+    if len(found) != 1:
+        return None
+    return make_refnode(app.builder, node["refdoc"], found[0].docname, found[0].node_id, content)
+
+
+def _copy_tutorials(_app: Sphinx, _config: object) -> None:
+    """Copy the notebooks of examples/ into docs/tutorials, which git ignores; times of change are kept."""
+    tutorials = DOCS / "tutorials"
+    shutil.rmtree(tutorials, ignore_errors=True)
+    for path in (DOCS.parent / "examples").rglob("*.ipynb"):
+        copy = tutorials / path.relative_to(DOCS.parent / "examples")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)
+
+
+def _write_short_addresses(app: Sphinx, error: Exception | None) -> None:
+    """Write e/NAME/, the short address of the page on each exception: error messages in notebooks end with it."""
+    if error is not None or app.builder.format != "html":
+        return
+    for page in sorted((DOCS / "errors").glob("[A-Z]*.md")):
+        folder = Path(app.outdir) / "e" / page.stem
+        folder.mkdir(parents=True, exist_ok=True)
+        target = f"../../errors/{page.stem}.html"
+        (folder / "index.html").write_text(
+            f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{page.stem}</title>'
+            f'<meta http-equiv="refresh" content="0; url={target}"><link rel="canonical" href="{target}"></head>'
+            f'<body><a href="{target}">{page.stem}</a></body></html>\n'
+        )
+
+
+def _link_tutorials(_app: Sphinx, name: str, source: list[str]) -> None:
+    """Point links between pages and notebooks at their places in the site; as written they work on a code host."""
+    if name.startswith("tutorials/"):
+        source[0] = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", source[0])
+    else:
+        source[0] = re.sub(r"\]\((\.\./)?\.\./examples/([\w/]+\.ipynb)\)", r"](\1tutorials/\2)", source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is copied and written beside the pages, and the resolvers of short names and links to notebooks."""
+    app.connect("config-inited", _copy_tutorials)
+    app.connect("missing-reference", _by_short_name)
+    app.connect("source-read", _link_tutorials)
+    app.connect("build-finished", _write_short_addresses)

@@ -1,0 +1,92 @@
+"""The site is complete: an entry for every public name, a page for every exception, and no link into nothing."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import notebook_accelerate
+from notebook_accelerate import errors
+from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
+from tests.parity.surface import compare
+from tests.support import pages
+
+REFERENCE = "\n".join(path.read_text() for path in sorted((pages.DOCS / "api").glob("*.md")))
+ENTRIES = set(re.findall(r"^\.\. auto(?:class|function|data):: ([\w.]+)$", REFERENCE, re.MULTILINE))
+ALIASES = set(re.findall(r"^\| `([\w.]+)` \|", REFERENCE, re.MULTILINE))
+NAMES = [f"{compare.PACKAGE}.{module}.{name}".replace("..", ".") for module, name, _ in compare.rows(compare.AREAS)]
+EXCEPTIONS = sorted(
+    name
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and issubclass(kind, BaseException) and kind.__module__ == errors.__name__
+)
+
+
+def test_every_name_of_the_interface_has_an_entry() -> None:
+    assert len(NAMES) == 365
+    assert sorted(set(NAMES) - ENTRIES - ALIASES) == []
+
+
+def test_every_name_of_the_package_root_has_an_entry() -> None:
+    entries = {entry.rpartition(".")[2] for entry in ENTRIES} | set(EXCEPTIONS)
+    assert sorted(set(notebook_accelerate.__all__) - entries) == []
+
+
+def test_no_name_has_two_entries() -> None:
+    assert not ENTRIES & ALIASES
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_every_exception_has_a_page(name: str) -> None:
+    page = pages.DOCS / "errors" / f"{name}.md"
+    assert page.exists()
+    text = page.read_text()
+    assert text.startswith(f"# {name}\n")
+    for section in ("What it means", "Causes"):
+        assert f"\n## {section}\n" in text
+
+
+@pytest.mark.parametrize("path", pages.pages(), ids=lambda path: str(path.relative_to(pages.DOCS)))
+def test_links_inside_the_repository_lead_somewhere(path: Path) -> None:
+    wrong = []
+    for target in pages.links(path.read_text()):
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        other = (path.parent / name).resolve() if name else path
+        if not other.exists() or (anchor and anchor not in pages.anchors(other.read_text())):
+            wrong.append(target)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", pages.pages(), ids=lambda path: str(path.relative_to(pages.DOCS)))
+def test_blocks_have_a_language_and_skipped_ones_a_reason(path: Path) -> None:
+    for block in pages.blocks(path.read_text()):
+        assert block.language in pages.EXECUTED
+        assert set(block.options) <= {"raises", "types", "skip", "needs", "numbers"}
+        assert block.options.get("skip") != ""
+
+
+def test_executed_blocks_and_their_output_are_found() -> None:
+    text = "<!-- block: raises=KeyError -->\n```python\n1 / 0\n```\n\n```output\na ... c\nd\n```\n\n```bash\nls\n```\n"
+    (block,) = pages.blocks(text)
+    assert (block.line, block.source, block.options) == (3, "1 / 0\n", {"raises": "KeyError"})
+    assert block.missing_from("a b c\nx\n") == ["d"]
+    assert block.missing_from("d\n[rank 0] a 17 c") == []
+
+
+def test_the_differences_from_accelerate_are_those_that_are_tested() -> None:
+    text = (pages.DOCS / "from_accelerate.md").read_text()
+    table = text.partition("<!-- differences: begin -->")[2].partition("<!-- differences: end -->")[0]
+    listed = [line.split("|")[2].strip() for line in table.strip().splitlines()[2:]]
+    tested = {reason[0].upper() + reason[1:] for reason in KNOWN_DIFFERENCES.values()}
+    assert sorted(listed) == sorted(tested)
+
+
+def test_numbers_of_other_machines_differ() -> None:
+    (block,) = pages.blocks("<!-- block: numbers=any -->\n```python\nx\n```\n\n```output\nloss 0.25 (3)\n```\n")
+    assert block.missing_from("[rank 0] loss 0.3391 (3)") == []
+    assert block.missing_from("loss 0.3391 (4)") == ["loss 0.25 (3)"]

@@ -1,0 +1,274 @@
+"""Outputs of the example notebooks as they are committed: without paths, widgets and measured times.
+
+    python -m tests.support.saved_outputs compare examples/*.ipynb   # against the copies that make examples executed
+    python -m tests.support.saved_outputs record examples/*.ipynb    # take over the cells whose output has changed
+    python -m tests.support.saved_outputs record-all ...             # take over all of them, for new numbers
+
+What a run measures is replaced by "…": times, process ids, memory. Other numbers stay, and are not compared: they
+differ between machines and versions of torch. A cell that says the same apart from them keeps its committed output, so
+that recording again changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import html
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parents[2]
+EXECUTED = ROOT / ".build" / "examples"
+LARGEST = 300_000
+"""Bytes of a committed notebook: code hosts show no larger ones reliably."""
+WIDGET = "application/vnd.jupyter.widget-view+json"
+MEASURED = "…"
+MEASURED_COLUMNS = {
+    "pid", "peak memory", "ms per step", "waiting for data", "forward and backward", "collectives", "optimizer",
+    "other", "started", "seconds", "time", "elapsed", "duration", "last seen", "cpu", "memory",
+}  # fmt: skip
+"""Headings, in lower case, of a report's columns whose cells are replaced."""
+MEASURED_ROWS = {"started", "ended"}
+VARIES = "output-varies"
+"""The tag of a cell whose output depends on timing, as a failure's consequences do: only its kinds are compared."""
+_NUMBER = r"\d+(?:[.,]\d+)*"
+_PATTERNS = [
+    (re.compile(rf"(?<![\w.-]){_NUMBER} (ms|s|min|h|tokens/s|steps/s|it/s)\b"), rf"{MEASURED} \1"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?(?: UTC)?"), MEASURED),
+    (re.compile(r"(?<![\w.-])\d+\.\d+ GiB"), f"{MEASURED} GiB"),
+    (re.compile(r" on Linux-[\w.+-]+"), ""),
+    (re.compile(r"(?<=127\.0\.0\.1:)\d+"), MEASURED),
+    (re.compile(r"\bpid \d+"), f"pid {MEASURED}"),
+    (re.compile(r"\b[0-9a-f]{64}\b"), MEASURED),
+    (re.compile(r" at 0x[0-9a-f]+"), ""),
+    (re.compile(r"/[\w./-]+/(site-packages/|lib/python3\.\d+/)"), r"\1"),
+    (re.compile(r"(?:/private)?/(?:tmp|var/folders)/[\w./-]+"), f"{MEASURED}/temporary"),
+]
+_PATH = re.compile(r"(?<![\w:./<])/(?:home|root|Users|work|usr|opt|mnt|tmp|var|private)/[\w.-]+")
+_TABLE = re.compile(r"<table.*?</table>", re.DOTALL)
+_ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
+_CELL = re.compile(r"(<t([hd])[^>]*>)(.*?)(</t\2>)", re.DOTALL)
+_RULE = re.compile(r"^─+(?:  ─+)*$")
+_IMAGE = re.compile(r'src="data:image/[^"]*"')
+_LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load .*\.so:).*\n?", re.MULTILINE)
+"""What torch and torchao log on stderr when they are imported on some machines."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def clean(notebook: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of an executed notebook as it is committed."""
+    book: dict[str, Any] = json.loads(json.dumps(notebook))
+    book["metadata"] = {
+        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in book["cells"]:
+        cell["metadata"] = {name: value for name, value in cell["metadata"].items() if name == "tags"}
+        if cell["cell_type"] == "code":
+            cell["outputs"] = list(_clean_outputs(cell["outputs"]))
+    return book
+
+
+def _clean_outputs(outputs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield what a reader of the saved notebook sees, the text of successive streams as one."""
+    pending: dict[str, Any] | None = None
+    for output in outputs:
+        cleaned = _clean_output(output)
+        if pending and cleaned and cleaned["output_type"] == "stream" and cleaned["name"] == pending["name"]:
+            pending["text"] = pending["text"] + cleaned["text"]
+            continue
+        if cleaned is None:
+            continue
+        if pending:
+            yield pending
+        pending = cleaned if cleaned["output_type"] == "stream" else None
+        if pending is None:
+            yield cleaned
+    if pending:
+        yield pending
+
+
+def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
+    """Return one output without widgets and measured values; None where nothing is left of it."""
+    if output["output_type"] == "stream":
+        text = clean_text(_LOGGED.sub("", output["text"]))
+        return {**output, "text": text} if text else None
+    if output["output_type"] == "error":
+        traceback = [clean_text(line) for line in output["traceback"]]
+        return {**output, "evalue": clean_text(output["evalue"]), "traceback": traceback}
+    if WIDGET in output["data"] and "text/html" not in output["data"]:
+        return None  # a library's progress bar
+    data = {kind: value for kind, value in output["data"].items() if kind != WIDGET}
+    for kind, value in data.items():
+        if kind.startswith("text/"):
+            data[kind] = clean_html(str(value)) if kind == "text/html" else clean_text(str(value))
+    if not any(str(value).strip() for value in data.values()):
+        return None
+    return {**output, "data": data, "metadata": {}}
+
+
+def clean_text(text: str) -> str:
+    """Return a text without paths and measured values."""
+    return _without_measured_columns(_without_measures(text))
+
+
+def _without_measures(text: str) -> str:
+    for prefix, name in _prefixes():
+        text = text.replace(prefix, name)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _prefixes() -> list[tuple[str, str]]:
+    """Return the folders of this machine that outputs name, the longest first, with what stands for them."""
+    named = {f"{ROOT}/": "", f"{Path.home()}/": "~/"}
+    return sorted(named.items(), key=lambda pair: -len(pair[0]))
+
+
+def _without_measured_columns(text: str) -> str:
+    """Replace the cells of measured columns in tables whose heading is followed by rules of ``─``."""
+    lines = text.split("\n")
+    for number in range(1, len(lines)):
+        if not _RULE.match(lines[number]):
+            continue
+        columns = [match.span() for match in re.finditer("─+", lines[number])]
+        headings = [lines[number - 1][begin:end].strip().lower() for begin, end in columns]
+        row = number + 1
+        while row < len(lines) and lines[row].strip():
+            lines[row] = _without_cells(lines[row], columns, headings)
+            row += 1
+    return "\n".join(lines)
+
+
+def _without_cells(line: str, columns: list[tuple[int, int]], headings: list[str]) -> str:
+    measured_row = line[slice(*columns[0])].strip() in MEASURED_ROWS
+    for place, ((begin, end), heading) in enumerate(zip(columns, headings, strict=True)):
+        if line[begin:end].strip() and (heading in MEASURED_COLUMNS or (measured_row and place)):
+            line = line[:begin] + MEASURED.ljust(end - begin) + line[end:]
+    return line.rstrip()
+
+
+def clean_html(text: str) -> str:
+    """Return HTML without paths and measured values; pictures are left as they are."""
+    parts = re.split(rf"({_IMAGE.pattern})", text)
+    text = "".join(part if place % 2 else _without_measures(part) for place, part in enumerate(parts))
+    return _TABLE.sub(lambda table: _clean_table(table[0]), text)
+
+
+def _clean_table(table: str) -> str:
+    headings: list[str] = []
+
+    def clean_row(row: re.Match[str]) -> str:
+        cells = [html.unescape(re.sub("<[^>]*>", "", cell[3])).strip().lower() for cell in _CELL.finditer(row[0])]
+        if not headings:
+            headings.extend(cells)
+            return row[0]
+        places = iter(range(len(cells)))
+        measured_row = bool(cells) and cells[0] in MEASURED_ROWS
+        return _CELL.sub(_replacing(headings, places, measured_row), row[0])
+
+    return _ROW.sub(clean_row, table)
+
+
+def _replacing(headings: list[str], places: Iterator[int], measured_row: bool) -> Callable[[re.Match[str]], str]:
+    def replaced(cell: re.Match[str]) -> str:
+        place = next(places)
+        measured = place < len(headings) and headings[place] in MEASURED_COLUMNS
+        if cell[3].strip() and (measured or (measured_row and place)):
+            return f"{cell[1]}{MEASURED}{cell[4]}"
+        return cell[0]
+
+    return replaced
+
+
+def paths_in(notebook: dict[str, Any]) -> list[str]:
+    """Return the absolute paths that a notebook's outputs show."""
+    shown = "\n".join(line for cell in notebook["cells"] for line in _shown(cell))
+    return sorted(set(_PATH.findall(_IMAGE.sub("", shown))))
+
+
+def _shown(cell: dict[str, Any]) -> Iterator[str]:
+    """Yield the text of a cell's outputs, and of a picture its kind."""
+    for output in cell.get("outputs", []):
+        if output["output_type"] == "stream":
+            yield f"{output['name']}:\n{output['text']}"
+        elif output["output_type"] == "error":
+            yield "\n".join(output["traceback"])
+        else:
+            for kind, value in sorted(output["data"].items()):
+                yield f"{kind}:\n{str(value) if kind.startswith('text/') else ''}"
+
+
+def gist(cell: dict[str, Any], *, varies: bool) -> list[str]:
+    """Return the sorted lines of a cell's outputs, without what differs by run: numbers, curves, widths, order."""
+    if varies:
+        return sorted({shown.partition("\n")[0] for shown in _shown(cell)})
+    lines = []
+    shown = _ANSI.sub("", _IMAGE.sub("", "\n".join(_shown(cell)))).replace(MEASURED, "")
+    for line in shown.splitlines():
+        words = re.sub(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|\bnan\b|\binf\b", "#", line)
+        lines.append(re.sub(r"\s+", " ", re.sub(r"[▁▂▃▄▅▆▇█]+", "▁", re.sub("─+", "─", words))).strip())
+    return sorted(line for line in lines if line)
+
+
+def differences(committed: dict[str, Any], executed: dict[str, Any]) -> dict[str, list[str]]:
+    """Return for each cell, by its id, how its output differs; empty where all say the same."""
+    before = {cell["id"]: cell for cell in committed["cells"] if cell["cell_type"] == "code"}
+    found = {}
+    for cell in executed["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        varies = VARIES in before[cell["id"]]["metadata"].get("tags", [])
+        old, new = gist(before[cell["id"]], varies=varies), gist(cell, varies=varies)
+        if old != new:
+            found[cell["id"]] = list(difflib.unified_diff(old, new, "committed", "executed", lineterm="", n=1))
+    return found
+
+
+def merged(committed: dict[str, Any], executed: dict[str, Any], changed: set[str]) -> dict[str, Any]:
+    """Return the executed notebook with the committed outputs of the cells that have not changed."""
+    before = {cell["id"]: cell for cell in committed["cells"]}
+    for cell in executed["cells"]:
+        if cell["cell_type"] == "code" and cell["id"] not in changed:
+            cell["outputs"] = before[cell["id"]]["outputs"]
+    return executed
+
+
+def main(command: str, *paths: str) -> int:
+    """Compare or record these notebooks; return 1 where one differs, or is too large to be recorded."""
+    failed = False
+    for path in map(Path, paths):
+        committed = read(path)
+        executed = clean(read(EXECUTED / path.name))
+        found = differences(committed, executed)
+        if command == "record-all":
+            found = {cell["id"]: [] for cell in executed["cells"]}
+        if command.startswith("record"):
+            nbformat.write(nbformat.from_dict(merged(committed, executed, set(found))), path)  # type: ignore[no-untyped-call]
+            size = path.stat().st_size
+            failed |= size > LARGEST
+            print(f"{path}: {len(found)} cells recorded; {size / 1000:.0f} kB of at most {LARGEST / 1000:.0f}")
+        else:
+            failed |= bool(found)
+            print(f"{path}: " + (f"{len(found)} cells differ" if found else "as committed"))
+            for name, lines in found.items():
+                print("\n".join([f"  {name}", *(f"    {line}" for line in lines)]))
+    if failed and command == "compare":
+        print("make examples-record takes over the new outputs")
+    return int(failed)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a notebook, its texts as one string each."""
+    notebook: dict[str, Any] = json.loads(json.dumps(nbformat.read(path, as_version=4)))  # type: ignore[no-untyped-call]
+    return notebook
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
