@@ -14,8 +14,13 @@ BENCH_DEEPSPEED_VENV := .venv-bench-deepspeed
 BENCH_DEEPSPEED_READY := $(BENCH_DEEPSPEED_VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
 CHROMIUM ?= $(shell command -v chromium)
-COLAB_VENV := .venv-colab
-COLAB_READY := $(COLAB_VENV)/.ready
+# Notebook services with an image of their own, and its Python: in PATH, among pyenv's versions or uv's.
+HOSTED := colab kaggle
+PYTHON_colab := 3.13
+PYTHON_kaggle := 3.12
+HOSTED_TORCH := torch==2.11.0
+MARIMO_VENV := .venv-marimo
+MARIMO_READY := $(MARIMO_VENV)/.ready
 MEGATRON_VENV := .venv-megatron
 MEGATRON_READY := $(MEGATRON_VENV)/.ready
 DEEPSPEED_VENV := .venv-deepspeed
@@ -35,22 +40,35 @@ DIST_VENV := .venv-dist
 DIST_READY := $(DIST_VENV)/.ready
 XLA_VENV := .venv-xla
 XLA_READY := $(XLA_VENV)/.ready
+TPU_VENV := .venv-tpu
+TPU_READY := $(TPU_VENV)/.ready
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
+DOCS_TESTS_READY := $(DOCS_VENV)/.tests-ready
+EXAMPLES := $(sort $(wildcard examples/*.ipynb))
+PORTED := $(sort $(wildcard examples/ported/*.ipynb))
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-matrix test-nightly soak lint dist bench bench-quick bench-record lab clean
+.PHONY: help setup demo examples examples-ported examples-record test test-integrations test-notebook test-colab test-kaggle test-marimo test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-tpu test-docs test-matrix test-nightly soak lint docs dist bench bench-quick bench-record pictures lab clean
 
 help:
-	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
+	@echo "make demo           execute the quickstart in a real Jupyter kernel: it trains in two worker processes"
+	@echo "make examples       execute the example notebooks, and compare their outputs with the committed ones"
+	@echo "make examples-ported  the same for public notebooks on transformers, diffusers and trl; an environment of its own"
+	@echo "make examples-record  execute both, and take over the outputs that have changed"
 	@echo "make test           lint, unit, distributed, notebook, fault and browser tests"
-	@echo "make test-integrations  DeepSpeed, Megatron-LM, Ray, S3, the real Accelerate and its clients: six environments"
+	@echo "make test-integrations  DeepSpeed, Megatron-LM, Ray, S3, the real Accelerate and its clients, the docs: seven environments"
 	@echo "make soak           MINUTES=60 of random launches, faults, stops and saves in one kernel, watched for growth"
 	@echo "make test-nightly   both, with more cases of what they try with one (hours)"
 	@echo "make test-notebook  the tests that start Jupyter kernels"
-	@echo "make test-colab     launch, panels and faults with the versions of Colab's kernel image"
+	@echo "make test-colab     launch, panels and faults with the versions of Colab's image; an environment of 5 GB, Python 3.13"
+	@echo "make test-kaggle    the same with the versions of Kaggle's image; Python 3.12"
+	@echo "make test-marimo    a launch in a marimo notebook, in chromium; in an environment of its own"
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
-	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
+	@echo "make test-gpu       the tests that need a CUDA device, and a table of what they measured"
+	@echo "                    PY=... SETUP=: an environment of your own; DRY=yes: all of it on the CPU, to try the tests"
 	@echo "make test-parity    behaviour, checkpoints, losses and weights against the real Accelerate; in an environment of its own"
 	@echo "make test-clients   training libraries in ranks, with this package as their accelerate; in an environment of its own"
 	@echo "make client-names   download the libraries that import accelerate; write the table of the names that they use"
@@ -60,6 +78,9 @@ help:
 	@echo "make test-ray       ranks on Ray clusters of two and three nodes; in an environment of its own"
 	@echo "make test-trackers  every vendor's tracker, offline; an environment of 156 packages, not part of make test"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
+	@echo "make test-tpu       training on TPUs with torch_tpu, from Python 3.12; skips without a TPU; not part of make test"
+	@echo "make docs           the documentation site in .build/docs; an environment of its own"
+	@echo "make test-docs      every block of code of the site, in kernels with real ranks; the site built without a warning"
 	@echo "make test-matrix    the wheel on every Python found, with the oldest, a middle and the newest torch (hours)"
 	@echo "                    CELLS=3.10-2.6,3.13-2.15: only these; GROUPS=unit,launch: only these; \`LIST=yes\` prints the cells"
 	@echo "make dist           the sdist and the wheel in dist/, checked as the package index does"
@@ -68,6 +89,7 @@ help:
 	@echo "                    each area in the environment that it needs: DeepSpeed's and transformers', Ray's, the browser's"
 	@echo "make bench-quick    the ten rows that matter most, in five minutes; part of CI, for information"
 	@echo "make bench-record   make bench, and write the figures into docs/benchmarks.md"
+	@echo "make pictures       take the README's pictures in JupyterLab; needs chromium"
 	@echo "make lab            JupyterLab on the examples"
 	@echo "make clean          remove the environments and everything built"
 
@@ -112,10 +134,19 @@ $(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed
 		-r requirements/bench.txt -r requirements/deepspeed.txt -r requirements/clients.txt
 	touch $@
 
-# Colab's versions come first on the path; torch, the test tools and nbconvert's templates are the development's.
-$(COLAB_READY): $(READY) requirements/colab.txt
-	$(call over_development,$(COLAB_VENV))
-	$(COLAB_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/colab.txt
+# The images' versions on their Python; shares nothing.
+.venv-%/.ready: requirements/%.txt requirements/hosted.txt
+	test -x .venv-$*/bin/python || $$($(PYTHON) -c "from tests.support.matrix import find_interpreter; \
+		print(find_interpreter('$(PYTHON_$*)') or 'python$(PYTHON_$*)')") -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check $(HOSTED_TORCH)
+	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r requirements/hosted.txt -r requirements/$*.txt
+	touch $@
+
+# marimo over the development environment.
+$(MARIMO_READY): $(READY) requirements/marimo.txt
+	$(call over_development,$(MARIMO_VENV))
+	$(MARIMO_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/marimo.txt
 	touch $@
 
 # Megatron-LM's environment is the development environment plus megatron-core.
@@ -177,15 +208,45 @@ $(XLA_READY): requirements/xla.txt
 	$(XLA_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/xla.txt
 	touch $@
 
+# The ranks of TPUs with torch_tpu, which shares nothing either: it works from Python 3.12 (make test-tpu PYTHON=python3.12).
+$(TPU_READY): requirements/tpu.txt
+	test -x $(TPU_VENV)/bin/python || $(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/tpu.txt
+	touch $@
+
+# The site's environment is the development environment plus Sphinx: the reference imports the package, and so torch.
+$(DOCS_READY): $(READY) requirements/docs.txt
+	$(call over_development,$(DOCS_VENV))
+	$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.txt
+	touch $@
+
+# What the site's blocks of code use, beside it.
+$(DOCS_TESTS_READY): $(DOCS_READY) requirements/clients.txt requirements/libraries.txt requirements/deepspeed.txt
+	$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r requirements/clients.txt -r requirements/libraries.txt -r requirements/deepspeed.txt
+	touch $@
+
 $(DIST_READY): requirements/dist.txt
 	test -x $(DIST_VENV)/bin/python || $(PYTHON) -m venv $(DIST_VENV)
 	$(DIST_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/dist.txt
 	touch $@
 
 demo: $(SETUP)
-	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb \
-		examples/03_panels.ipynb examples/04_debugging.ipynb examples/05_big_models.ipynb \
-		examples/06_parallel.ipynb examples/07_cluster.ipynb
+	$(PY) examples/run_headless.py examples/01_quickstart.ipynb
+
+# The notebooks are committed with their outputs: executed again, they show the same but for numbers.
+examples: $(SETUP)
+	$(PY) examples/run_headless.py $(EXAMPLES)
+	$(PY) -m tests.support.saved_outputs $(or $(OUTPUTS),compare) $(EXAMPLES)
+
+# nbconvert's templates are in the development environment.
+examples-ported: $(CLIENTS_READY)
+	HF_HUB_OFFLINE=1 JUPYTER_PATH=$(CURDIR)/$(VENV)/share/jupyter $(CLIENTS_VENV)/bin/python examples/run_headless.py $(PORTED)
+	$(CLIENTS_VENV)/bin/python -m tests.support.saved_outputs $(or $(OUTPUTS),compare) $(PORTED)
+
+# ALL=yes: also the cells in which only numbers have changed.
+examples-record:
+	$(MAKE) examples examples-ported OUTPUTS=record$(if $(ALL),-all)
 
 # Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
 test: $(SETUP) $(if $(CHROMIUM),$(BROWSER_READY))
@@ -196,6 +257,7 @@ test-integrations: $(SETUP)
 
 test-nightly: $(DEEPSPEED_OPS)
 	TEST_NIGHTLY=yes $(MAKE) test
+	$(MAKE) test-gpu DRY=yes
 	TEST_NIGHTLY=yes $(MAKE) test-integrations
 
 soak: $(SETUP)
@@ -204,11 +266,22 @@ soak: $(SETUP)
 test-notebook: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m notebook tests
 
-test-colab: $(COLAB_READY)
-	OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=6.17.1 JUPYTER_PATH=$(CURDIR)/$(VENV)/share/jupyter \
-		$(COLAB_VENV)/bin/python -m pytest -m "not benchmark" \
-		-o cache_dir=.build/pytest-colab tests/unit/launch tests/unit/telemetry tests/unit/widgets tests/unit/support \
-		tests/notebook tests/faults
+# TESTS="tests/notebook tests/faults/test_stopping.py": only these.
+define test_hosted
+OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=6.17.1 TEST_HOSTED=$(1) PYDEVD_USE_FRAME_EVAL=NO \
+	.venv-$(1)/bin/python -m pytest -rs -m "not benchmark" -o cache_dir=.build/pytest-$(1) \
+	$(or $(TESTS),tests/hosted tests/unit/launch tests/unit/telemetry tests/unit/widgets tests/unit/support \
+	tests/notebook tests/faults)
+endef
+
+test-colab: .venv-colab/.ready
+	$(call test_hosted,colab)
+
+test-kaggle: .venv-kaggle/.ready
+	$(call test_hosted,kaggle)
+
+test-marimo: $(MARIMO_READY)
+	OMP_NUM_THREADS=1 $(MARIMO_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-marimo tests/marimo
 
 test-kernels: $(KERNELS:%=$(KERNELS_BUILD)/%/.ready)
 	for version in $(KERNELS); do \
@@ -221,7 +294,7 @@ test-browser: $(BROWSER_READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/browser
 
 test-gpu: $(SETUP)
-	$(PY) -m pytest -m gpu -rs tests
+	$(if $(DRY),TEST_GPU=dry) $(PY) -m pytest -m gpu -rs $(if $(DRY),tests/gpu,tests)
 
 test-clients: $(CLIENTS_READY)
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
@@ -242,6 +315,10 @@ test-megatron: $(MEGATRON_READY)
 test-s3: $(S3_READY)
 	OMP_NUM_THREADS=1 $(S3_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-s3 tests/s3
 
+test-docs: $(DOCS_TESTS_READY) docs
+	$(DOCS_VENV)/bin/python -m codespell_lib --skip '*.ipynb' docs README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md
+	$(DEEPSPEED_ENV) HF_HUB_OFFLINE=1 $(DOCS_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-docs tests/docs
+
 test-ray: $(RAY_READY)
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-ray -m "not benchmark" tests/ray
 
@@ -252,6 +329,10 @@ test-trackers: $(TRACKERS_READY)
 test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
 
+test-tpu: $(TPU_READY)
+	OMP_NUM_THREADS=1 $(TPU_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-tpu tests/tpu \
+		tests/unit/hardware/test_tpu.py tests/unit/launch/test_tpu_ranks.py
+
 test-parity: $(PARITY_READY) $(BENCH_DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) $(BENCH_DEEPSPEED_VENV)/bin/python -m tests.parity.behaviour.both_sides deepspeed.
 	OMP_NUM_THREADS=1 $(PARITY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
@@ -261,6 +342,10 @@ test-parity: $(PARITY_READY) $(BENCH_DEEPSPEED_READY)
 test-matrix: $(DIST_READY)
 	$(DIST_VENV)/bin/python -m tests.support.matrix $(if $(CELLS),--cells $(CELLS)) $(if $(GROUPS),--groups $(GROUPS)) \
 		$(if $(LIST),--list)
+
+docs: $(DOCS_READY)
+	PYTHONPATH=. $(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -d .build/doctrees docs .build/docs
+	@echo "open .build/docs/index.html"
 
 dist: $(DIST_READY)
 	rm -rf dist
@@ -293,10 +378,13 @@ bench-quick: $(BENCH_READY)
 bench-record:
 	$(MAKE) bench RECORD=--record
 
+pictures: $(BROWSER_READY)
+	OMP_NUM_THREADS=1 $(PY) -m tests.support.pictures
+
 lab: $(SETUP)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(DIST_VENV) $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(PARITY_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf docs/tutorials $(DIST_VENV) $(DOCS_VENV) $(TPU_VENV) $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(HOSTED:%=.venv-%) $(DEEPSPEED_VENV) $(MARIMO_VENV) $(MEGATRON_VENV) $(PARITY_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

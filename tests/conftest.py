@@ -8,6 +8,7 @@ import importlib.util
 import os
 import resource
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,10 @@ with contextlib.suppress(ImportError):  # groups with an environment of their ow
 
 # Two ranks and a kernel share few cores: one thread each, here and in everything that is started from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What outlives a process is neither looked for nor left in the user's own folder.
+_state = tempfile.TemporaryDirectory(prefix="state-")
+os.environ["XDG_STATE_HOME"] = _state.name
+os.environ.pop("XDG_RUNTIME_DIR", None)
 # Every kernel and rank imports the package: without its bytecode, each compiles it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -71,6 +76,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _without_gpu(items: list[pytest.Item]) -> str | None:
     if not any(item.get_closest_marker("gpu") for item in items):
+        return None
+    if os.environ.get("TEST_GPU") == "dry":  # on the CPU: tests/support/gpu.py
         return None
     import torch
 

@@ -97,7 +97,7 @@ for _ in sys.stdin:
 """
 
 
-def python(code: str, *arguments: str, cwd: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, cwd: Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -134,6 +134,7 @@ def value_in(folder: Path) -> float:
         pytest.param("auto", True, marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.timeout(1800)
 def test_a_process_killed_at_any_change_of_the_disk_loses_nothing(tmp_path: Path, target: str, blocking: bool) -> None:
     work = tmp_path / "work"
     work.mkdir()

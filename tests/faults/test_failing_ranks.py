@@ -73,7 +73,9 @@ def test_exception_before_a_collective(kernel: Kernel, method: str) -> None:
     text = _run(kernel, body, method)
     assert blames(text, 1)
     assert "KeyError: 'before'" in text
-    assert len(re.findall(r"rank 1( failed first)?: KeyError", text.rstrip().splitlines()[-1])) == 1
+    message, page = text.rstrip().splitlines()[-2:]
+    assert len(re.findall(r"rank 1( failed first)?: KeyError", message)) == 1
+    assert page.startswith("see https://")
 
 
 @METHODS

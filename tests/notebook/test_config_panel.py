@@ -45,7 +45,7 @@ def shown(kernel: Kernel) -> Cell:
 def test_the_panel_is_a_widget_with_its_static_form_below(shown: Cell) -> None:
     live, static = shown.displays
     assert VIEW in live
-    assert live["text/plain"] == "Settings of a launch: live in the notebook of its kernel"
+    assert live["text/plain"] == "Settings of a launch: live view in the original notebook"
     assert VIEW not in static
     assert "<summary>Settings of a launch, as of " in static["text/html"]
     assert "num_processes=2" in static["text/plain"]
@@ -105,3 +105,42 @@ def test_functions_of_the_notebook_are_offered(kernel: Kernel) -> None:
 def test_a_panel_loads_no_torch_into_the_kernel(fresh: Kernel) -> None:
     fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
     assert fresh.value("'torch' not in __import__('sys').modules")
+
+
+def test_a_panel_sends_few_messages_until_its_tabs_and_folds_are_opened(fresh: Kernel) -> None:
+    """A kernel drops what a slow server has not taken, beyond 1,000 messages; there were 720 at once."""
+    shown = fresh.check("panel = notebook_accelerate.configure()\npanel")
+    sent = [message["msg_type"] for message in shown.comms]
+    assert sent.count("comm_open") < 100
+    assert len(sent) < 150
+    assert fresh.value("len(panel.training_form._rows)") == 0
+    opened = fresh.check("panel._tabs.selected_index = 1")
+    assert fresh.value("[*panel.training_form._rows]") == ["batch_size", "gradient_accumulation_steps"]
+    assert 0 < len(opened.comms) < 50
+
+
+WARM_TORCH = """
+import torch
+torch.set_num_threads(4)
+matrix = torch.randn(600, 600, requires_grad=True)
+for _ in range(5):
+    (matrix @ matrix).relu().sum().backward()
+"""
+
+
+def test_the_form_and_the_launch_make_the_same_plan_after_work_of_many_threads() -> None:
+    with Kernel({"OMP_NUM_THREADS": "4"}) as kernel:
+        kernel.check(WARM_TORCH)
+        kernel.check(CONFIGURE)
+        assert kernel.value("panel.plan.sentence()") == "2 processes on cpu · fork (the kernel is safe to fork) · gloo"
+        kernel.check("panel._go.click()\nrun.wait()")
+        assert kernel.value("run.plan.start_method") == "fork"
+        assert kernel.value("run.plan.sentence() == panel.plan.sentence()")
+
+
+def test_a_click_binds_the_variable_of_the_cell_that_the_panel_shows(kernel: Kernel, shown: Cell) -> None:
+    kernel.check("run = None")
+    assert "run = notebook_launcher(" in kernel.value("panel.code")
+    kernel.check("panel._go.click()\nrun.wait()")
+    assert kernel.value("run is panel.runs[-1]")
+    assert kernel.value("list(run.results)") == [42, 42]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,8 +12,6 @@ from tests.support.kernel import ROOT, Kernel
 from tests.support.launching import WARM_OPTIMIZER, blames, ready_kernel
 
 pytestmark = [pytest.mark.notebook]
-
-EXAMPLES = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +35,10 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
     loss = kernel.value('[run.metrics["loss"].rank(r).values.tolist() for r in (0, 1)]')
     assert len(loss[0]) == len(loss[1]) > 100
     assert all(sum(values[-10:]) < 0.5 * sum(values[:10]) for values in loss)
-    assert "<svg" in find(cells, "def curves").result["image/svg+xml"]  # type: ignore[index]
+    assert any("image/png" in shown for shown in find(cells, '["loss"].plot()').displays)
     report = find(cells, "run.report()").result
     assert report is not None
-    assert "succeeded" in report["text/html"]
+    assert "Succeeded" in report["text/html"]
     assert "accuracy" in report["text/plain"]
 
     failing = find(cells, "def faulty")
@@ -77,7 +72,7 @@ def test_the_tiny_gpt_learns_and_writes(kernel: Kernel) -> None:
 def test_the_panels_configure_watch_and_compare(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "03_panels.ipynb")
 
-    assert "effective batch 128" in find(cells, "panel.sentence.endswith").stdout
+    assert "effective batch: 128" in find(cells, "panel.sentence.endswith").stdout
     assert "num_processes=0 is not allowed" in find(cells, "panel.change(num_processes=0)").stdout
     assert 'mixed_precision="bf16"' in find(cells, "print(panel.code)").stdout
     live, static = find(cells, "panel = notebook_accelerate.configure").displays
@@ -115,16 +110,6 @@ def test_a_model_larger_than_the_memory_runs(kernel: Kernel) -> None:
     assert len(sums) == 4
     assert len(set(sums)) == 1, "every pass computes the same"
     assert cells[-1].stdout.startswith("A model of 1015 MB ran with ")
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_saved_clean(path: Path) -> None:
-    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == []
-            assert cell["execution_count"] is None
 
 
 @pytest.mark.timeout(400)

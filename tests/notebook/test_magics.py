@@ -82,6 +82,16 @@ def test_an_error_names_rank_and_line_and_the_ranks_live_on(kernel: Kernel) -> N
     assert "SyntaxError" in said(kernel.run("%%ranks\nx ="))
 
 
+def test_a_syntax_error_is_at_its_line_of_the_cell(kernel: Kernel) -> None:
+    cell = kernel.run("%%ranks\nvalue = 1\nif value:\nvalue = 2")
+    number = kernel.value("get_ipython().execution_count") - 1
+    assert (
+        f"Cell In[{number}], line 4, in <module>\n    value = 2\nIndentationError: expected" in said(cell) + cell.stderr
+    )
+    assert f"at Cell In[{number}], line 4" in said(cell)
+    assert ".py" not in said(cell)
+
+
 def test_an_interrupt_stops_the_cell_and_the_ranks_live_on(kernel: Kernel) -> None:
     kernel.check("%%ranks\nkept = rank")
     pids = kernel.value(PIDS)

@@ -66,12 +66,22 @@ def _play(kernel: Kernel, chance: random.Random, seconds: float) -> Iterator[Rea
         number += 1
         (name,) = chance.choices(names, weights)
         start = time.monotonic()
-        SCENES[name][1](kernel, chance)
+        try:
+            SCENES[name][1](kernel, chance)
+        except BaseException:
+            _explain(kernel, name)
+            raise
         took = time.monotonic() - start
         assert children(kernel) == [], f"{name} left processes"
         reading = _read(kernel)
         print(f"{number:4} {name:22} {took:6.1f} s  {reading}", flush=True)
         yield reading
+
+
+def _explain(kernel: Kernel, name: str) -> None:
+    """Print what the run of a scene that failed is doing."""
+    cell = kernel.run("print(run, run.diagnose(), *run.logs(tail=20), sep='\\n')", 60.0)
+    print(f"{name} failed; the last run in the background:\n{cell.stdout}", flush=True)
 
 
 def _read(kernel: Kernel) -> Reading:

@@ -169,8 +169,10 @@ class Server:
 
     def open(self, browser: Browser, name: str, app: App = "lab", theme: str = "light") -> NotebookPage:
         """Open a notebook of the server's folder, in an idle page if there is one; wait until its kernel is idle."""
-        if app == "lab" and browser.idle:
-            page = browser.idle.pop()
+        idle = next((page for page in browser.idle if page.server is self), None)
+        if app == "lab" and idle is not None:
+            browser.idle.remove(idle)
+            page = idle
             page.show(name)
         else:
             page = browser.page(self)

@@ -28,8 +28,8 @@ SUITES = {
         "browser": ["browser"],
         "unit": ["unit"],
         "faults": ["faults"],
-        "rules": ["architecture", "parity/surface"],
-        "devices": ["gpu", "xla"],
+        "rules": ["architecture", "parity/surface", "docs/static"],
+        "devices": ["gpu", "tpu", "xla"],
     },
     "integrations": {
         "deepspeed": ["deepspeed"],
@@ -39,11 +39,12 @@ SUITES = {
         "s3": ["s3"],
         "parity": ["parity/behaviour", "parity/checkpoints", "parity/commands"],
         "clients": ["clients"],
+        "docs": ["docs"],
     },
 }
 """What `make test` and `make test-integrations` run: folders of tests by group."""
 # Groups with an environment of their own: what make is asked for instead.
-OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "megatron", "parity", "ray", "s3")}
+OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "docs", "megatron", "parity", "ray", "s3")}
 LANES = 3
 """Groups at a time, one more than the cores of the smallest machine: a group waits half of its time."""
 SECONDS_PER_GROUP = 5400

@@ -189,10 +189,12 @@ class Kernel:
     Args:
         env: Variables over those of the test process; None as a value removes one.
         cwd: The kernel's working directory, an empty temporary one by default.
-        answer: Called with the prompt of each input request; what it returns is sent. Without it a request for
-            input raises in the cell, as in a front end that allows none.
+        answer: Called with the prompt of each input request; what it returns is sent.
+        front_end: Whether the cells are executed as by a front end, which takes input; otherwise as by nbclient, where
+            a request for input raises in the cell.
         timeout: Seconds to wait for a kernel to start, and the default for a cell.
         prefix: Command in front of the kernel's own, which it must replace itself by: ("ip", "netns", "exec", ...).
+        python: The kernel's interpreter.
     """
 
     def __init__(
@@ -200,10 +202,13 @@ class Kernel:
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
         answer: Callable[[str], str] | None = None,
+        front_end: bool = True,
         timeout: float = 120.0,
         prefix: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> None:
-        self.answer, self._prefix = answer, prefix
+        self.answer, self._front_end = answer, front_end
+        self._command = [*prefix, python]
         self.timeout = timeout
         self.cells: dict[str, Cell] = {}
         self._homes: dict[str, Cell] = {}
@@ -258,7 +263,7 @@ class Kernel:
 
     def submit(self, code: str) -> Cell:
         """Send a cell to the kernel and return at once."""
-        msg_id = self.client.execute(code, allow_stdin=self.answer is not None, stop_on_error=False)
+        msg_id = self.client.execute(code, allow_stdin=self._front_end, stop_on_error=False)
         cell = Cell(code, msg_id)
         self.cells[msg_id] = cell
         return cell
@@ -388,7 +393,7 @@ class Kernel:
         """Build a manager with a kernel spec of its own, so that a user's spec named python3 is not picked up."""
         spec = self.folder / "kernels" / "python3"
         spec.mkdir(parents=True)
-        argv = [*self._prefix, sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv = [*self._command, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
         specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
         return KernelManager(
@@ -457,7 +462,7 @@ class Kernel:
 
     def _on_stdin(self, cell: Cell, message: dict[str, Any]) -> None:
         cell.prompts.append(message["content"]["prompt"])
-        assert self.answer is not None
+        assert self.answer is not None, f"the cell asks {cell.prompts[-1]!r}, and the test has no answer"
         self.client.input(self.answer(cell.prompts[-1]))
 
     def _wait_dead(self, seconds: float) -> None:

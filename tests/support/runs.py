@@ -8,6 +8,7 @@ from typing import Any
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import LaunchPlan, Run
 from notebook_accelerate.launch.output.rank_lines import Publisher, TextPublisher
+from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import (
     RUN,
     AttemptEnded,
@@ -24,7 +25,7 @@ from notebook_accelerate.launch.state.run_events import (
 )
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.run_context import RunContext
-from notebook_accelerate.telemetry import Event, RankFailure
+from notebook_accelerate.telemetry import DeviceMemoryEvent, DeviceUseEvent, Event, RankFailure
 from notebook_accelerate.telemetry.store import Record
 
 START = 1_000_000.0
@@ -47,7 +48,7 @@ class Clock:
 
 def plan_run(ranks: int = 2, method: str = "fork", started: float = START, **settings: Any) -> Run:
     """Return a run whose ranks are planned and not started."""
-    return Run.rebuilt(LaunchConfig(num_processes=ranks, **settings), "train", _planned(ranks, method, started))
+    return _unfinished(LaunchConfig(num_processes=ranks, **settings), _planned(ranks, method, started))
 
 
 def make_run(
@@ -66,7 +67,14 @@ def make_run(
     events += [RankStarted(rank, 100 + rank, *host_of(rank)) for rank in range(ranks)]
     events += [RankRunning(rank) for rank in range(ranks)]
     records = [*_planned(ranks, method, started), *(Record(RUN, started, event) for event in events)]
-    return Run.rebuilt(LaunchConfig(num_processes=ranks, **settings), "train", records)
+    return _unfinished(LaunchConfig(num_processes=ranks, **settings), records)
+
+
+def _unfinished(config: LaunchConfig, records: list[Record]) -> Run:
+    """Return a run that goes on: what `Run.rebuilt` returns has ended."""
+    journal = Journal()
+    journal.replay(records)
+    return Run(config, "train", journal)
 
 
 def _planned(ranks: int, method: str, started: float) -> list[Record]:
@@ -88,6 +96,15 @@ def context_of(run: Run, publisher: Publisher | None = None) -> RunContext:
 def feed(run: Run, *events: Event, rank: int = 0, at: float = START) -> None:
     """Append events to the run's journal, as if a rank had sent them."""
     run.journal.add([Record(rank, at, event) for event in events])
+
+
+def devices(rank: int, percent: float, reserved: int) -> list[Event]:
+    """Return what a rank on a GPU of its own, and its host, send about that GPU."""
+    uuid = f"{rank:08x}-0000"
+    return [
+        DeviceMemoryEvent(f"cuda:{rank}", reserved // 2, reserved, reserved // 2, 15 << 30, "Tesla T4", uuid),
+        DeviceUseEvent(uuid, percent, reserved + (1 << 28), 15 << 30),
+    ]
 
 
 def end(

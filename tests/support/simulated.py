@@ -23,11 +23,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.hosts.host_backend import take_ranks
+from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
 from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_connection import TransientConnection
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
-from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, ProcessBackend, RankProcess
 from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import (
@@ -44,6 +45,7 @@ from notebook_accelerate.telemetry import (
 from notebook_accelerate.telemetry.debug_protocol import HeartbeatEvent
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
+from tests.support.runs import devices
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS_PER_PROCESS, THREADS = 64, 4
@@ -167,10 +169,11 @@ class LinkedBackend(ProcessBackend):
             for _ in range(0, len(orders), self._each):
                 incoming = listener.next_host(120.0)
                 assert incoming is not None, "a simulated machine did not come"
-                connection = TransientConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+                connection = HostConnection(incoming)
+                connection.on_last_end = connection.close
                 connection.measure_clock()
-                for _ in range(incoming.hello.facts["ranks"]):
-                    started(connection.await_started(120.0))
+                first = incoming.hello.node * self._each
+                take_ranks(connection, orders[first : first + self._each], started, 120.0, lambda: False)
         finally:
             listener.close()
 
@@ -248,7 +251,9 @@ class _Voice:
             1: ProgressEvent(step, TOTAL_STEPS, "step"),
             3: StepTimeEvent(parts, step, 5, own),
             5: HeartbeatEvent(time.time()),
-            7: ResourceEvent(90.0 + self._rank % 7, (2 << 30) + (self._rank << 20), 80.0, 30 << 30),
+            7: devices(self._rank, 80.0, 30 << 30)[step % 2]
+            if step % 4
+            else ResourceEvent(90.0 + self._rank % 7, (2 << 30) + (self._rank << 20)),
         }.get(turn) or MetricEvent(
             {"train/loss": 2.0 * math.exp(-step / 500) + 0.02 * math.sin(self._rank + step / 9), "lr": 1e-3}, step
         )
@@ -275,7 +280,7 @@ class _VoiceBackend(ProcessBackend):
 
 
 def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_second: float) -> None:
-    hello = HelloEvent(node, f"worker-{node:02}", {"ranks": len(ranks)})
+    hello = HelloEvent(node, f"worker-{node:02}", processes=len(ranks))
     orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in ranks]
     with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
         host.run_ranks(_VoiceBackend(events_per_second), orders)

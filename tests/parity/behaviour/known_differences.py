@@ -145,6 +145,9 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate fails with an assertion of torch on a machine without GPUs": [
         "utilities: utils.check_cuda_fp8_capability()",
     ],
+    "Accelerate knows TPUs through torch_xla alone; here torch_tpu, too": [
+        "utilities: 'MULTI_TPU' in accelerate_dataclasses.DistributedType.__members__",
+    ],
     "Accelerate reports CUDA on a machine without devices": [
         "utilities: utils.get_current_device_type()",
     ],

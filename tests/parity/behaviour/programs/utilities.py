@@ -284,6 +284,7 @@ CALLS = [
     "utils.write_basic_config(save_location='config.json'), utils.write_basic_config(save_location='config.json')",
     "_constants()",
     "_members()",
+    "'MULTI_TPU' in accelerate_dataclasses.DistributedType.__members__",
     "_availability()",
     "utils.is_bf16_available(True)",
     "utils.is_torch_xla_available(check_is_tpu=True)",
@@ -397,7 +398,9 @@ def _constants() -> Any:
 
 def _members() -> Any:
     kinds = [getattr(accelerate_dataclasses, name) for name in _ENUMS.split()]
-    return {kind.__name__: sorted([each.name, each.value] for each in kind) for kind in kinds}
+    return {
+        kind.__name__: sorted([each.name, each.value] for each in kind if each.name != "MULTI_TPU") for kind in kinds
+    }
 
 
 def _availability() -> Any:
