@@ -103,6 +103,26 @@ def _write_short_addresses(app: Sphinx, error: Exception | None) -> None:
         )
 
 
+def _correct_links_of_sources(app: Sphinx, error: Exception | None) -> None:
+    """Point the links from source code to the reference at its entries: viewcode takes one import path per module."""
+    if error is not None or app.builder.format != "html":
+        return
+    entries = {(entry.docname, entry.node_id) for entry in app.env.domains["py"].objects.values()}
+
+    def corrected(link: re.Match[str]) -> str:
+        parts = link["name"].split(".")
+        for begin in range(1, len(parts)):
+            end = ".".join(["", *parts[begin:]])
+            found = [name for page, name in entries if page == link["page"] and name.endswith(end)]
+            if len(found) == 1:
+                return f'href="{link["up"]}{link["page"]}.html#{found[0]}"'
+        return link[0]
+
+    for path in (Path(app.outdir) / "_modules").rglob("*.html"):
+        text = path.read_text()
+        path.write_text(re.sub(r'href="(?P<up>[./]+)(?P<page>api/\w+)\.html#(?P<name>[\w.]+)"', corrected, text))
+
+
 def _link_tutorials(_app: Sphinx, name: str, source: list[str]) -> None:
     """Point links between pages and notebooks at their places in the site; as written they work on a code host."""
     if name.startswith("tutorials/"):
@@ -112,8 +132,9 @@ def _link_tutorials(_app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what is copied and written beside the pages, and the resolvers of short names and links to notebooks."""
+    """Connect the functions above."""
     app.connect("config-inited", _copy_tutorials)
     app.connect("missing-reference", _by_short_name)
     app.connect("source-read", _link_tutorials)
     app.connect("build-finished", _write_short_addresses)
+    app.connect("build-finished", _correct_links_of_sources)

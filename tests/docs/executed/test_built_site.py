@@ -1,6 +1,11 @@
-"""The built site: short addresses of the pages on exceptions, and notebooks with their reports and pictures."""
+"""The built site: its links and anchors, short addresses of exceptions, notebooks with their reports."""
 
 from __future__ import annotations
+
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
 
 import pytest
 
@@ -9,6 +14,47 @@ from tests.support import pages
 
 SITE = pages.ROOT / ".build" / "docs"
 pytestmark = [pytest.mark.skipif(not SITE.exists(), reason="the site is not built: make docs")]
+PAGES = sorted(path for path in SITE.rglob("*.html") if path.parent.parent.name != "e" and "_static" not in path.parts)
+
+
+class Links(HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if anchor := values.get("id"):
+            self.anchors.add(anchor)
+        target = values.get("href" if tag in {"a", "link"} else "src")
+        if target and not target.startswith(("http:", "https:", "mailto:", "data:")):
+            self.targets.append(target)
+
+
+@cache
+def links(path: Path) -> Links:
+    return Links(path.read_text())
+
+
+def leads_nowhere(page: Path, target: str) -> bool:
+    name, anchor = urldefrag(target)
+    other = (page.parent / unquote(name.partition("?")[0])).resolve() if name else page
+    if other.is_dir():
+        other /= "index.html"
+    if not other.exists():
+        return True
+    return bool(anchor) and other.suffix == ".html" and unquote(anchor) not in links(other).anchors
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(SITE)))
+def test_links_and_anchors_of_the_site_lead_somewhere(path: Path) -> None:
+    targets = links(path).targets
+    assert targets
+    assert [target for target in targets if leads_nowhere(path, target)] == []
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
