@@ -1,0 +1,251 @@
+"""A timeline of a profile as one SVG image of bounded size, for reports and saved notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.launch.report import markup
+from notebook_accelerate.launch.report.markup import Markup, element, svg_text
+from notebook_accelerate.launch.report.svg_curves import INK, ticks
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from notebook_accelerate.profiling.timeline import Timeline, Track
+
+WIDTH, LABEL, RIGHT, TOP, BOTTOM = 900, 62, 12, 30, 24
+STEP_HEIGHT, LANE, GAP = 11, 13, 9
+MAX_RANKS = 16
+"""Ranks that are drawn; the title says how many there are."""
+MAX_STEPS = 100
+"""Steps of a rank that are drawn one by one."""
+MAX_BYTES = 64_000
+"""Bytes of the SVG: with fewer columns it stays below that. As base64 it is a third longer."""
+COLUMNS = (824, 412, 206, 103, 52)
+"""Columns of a lane, the first number that leads to less than ``MAX_BYTES``."""
+SAMPLES = 4
+"""Times in a column at which a track is looked at; the category seen most often colours the column."""
+# Mid-tones, legible on light and dark backgrounds.
+COLOURS = {
+    "forward": "#3b82d6", "backward": "#8a63d2", "optimizer": "#2a9a68", "loader": "#d9662b", "collective": "#1b98a6",
+    "wait": "#d6455d", "kernel": "#6f8f2f", "memory": "#a0703c", "runtime": "#7d8590", "op": "#7f96b8",
+    "python": "#9a9a9a", "checkpoint": "#c4881c", "logging": "#c25a9b", "step": "#808080",
+}  # fmt: skip
+PHASES = ("forward", "backward", "optimizer", "loader", "collective", "checkpoint", "logging", "wait")
+"""Categories that say what an operation is a part of; they are drawn instead of the operations below them."""
+TITLES = {"op": "operation", "loader": "data loading", "kernel": "GPU kernel", "memory": "copy", "python": "Python"}
+"""What the legend says instead of a category."""
+
+
+@dataclass
+class _Row:
+    """What is drawn of one rank.
+
+    Attributes:
+        rank: The rank.
+        lanes: Its lanes from the top, each the tracks that it merges.
+        waits: Start and end of its waits, in microseconds.
+    """
+
+    rank: int
+    lanes: list[list[Track]] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def height(self) -> int:
+        return STEP_HEIGHT + LANE * len(self.lanes) + GAP
+
+
+def timeline_svg(timeline: Timeline) -> Markup:
+    """Return a picture of a timeline as an ``img`` element of less than 100 kB; it needs no script and no network.
+
+    Each rank has its steps, a lane with what its main thread did, and lanes for its collectives, with the waiting in
+    red, and for its device.
+
+    Args:
+        timeline: The timeline.
+    """
+    rows = _rows(timeline)
+    height = TOP + sum(row.height for row in rows) + BOTTOM
+    drawing = Markup()
+    for columns in COLUMNS:
+        drawing = _drawing(timeline, rows, height, columns)
+        if len(drawing) <= MAX_BYTES:
+            break
+    return markup.svg_image(drawing, WIDTH, height, _description(timeline))
+
+
+def _rows(timeline: Timeline) -> list[_Row]:
+    """Return the ranks in order; at most ``MAX_RANKS``."""
+    rows: dict[int, _Row] = {}
+    main: dict[int, list[Track]] = {}
+    for track in timeline.tracks:
+        row = rows.setdefault(track.rank, _Row(track.rank))
+        kind = track.name.rpartition("·")[2].strip()
+        if kind == "collectives" or "stream" in kind:
+            row.lanes.append([track])
+        else:
+            main.setdefault(track.rank, []).append(track)
+    for rank, tracks in main.items():
+        rows[rank].lanes.insert(0, [max(tracks, key=lambda track: ("main" in track.name, len(track)))])
+    for wait in timeline.waits:
+        waiting, last = timeline.tracks[wait.from_track], timeline.tracks[wait.to_track]
+        start = waiting.start[wait.from_event]
+        end = min(last.start[wait.to_event], start + waiting.duration[wait.from_event])
+        if end > start:
+            rows[waiting.rank].waits.append((start, end))
+    for step in timeline.steps:
+        rows.setdefault(step.rank, _Row(step.rank))
+    return [rows[rank] for rank in sorted(rows)][:MAX_RANKS]
+
+
+def _drawing(timeline: Timeline, rows: Sequence[_Row], height: int, columns: int) -> Markup:
+    span = max(timeline.span, 1e-6)
+    scale = (WIDTH - LABEL - RIGHT) / span
+    parts: list[Markup] = [*_axis(span, scale, height)]
+    used: list[str] = []
+    top = TOP
+    for row in rows:
+        parts += _steps(timeline, row, top, scale)
+        lane_top = top + STEP_HEIGHT
+        parts.append(svg_text(LABEL - 8, lane_top + 10, f"rank {row.rank}", INK, "end"))
+        for tracks in row.lanes:
+            parts += _lane(timeline, tracks, lane_top, columns, used)
+            if any(_is_collective(track) for track in tracks) or len(row.lanes) == 1:
+                parts += _waits(timeline, row, lane_top, columns, used)
+            lane_top += LANE
+        top += row.height
+    ranks = {track.rank for track in timeline.tracks} | {step.rank for step in timeline.steps}
+    note = f"{len(rows)} of {len(ranks)} ranks" if len(rows) < len(ranks) else ""
+    return markup.svg(WIDTH, height, *_legend(used, note), *parts)
+
+
+def _is_collective(track: Track) -> bool:
+    return track.name.endswith("collectives")
+
+
+def _axis(span: float, scale: float, height: int) -> Iterator[Markup]:
+    """Yield the grid and its labels, in the unit that suits the span."""
+    unit, name = next((each for each in ((1e6, "s"), (1e3, "ms")) if span >= 2 * each[0]), (1.0, "µs"))
+    for value in ticks(0.0, span / unit, 8):
+        x = LABEL + value * unit * scale
+        yield element("line", x1=x, x2=x, y1=TOP - 4, y2=height - BOTTOM, stroke="#808080", stroke_opacity=".25")
+        yield svg_text(x, height - 8, f"{value:,.10g} {name}", INK, "middle")
+
+
+def _steps(timeline: Timeline, row: _Row, top: float, scale: float) -> Iterator[Markup]:
+    """Yield a bar per step, with its number where there is room; steps that are too narrow are one bar."""
+    steps = [step for step in timeline.steps if step.rank == row.rank]
+    label = "step {}"
+    if len(steps) > MAX_STEPS:
+        label = f"steps {{}} to {steps[-1].number}"
+        steps = [steps[0]._replace(end=steps[-1].end)]
+    for index, step in enumerate(steps):
+        x, width = LABEL + step.start * scale, max(0.5, (step.end - step.start) * scale - 1)
+        opacity = ".3" if index % 2 else ".45"
+        yield element("rect", x=x, y=top, width=width, height=STEP_HEIGHT - 2, fill="#808080", fill_opacity=opacity)
+        if width > 48:
+            yield svg_text(x + 4, top + 7.8, label.format(step.number), INK, font_size=9)
+
+
+def _lane(timeline: Timeline, tracks: Sequence[Track], top: float, columns: int, used: list[str]) -> Iterator[Markup]:
+    """Yield one path per category: a rectangle for each run of columns of one colour."""
+    seen = _columns(timeline, tracks, columns)
+    for category in sorted(set(seen.tolist()) - {-1}):
+        name = timeline.categories[category]
+        used.append(name)
+        yield _runs(seen == category, top, LANE - 2, COLOURS.get(name, "#7f7f7f"))
+
+
+def _runs(columns: np.ndarray, top: float, height: float, colour: str) -> Markup:
+    """Return one path: a rectangle for each run of columns that are true."""
+    import numpy as np
+
+    pixels = (WIDTH - LABEL - RIGHT) / len(columns)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], columns.astype(int), [0]])))
+    path = "".join(
+        f"M{LABEL + begin * pixels:.4g} {top:g}h{(end - begin) * pixels:.4g}v{height:g}h-{(end - begin) * pixels:.4g}z"
+        for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    )
+    return element("path", d=path, fill=colour)
+
+
+def _columns(timeline: Timeline, tracks: Sequence[Track], columns: int) -> np.ndarray:
+    """Return the category of each column, int64, shape (columns,); -1 where nothing happens.
+
+    The deepest event counts; one that is a phase of the training counts instead of what happens in it.
+    """
+    import numpy as np
+
+    times = (np.arange(columns * SAMPLES) + 0.5) * (timeline.span / (columns * SAMPLES))
+    phases = [index for index, name in enumerate(timeline.categories) if name in PHASES]
+    steps = [index for index, name in enumerate(timeline.categories) if name == "step"]
+    found = np.full(len(times), -1)
+    for track in tracks:
+        depths, category = np.asarray(track.depth), np.asarray(track.category)
+        start, duration = np.asarray(track.start), np.asarray(track.duration)
+        for depth in range(int(depths.max()) + 1 if len(depths) else 0):
+            chosen = np.flatnonzero((depths == depth) & ~np.isin(category, steps))
+            if not len(chosen):
+                continue
+            at = np.searchsorted(start[chosen], times, "right") - 1
+            event = chosen[np.maximum(at, 0)]
+            inside = (at >= 0) & (times < start[event] + duration[event])
+            kind = category[event].astype(int)
+            inside &= np.isin(kind, phases) | ~np.isin(found, phases)
+            found = np.where(inside, kind, found)
+    return _most_frequent(found.reshape(columns, SAMPLES))
+
+
+def _most_frequent(samples: np.ndarray) -> np.ndarray:
+    """Return the value that each row has most often."""
+    import numpy as np
+
+    counts = (samples[:, :, None] == samples[:, None, :]).sum(axis=2)
+    most: np.ndarray = samples[np.arange(len(samples)), counts.argmax(axis=1)]
+    return most
+
+
+def _waits(timeline: Timeline, row: _Row, top: float, columns: int, used: list[str]) -> Iterator[Markup]:
+    """Yield the columns of which a rank waits more than half."""
+    import numpy as np
+
+    if not row.waits:
+        return
+    edges = np.maximum.accumulate(np.array([0.0, *np.array(sorted(row.waits)).ravel()]))
+    waited = np.cumsum(np.where(np.arange(len(edges)) % 2, 0.0, np.diff(edges, prepend=0.0)))
+    bounds = np.interp(np.linspace(0.0, timeline.span, columns + 1), edges, waited)
+    used.append("wait")
+    yield _runs(np.diff(bounds) > timeline.span / columns / 2, top + LANE - 6, 4, COLOURS["wait"])
+
+
+def _legend(used: Sequence[str], note: str) -> Iterator[Markup]:
+    x = float(LABEL)
+    for name in [name for name in COLOURS if name in used]:
+        text = TITLES.get(name, name)
+        yield element("rect", x=x, y=8, width=9, height=9, rx=2, fill=COLOURS[name])
+        yield svg_text(x + 13, 16, text, INK)
+        x += 25 + 6.2 * len(text)
+    if note:
+        yield svg_text(WIDTH - RIGHT, 16, note, INK, "end")
+
+
+def _description(timeline: Timeline) -> str:
+    ranks = sorted({track.rank for track in timeline.tracks})
+    events = sum(len(track) for track in timeline.tracks)
+    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    text = f"Timeline of {count}: {events:,} events in {timeline.span / 1e3:,.1f} ms"
+    waited: dict[int, float] = {}
+    for wait in timeline.waits:
+        waiting, last = timeline.tracks[wait.from_track], timeline.tracks[wait.to_track]
+        time = min(last.start[wait.to_event] - waiting.start[wait.from_event], waiting.duration[wait.from_event])
+        waited[last.rank] = waited.get(last.rank, 0.0) + max(0.0, time)
+    if waited:
+        rank = max(waited, key=lambda each: waited[each])
+        text += f"; others wait longest for rank {rank}: {waited[rank] / 1e3:,.1f} ms in total"
+    return text
+
+
+__all__ = ["timeline_svg"]
