@@ -5,6 +5,7 @@ Ratios to a peer and shares do not depend on the machine, so that a run on anoth
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,14 +25,17 @@ SHARES = ("%", "×")
 _HEAD = """\
 # Benchmarks
 
-`make bench ROWS="AREA or ROW"` measures; `make bench-record` also writes this table. Every figure is a median, measured
-in turns with what it is compared with: Accelerate, where the name says nothing else. A ratio below 1 is faster, or
-smaller. `make bench` names every ratio that is more than 1.3 times the one written here.
+Times and memory, measured in turns here and in Accelerate, or in what the figure names. Each figure is a median; the
+quartiles are those of the ratio, or of the figure itself where there is no peer. A ratio below 1 is faster, or smaller.
+The goal is what the project aims at; not every goal is met.
 
-Measured on: {machine}
+`make bench` measures all rows, `make bench ROWS=launch` an area or a row, and names every ratio that is more than 1.3
+times the one written here. `make bench-record` also writes this table.
 
-| area | row | figure | here | peer | ratio | quartiles | goal |
-|---|---|---|---|---|---|---|---|
+The machine, when a row was last measured: {machine}
+
+| area | row | figure | here | peer | ratio | quartiles | goal | date |
+|---|---|---|---|---|---|---|---|---|
 """
 _LINE = re.compile(r"\| (?P<area>[^|]+) \| (?P<row>[^|]+) \| (?P<what>[^|]+) \| (?P<cells>.*) \|")
 
@@ -75,13 +79,14 @@ def write(entries: Sequence[Entry], machine: str) -> None:
 
 def _row(entry: Entry) -> str:
     figure = entry.figure
-    spread = "{:.3g} – {:.3g}".format(*figure.spread) if figure.spread else ""
+    spread = " – ".join(_number(bound, "") for bound in figure.spread) if figure.spread else ""
     cells = (_number(figure.ours, figure.unit), _number(figure.peer, figure.unit), _number(figure.ratio, ""), spread)
-    return f"| {' | '.join((*entry.key, *cells, _cell(figure.goal)))} |"
+    date = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
+    return f"| {' | '.join((*entry.key, *cells, _cell(figure.goal), date))} |"
 
 
 def _number(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{value:.3g} {unit}".strip()
+    return "" if value is None else f"{float(f'{value:.3g}'):g} {unit}".strip()
 
 
 def _cell(text: str) -> str:
