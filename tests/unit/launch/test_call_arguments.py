@@ -11,6 +11,7 @@ import torch
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.launch import runs
 from notebook_accelerate.launch.state.call_arguments import MAX_ARGUMENTS, call_arguments
+from notebook_accelerate.launch.state.run_commands import NoCommands, RunCommands
 from notebook_accelerate.widgets.compared_run import BestValues, better, columns
 from tests.support.runs import feed, make_run
 
@@ -46,14 +47,26 @@ def test_a_run_knows_its_arguments_and_the_list_of_runs_is_a_table() -> None:
     assert "<Run " in repr(listed)
 
 
+class _Elsewhere(NoCommands):
+    """The commands of a run that another process runs."""
+
+    refusal = "run 77 is read from a file: stop it where it was launched"
+
+
 class _FromFile:
-    """A run of which there is a record only: no launch, no commands."""
+    """A run of which there is a record only: no launch, no process; mypy compares it with `ComparedRun`."""
 
     def __init__(self) -> None:
         run = make_run()
-        self.id, self.function_name, self.config, self.plan, self.store = 77, "train", run.config, run.plan, run.store
-        self.status, self.started, self.ended, self.elapsed = "running", run.started, None, 5.0
+        self.id, self.function_name, self.config = 77, "train", run.config
+        self.commands: RunCommands = _Elsewhere()
+        self.plan, self.store = run.plan, run.store
+        self.status, self.started, self.elapsed = "running", run.started, 5.0
+        self.ended: float | None = None
         self.arguments = {"lr": 0.1}
+
+    def request_stop(self) -> None:
+        raise AssertionError("its row has no Stop")
 
 
 def test_a_record_of_a_run_is_enough_for_the_table() -> None:
@@ -63,13 +76,13 @@ def test_a_record_of_a_run_is_enough_for_the_table() -> None:
     here, there = make_run(), _FromFile()
     for step, value in enumerate((3.0, 1.0, float("nan"), 2.0)):
         feed(here, MetricEvent({"loss": value, "accuracy": value, "step_count": value}, step))
-    table = RunsTable([here, there])  # type: ignore[list-item]
+    table = RunsTable([here, there])
     head, second, first = table.rows
     assert head[6:] == ["lr", "loss", "best loss", "accuracy", "best accuracy", "step_count"]
     assert second[6:] == ["0.1", "–", "–", "–", "–", "–"]
     assert first[6:] == ["–", "2", "1", "2", "3", "2"]
     rows = {row["key"]: row for row in table.grid.table["rows"]}
-    assert rows[77]["stops"] is False, "it has no command for it"
+    assert rows[77]["stops"] is False, "it cannot be stopped from here"
     assert rows[here.id]["stops"] is True
     assert (rows[here.id]["colour"], rows[77]["colour"]) == (0, 1)
     assert table.plot.order == [f"run {here.id}", "run 77"]
