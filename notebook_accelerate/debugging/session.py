@@ -21,7 +21,11 @@ from notebook_accelerate.telemetry.debug_protocol import (
     CompleteReply,
     CompleteRequest,
     DoneReply,
+    MemoryReply,
+    MemoryRequest,
     PauseRequest,
+    ProfileReply,
+    ProfileRequest,
     Reply,
     Request,
     ResumeRequest,
@@ -37,6 +41,10 @@ REPLY_SECONDS = 1.0
 """Time limit of a rank's agent for its stacks; after it, the rank's signal handler writes them."""
 SAMPLE_REPLY_SECONDS = 10.0
 """Time limit of the reply after the samples: a rank that holds the GIL replies when it releases it."""
+PROFILE_REPLY_SECONDS = 400.0
+"""Time limit of a profile's reply: the rank itself replies earlier where it sees no steps, or is stuck."""
+LIVE_SECONDS = 5.0
+"""Time limit of the sign of life before a profile: a rank without one is not waited for."""
 ROUND_SECONDS = 1.5
 """Time to reach a step boundary; after it, the ranks that have reached one resume until their next one."""
 
@@ -128,6 +136,35 @@ class Session:
         for rank in wanted:
             reply = replies.get(rank)
             found[rank] = reply if isinstance(reply, SampleReply) else self._why_silent(rank)
+        return found
+
+    def profile(
+        self, make: Callable[[int], ProfileRequest], ranks: Iterable[int] | None
+    ) -> dict[int, ProfileReply | str]:
+        """Record steps of ranks; see ``Run.profile``. Return why for a rank without a trace.
+
+        Args:
+            make: Creates the request with a number.
+            ranks: Global indices; None means all.
+        """
+        wanted = self._wanted(ranks)
+        live = self.requests.ask(wanted, StacksRequest, LIVE_SECONDS)
+        replies = self.requests.ask(list(live), make, make(0).seconds + PROFILE_REPLY_SECONDS)
+        return {rank: self._profiled(rank, replies.get(rank)) for rank in wanted}
+
+    def _profiled(self, rank: int, reply: object) -> ProfileReply | str:
+        if not isinstance(reply, ProfileReply):
+            return self._why_silent(rank)
+        return reply.error or reply
+
+    def memory(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, MemoryReply | str]:
+        """Return what the memory of ranks holds, or why it is not known; see ``Run.memory``."""
+        wanted = self._wanted(ranks)
+        replies = self.requests.ask(wanted, MemoryRequest, timeout)
+        found: dict[int, MemoryReply | str] = {}
+        for rank in wanted:
+            reply = replies.get(rank)
+            found[rank] = reply.error or reply if isinstance(reply, MemoryReply) else self._why_silent(rank)
         return found
 
     def complete(self, text: str, rank: int, frame: str | None, timeout: float) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.debugging.diagnosis import Diagnosis
 from notebook_accelerate.debugging.session import Session, Stacks
 from notebook_accelerate.launch.output.standard_streams import StandardStream, escape
+from notebook_accelerate.launch.report.profile import Profile, ProfileFolder
 from notebook_accelerate.launch.report.samples import Samples
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.state.run_events import WarningAdded
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")
 MAX_SAMPLE_SECONDS, MAX_SAMPLE_RATE = 600, 1000
+MAX_PROFILE_STEPS = 1000
 STOP_SECONDS = 5.0
 """Seconds that a rank has to reach the debugger after the request to stop."""
 
@@ -109,6 +111,39 @@ class RunDebugging:
         if not 0 < rate <= MAX_SAMPLE_RATE:
             raise ValueError(f"rate={rate!r} is not allowed; pass samples a second, at most {MAX_SAMPLE_RATE}")
         return Samples(self._session().sample(seconds, ranks, rate), tracebacks.frame_location)
+
+    def profile(
+        self,
+        steps: int = 3,
+        ranks: Iterable[int] | None = None,
+        memory: bool = False,
+        seconds: float | None = None,
+    ) -> Profile:
+        """Record steps of live ranks with torch's profiler, without a change of the code and without stopping it.
+
+        Recording begins at the next step boundary (an optimizer step, or ``log`` where there is no optimizer), and
+        this call returns after the last step. A trace grows with the number of operations: a few steps are enough.
+
+        Args:
+            steps: How many steps.
+            ranks: Global indices; None means all.
+            memory: Whether allocations are recorded too.
+            seconds: Record for at most so long, and begin without a step boundary where there is none.
+
+        Returns:
+            Findings as sentences, tables of operations and lines, and the ranks' timeline; as the last line of a cell
+            it is shown. ``missing`` tells why a rank has no trace.
+
+        Raises:
+            ValueError: ``steps`` or ``seconds`` is not allowed, or there is no such rank.
+        """
+        if not 0 < steps <= MAX_PROFILE_STEPS:
+            raise ValueError(f"steps={steps!r} is not allowed; pass a number of steps, at most {MAX_PROFILE_STEPS}")
+        if seconds is not None and not 0 < seconds <= MAX_SAMPLE_SECONDS:
+            raise ValueError(f"seconds={seconds!r} is not allowed; pass seconds above 0, at most {MAX_SAMPLE_SECONDS}")
+        folder = ProfileFolder()
+        replies = self._session().profile(folder.request(steps, seconds or 0.0, memory=memory), ranks)
+        return Profile(folder, folder.traces(replies), tracebacks.frame_location)
 
     def ask(
         self, expression: str, ranks: Iterable[int] | None = None, frame: str | None = None, timeout: float = 5.0

@@ -123,6 +123,62 @@ class SampleReply(Reply):
 
 
 @dataclass(slots=True)
+class ProfileRequest(Request):
+    """Record ``steps`` steps with torch's profiler, from the next step boundary on.
+
+    Attributes:
+        steps: How many steps.
+        seconds: Begin without a step boundary too, and end after so many seconds; 0.0: wait for the steps.
+        memory: Whether allocations are recorded.
+        folder: A folder of the kernel for the trace; where the rank does not see it, the reply has the trace.
+        token: The name of a file in that folder, by which the rank recognizes it.
+    """
+
+    steps: int
+    seconds: float
+    memory: bool
+    folder: str
+    token: str
+
+
+@dataclass(slots=True)
+class ProfileReply(Reply):
+    """A rank's trace, or why there is none.
+
+    Attributes:
+        path: The trace in the kernel's folder; "" where ``payload`` holds it, compressed with gzip.
+        error: Why there is no trace.
+        steps: How many steps were recorded.
+        seconds: How long it was recorded.
+        clock: What to add to the trace's times, which are the rank's system time, for the run's clock, in seconds.
+    """
+
+    path: str = ""
+    error: str = ""
+    steps: int = 0
+    seconds: float = 0.0
+    clock: float = 0.0
+    payload: bytes = b""
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.clock += seconds
+
+
+@dataclass(slots=True)
+class MemoryRequest(Request):
+    """Return what the rank's memory holds."""
+
+
+@dataclass(slots=True)
+class MemoryReply(Reply):
+    """What the rank's memory holds; see ``worker.memory_report`` for the fields of ``report``."""
+
+    report: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(slots=True)
 class AskRequest(Request):
     """Evaluate an expression in a frame of the main thread, at the next step boundary."""
 

@@ -50,6 +50,8 @@ _reported = 0.0
 _steps = 0
 _total_steps = 0
 _sink: Sink | None = None
+on_end: Callable[[], None] | None = None
+"""Called at the end of each step, on the thread that trains, while steps are profiled."""
 
 
 def running() -> bool:
@@ -81,6 +83,9 @@ def _event() -> StepTimeEvent:
 def end_step() -> None:
     """Count a step, and emit the sums once a second. A run's first step starts the clock."""
     global _steps, _total_steps, _reported, _sink  # noqa: PLW0603 - as in switch
+    ended = on_end  # read once: a signal handler may remove it
+    if ended is not None:
+        ended()
     sink = current_sink()
     if sink is not _sink:  # a new run: the time before belongs to no step
         _sink, _reported, _steps, _total_steps = sink, _since, 0, 1

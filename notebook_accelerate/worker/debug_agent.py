@@ -12,12 +12,13 @@ import math
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.telemetry import GroupTimeoutEvent, steady_time
 from notebook_accelerate.telemetry.debug_protocol import (
@@ -34,6 +35,8 @@ from notebook_accelerate.telemetry.debug_protocol import (
     HeartbeatEvent,
     PausedEvent,
     PauseRequest,
+    ProfileReply,
+    ProfileRequest,
     Request,
     ResumeRequest,
     SampleRequest,
@@ -44,6 +47,9 @@ from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
 from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stack_sampler, stacks
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.exit_watch import ExitWatch
+
+if TYPE_CHECKING:
+    from notebook_accelerate.worker.step_profiler import StepProfiler
 
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
@@ -95,6 +101,7 @@ class DebugAgent:
         self._cpu = 0.0
         self._moved = steady_time.now()
         self._next_heartbeat = 0.0
+        self._profiler: StepProfiler | None = None
         agent.on(StacksRequest, self._on_stacks)
         agent.on(AskRequest, self._on_ask)
         agent.on(CompleteRequest, self._on_complete)
@@ -104,6 +111,7 @@ class DebugAgent:
         agent.on(AttachRequest, self._on_attach)
         agent.on(CellRequest, cell_requests.put)
         agent.on(SampleRequest, self._on_sample)
+        agent.on(ProfileRequest, self._on_profile)
         agent.every_tick(self._tick)
         self.exit_watch = ExitWatch(agent)
 
@@ -138,13 +146,15 @@ class DebugAgent:
         self._serve(frame)
 
     def _at_boundary(self) -> None:
+        if self._profiler is not None:
+            self._profiler.at_boundary()
         self._serve(stacks.main_frame())
 
     def _serve(self, frame: FrameType | None) -> None:
         while True:
             with self._lock:
                 if not self._pending:
-                    self._agent.sink.on_step = None
+                    self._agent.sink.on_step = None if self._profiler is None else self._at_boundary
                     return
                 pending = self._pending.pop(0)
             resumes = self._resumes
@@ -169,6 +179,9 @@ class DebugAgent:
         self._record_movement()
         if self._timeouts is not None and (limit := self._timeouts.poll()) is not None:
             self._agent.sink.emit(GroupTimeoutEvent(limit))
+        profiler = self._profiler
+        if profiler is not None and (act := profiler.due(self._moved)) is not None:
+            self._queue(act)
         now = time.monotonic()
         with self._lock:
             due = [pending for pending in self._pending if now >= max(pending.deadline, self._interruptible)]
@@ -221,6 +234,23 @@ class DebugAgent:
 
     def _on_sample(self, request: SampleRequest) -> None:
         stack_sampler.start(request, self._agent.sink.emit)  # sent by the agent's thread
+
+    def _on_profile(self, request: ProfileRequest) -> None:
+        from notebook_accelerate.worker import step_profiler
+
+        stopped = self._paused or breakpoints.stopped_at() or self.exit_watch.text
+        if "torch" not in sys.modules:
+            stopped = stopped or "it has not imported torch"
+        if self._profiler is not None:
+            stopped = stopped or "another profile of it is being recorded"
+        if stopped:
+            self._agent.sink.send(ProfileReply(request.number, error=stopped))
+            return
+        self._profiler = step_profiler.StepProfiler(request, self._agent.sink.emit, self._end_profile)
+        self._agent.sink.on_step = self._at_boundary
+
+    def _end_profile(self) -> None:
+        self._profiler = None
 
     def _on_ask(self, request: AskRequest) -> None:
         self._in_frame(lambda frame, note: self._answer(request, frame, note))

@@ -59,7 +59,9 @@ from notebook_accelerate.telemetry.debug_protocol import (
     DoneReply,
     DumpReadyEvent,
     HeartbeatEvent,
+    MemoryReply,
     PausedEvent,
+    ProfileReply,
     Reply,
     SampleReply,
     StacksReply,
@@ -333,7 +335,8 @@ _HANDLERS: dict[type[Event], Callable[[RankEventHandler, SupervisedRank, Any], N
     DebuggerLeftEvent: RankEventHandler._on_debugger_left,
     CheckEvent: RankEventHandler._on_check,
     **dict.fromkeys(
-        (StacksReply, AskReply, SampleReply, CompleteReply, DoneReply, CellReply), RankEventHandler._on_reply
+        (StacksReply, AskReply, SampleReply, ProfileReply, MemoryReply, CompleteReply, DoneReply, CellReply),
+        RankEventHandler._on_reply,
     ),
 }
 

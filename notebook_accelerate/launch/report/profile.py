@@ -1,0 +1,287 @@
+"""``Profile``: steps of ranks as torch's profiler has recorded them, read in the notebook."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate.errors import FrameInfo
+from notebook_accelerate.launch.report.markup import Markup, element
+from notebook_accelerate.launch.report.profile_picture import timeline_picture
+from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
+from notebook_accelerate.profiling.analysis import Analysis
+from notebook_accelerate.profiling.findings import Finding
+from notebook_accelerate.profiling.op_table import LineSeconds, OpTime
+from notebook_accelerate.profiling.timeline import Timeline
+from notebook_accelerate.profiling.trace import RankTrace, read_trace
+from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
+from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.tracebacks import frame_location
+
+MAX_ROWS = 15
+NOTHING = "nothing stands out: no rule has found a cause of lost time"
+_VIEW = "notebook_accelerate.widgets.timeline_view"
+"""The module above this one that shows a timeline live, by name."""
+
+
+class ProfileFolder:
+    """A private folder into which the ranks of this machine write their traces; removed with this object."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="notebook-accelerate-profile-")
+        self.path = Path(self._folder.name)
+        self._token = secrets.token_hex(16)
+        (self.path / self._token).touch()
+
+    def request(self, steps: int, seconds: float, *, memory: bool) -> Callable[[int], ProfileRequest]:
+        """Return what creates a request with a number."""
+        return lambda number: ProfileRequest(number, steps, seconds, memory, str(self.path), self._token)
+
+    def traces(self, replies: Mapping[int, ProfileReply | str]) -> Traces:
+        """Return the traces of the replies; what arrives from other machines is written into the folder."""
+        found = Traces()
+        for rank, reply in replies.items():
+            if isinstance(reply, str):
+                found.missing[rank] = reply
+                continue
+            path = Path(reply.path)
+            if reply.payload:
+                path = self.path / f"rank{rank}.pt.trace.json.gz"
+                path.write_bytes(reply.payload)
+            elif path.parent != self.path:
+                found.missing[rank] = f"its trace is not in the folder of this profile: {path}"
+                continue
+            found.paths[rank], found.clocks[rank] = path, reply.clock
+        return found
+
+
+@dataclass
+class Traces:
+    """The files of a profile.
+
+    Attributes:
+        paths: By rank, the trace.
+        clocks: By rank, what to add to its times for the run's clock, in seconds.
+        missing: By rank, why there is no trace.
+    """
+
+    paths: dict[int, Path] = field(default_factory=dict)
+    clocks: dict[int, float] = field(default_factory=dict)
+    missing: dict[int, str] = field(default_factory=dict)
+
+
+class Profile:
+    """Recorded steps of ranks; as the last line of a cell, sentences, tables and the timeline.
+
+    ``Run.profile`` returns one; ``Profile.load`` reads the files that ``save``, or torch's profiler, has written.
+
+    Args:
+        folder: What owns the files; None where they belong to the user.
+        traces: The files.
+        where: Returns the location of a frame, as "Cell In[7], line 12".
+
+    Attributes:
+        paths: By rank, the file of its trace.
+        missing: By rank, why there is no trace of it.
+    """
+
+    def __init__(self, folder: ProfileFolder | None, traces: Traces, where: Callable[[FrameInfo], str]) -> None:
+        self._folder = folder
+        self.paths, self.missing = dict(traces.paths), dict(traces.missing)
+        read: list[RankTrace] = []
+        clocks = dict(traces.clocks)
+        for rank, path in traces.paths.items():
+            trace = read_trace(path, rank)
+            clocks.setdefault(rank, float(trace.facts.get("clock", 0.0)))
+            read.append(trace)
+        self._analysis = Analysis(read, clocks, where)
+
+    @classmethod
+    def load(cls, *paths: str | Path) -> Profile:
+        """Read traces: files of torch's profiler, or folders with such files, as ``save`` writes them.
+
+        Raises:
+            FileNotFoundError: There is no such file, or no trace in the folder.
+            ValueError: A file is not a trace of torch's profiler.
+        """
+        files: list[Path] = []
+        for path in map(Path, paths):
+            within = sorted(path.glob("*.json")) + sorted(path.glob("*.json.gz")) if path.is_dir() else [path]
+            files += [each for each in within if not each.name.startswith("merged.")]
+        if not files:
+            raise FileNotFoundError(f"there is no trace in {', '.join(map(str, paths)) or 'no path'}")
+        traces = Traces()
+        for index, file in enumerate(files):
+            rank = read_trace(file).rank
+            traces.paths[rank if rank not in traces.paths else max(traces.paths) + index + 1] = file
+        return cls(None, traces, frame_location)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The sentences, those about most time first; each with its ranks, lines and seconds per step."""
+        return self._analysis.findings
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks with a trace."""
+        return list(self.paths)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded, in the rank with the fewest."""
+        return min((each.steps for each in self._analysis.facts.ranks), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """The mean time of a step, of the recorded time where there was no step, in the slowest rank."""
+        return max((each.step for each in self._analysis.facts.ranks), default=0.0)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The events of all ranks on one clock."""
+        return self._analysis.timeline
+
+    def ops(self) -> list[OpTime]:
+        """Return the operations by their own time, the longest first."""
+        return self._analysis.ops
+
+    def lines(self) -> list[LineSeconds]:
+        """Return the lines of your code by time, the longest first; from samples, 250 a second."""
+        return self._analysis.lines
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write the traces, for Perfetto, TensorBoard, HTA and ``Profile.load``: one file per rank, and one of all.
+
+        Args:
+            folder: Created if needed; files of the same name are replaced.
+
+        Returns:
+            The files: "rank0.pt.trace.json.gz" and so on; the last one is "merged.json.gz", on one clock.
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        written = []
+        for rank, path in self.paths.items():
+            file = target / f"rank{rank}.pt.trace.json.gz"
+            _compress(path, file)
+            written.append(file)
+        merged = target / "merged.json.gz"
+        with gzip.open(merged, "wt", compresslevel=3) as stream:
+            json.dump({"traceEvents": _merged(self.timeline), "displayTimeUnit": "ms"}, stream)
+        return [*written, merged]
+
+    # ---- as text and as HTML
+
+    def _head(self) -> str:
+        if not self.paths:
+            return "no rank was profiled"
+        if not self.steps:
+            return f"{rank_names(self.ranks)} profiled for {self.seconds:.2f} s, in which no step was complete"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return f"{rank_names(self.ranks)} profiled for {steps} of {1000 * self.seconds:.3g} ms"
+
+    def _notes(self) -> list[str]:
+        return [f"rank {rank} was not profiled: {why}" for rank, why in self.missing.items()]
+
+    def _sentences(self) -> list[str]:
+        return [each.sentence for each in self.findings] or ([NOTHING] if self.steps else [])
+
+    def _op_rows(self) -> list[list[str]]:
+        rows = [["operation", "calls", *(f"rank {rank}" for rank in self.ranks)]]
+        for row in self.ops()[:MAX_ROWS]:
+            times = [f"{1000 * row.own.get(rank, 0.0):.2f} ms" for rank in self.ranks]
+            rows.append([row.name[:60], f"{sum(row.calls.values()):,}", *times])
+        return rows
+
+    def _line_rows(self) -> list[list[str]]:
+        rows = [["line", *(f"rank {rank}" for rank in self.ranks), "code"]]
+        for row in self.lines()[:MAX_ROWS]:
+            shares = [f"{100 * row.shares.get(rank, 0.0):.0f} %" for rank in self.ranks]
+            rows.append([row.place, *shares, row.line.source[:60]])
+        return rows
+
+    def __repr__(self) -> str:
+        parts = [self._head(), *(f"  {sentence}" for sentence in self._sentences()), *self._notes()]
+        for rows in (self._line_rows(), self._op_rows()):
+            if len(rows) > 1:
+                parts += ["", text_table(rows, rule=True)]
+        return "\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        return element("div", *self._parts(timeline_picture(self.timeline)), class_="notebook-accelerate-profile")
+
+    def _parts(self, picture: Markup) -> list[Markup]:
+        sentences = [element("li", sentence) for sentence in self._sentences()]
+        parts = [element("p", self._head()), *([element("ul", *sentences)] if sentences else []), picture]
+        tables = [rows for rows in (self._line_rows(), self._op_rows()) if len(rows) > 1]
+        parts += [html_table(rows[0], rows[1:], columns=_columns(rows[0])) for rows in tables]
+        return [*parts, *(element("p", note) for note in self._notes())]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """Return the live view where widgets are shown, and the text and the static form for all others."""
+        plain = {"text/plain": repr(self), "text/html": self._repr_html_()}
+        with suppress(Exception):  # a view that fails must not hide the findings
+            view = import_module(_VIEW).live_view(self)
+            if view is not None:
+                bundle = view._repr_mimebundle_(include=include, exclude=exclude)
+                found = bundle[0] if isinstance(bundle, tuple) else bundle
+                return {**plain, **{kind: value for kind, value in (found or {}).items() if kind not in plain}}
+        return plain
+
+
+def _columns(head: Sequence[str]) -> list[Mapping[str, object]]:
+    return [LEFT, *[LEFT if name == "code" else {} for name in head[1:]]]
+
+
+def _compress(path: Path, file: Path) -> None:
+    if path.name.endswith(".gz"):
+        if path != file:
+            shutil.copyfile(path, file)
+        return
+    with path.open("rb") as source, gzip.open(file, "wb", compresslevel=3) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+def _merged(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return the timeline as events of Chrome's format: a process per rank, a thread per track, arrows for waits."""
+    rows: list[dict[str, Any]] = []
+    for number, track in enumerate(timeline.tracks):
+        name = track.name.partition(" · ")[2]
+        rows += [
+            {"ph": "M", "name": "process_name", "pid": track.rank, "args": {"name": f"rank {track.rank}"}},
+            {"ph": "M", "name": "thread_name", "pid": track.rank, "tid": number, "args": {"name": name}},
+        ]
+        for event in range(len(track)):
+            rows.append(
+                {
+                    "ph": "X", "name": timeline.names[track.names[event]], "pid": track.rank, "tid": number,
+                    "cat": timeline.categories[track.category[event]], "ts": round(track.start[event], 3),
+                    "dur": round(track.duration[event], 3),
+                }
+            )  # fmt: skip
+    for step in timeline.steps:
+        rows.append(
+            {"ph": "X", "name": f"step {step.number}", "pid": step.rank, "tid": -1, "cat": "step",
+             "ts": round(step.start, 3), "dur": round(step.end - step.start, 3)}
+        )  # fmt: skip
+    for number, wait in enumerate(timeline.waits):
+        ends = (("s", wait.to_track, wait.to_event), ("f", wait.from_track, wait.from_event))
+        for phase, track_number, event in ends:
+            track = timeline.tracks[track_number]
+            rows.append(
+                {"ph": phase, "id": number, "name": "waits for", "cat": "wait", "bp": "e", "pid": track.rank,
+                 "tid": track_number, "ts": round(track.start[event], 3)}
+            )  # fmt: skip
+    return rows
+
+
+__all__ = ["Profile", "ProfileFolder", "Traces"]

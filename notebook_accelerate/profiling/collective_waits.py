@@ -1,0 +1,179 @@
+"""Joins the collectives of ranks, and finds who waits for whom in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from notebook_accelerate.profiling.timeline import CATEGORIES
+from notebook_accelerate.profiling.trace import RankTrace
+
+MAX_SHIFT = 60
+"""Ranks begin to record within so many collectives of each other."""
+LEAST_AGREEMENT = 0.9
+"""Sequences of which fewer collectives agree are not joined."""
+_COLLECTIVE = CATEGORIES.index("collective")
+_BYTES = {
+    "float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1,
+    "unsigned char": 1, "signed char": 1, "short": 2, "Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Long": 8,
+    "Int": 4, "Byte": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of one rank.
+
+    Attributes:
+        event: Its index in the trace.
+        group: The process group; "" where it is not known.
+        operation: For example "all_reduce".
+        nbytes: The size of its input; 0 where it is not known.
+        start: Seconds since the epoch, by the run's clock.
+        end: The same.
+    """
+
+    event: int
+    group: str
+    operation: str
+    nbytes: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One collective of all ranks.
+
+    Attributes:
+        number: Its number among those of the group, from 1.
+        calls: The call of each rank.
+    """
+
+    number: int
+    calls: Mapping[int, Call]
+
+    @property
+    def last(self) -> int:
+        """The rank that entered it last."""
+        return max(self.calls, key=lambda rank: self.calls[rank].start)
+
+    def waits(self) -> dict[int, float]:
+        """Return how long each other rank was in it before the last one entered, in seconds."""
+        entered = self.calls[self.last].start
+        return {rank: min(entered, call.end) - call.start for rank, call in self.calls.items() if rank != self.last}
+
+    def label(self) -> str:
+        """Return "all_reduce #7 (64 MB)"."""
+        call = next(iter(self.calls.values()))
+        size = f" ({size_text(call.nbytes)})" if call.nbytes else ""
+        return f"{call.operation} #{self.number}{size}"
+
+
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes as "64 MB"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def calls_of(trace: RankTrace, clock: float) -> list[Call]:
+    """Return the collectives of a rank in order.
+
+    Args:
+        trace: The rank's trace.
+        clock: The run's time of the trace's 0, in seconds since the epoch.
+    """
+    found = []
+    for event in range(len(trace)):
+        if trace.category[event] != _COLLECTIVE:
+            continue
+        begin, _, operation = trace.text(event).partition(":")
+        arguments = trace.arguments.get(event, {})
+        if trace.text(event) == "record_param_comms":
+            if "Collective name" not in arguments or "wait" in str(arguments["Collective name"]):
+                continue
+            operation = str(arguments["Collective name"]).replace("allreduce", "all_reduce")
+        elif begin not in ("gloo", "nccl"):
+            continue
+        start = clock + trace.start[event] / 1e6
+        group = str(arguments.get("Process Group Name", ""))
+        found.append(Call(event, group, operation, _nbytes(arguments), start, start + trace.duration[event] / 1e6))
+    return found
+
+
+def _nbytes(arguments: Mapping[str, Any]) -> int:
+    if "In msg nelems" in arguments:
+        return int(arguments["In msg nelems"]) * _BYTES.get(str(arguments.get("dtype", "")), 0)
+    total = 0
+    for dims, kind in zip(arguments.get("Input Dims", ()), arguments.get("Input type", ()), strict=False):
+        if dims and all(isinstance(each, int) for each in dims):
+            total += prod(dims) * _BYTES.get(str(kind), 0)
+    return total
+
+
+def join(calls: Mapping[int, Sequence[Call]]) -> list[Joined]:
+    """Join the collectives of ranks that are in the same group: those with the same number.
+
+    Without numbers, collectives of ranks are the same if they have the same operation and size, at the same time; a
+    group whose ranks do not agree is left out.
+
+    Args:
+        calls: The calls of each rank, in order.
+    """
+    groups = sorted({call.group for row in calls.values() for call in row})
+    found: list[Joined] = []
+    for group in groups:
+        members = {rank: [call for call in row if call.group == group] for rank, row in calls.items()}
+        members = {rank: row for rank, row in members.items() if row}
+        if len(members) > 1:
+            found += _join_group(members)
+    return sorted(found, key=lambda joined: min(call.start for call in joined.calls.values()))
+
+
+def _join_group(members: Mapping[int, Sequence[Call]]) -> list[Joined]:
+    first, *others = members
+    shifts = {first: 0}
+    for rank in others:
+        shift = _shift(members[first], members[rank])
+        if shift is None:
+            return []
+        shifts[rank] = shift
+    found = []
+    for index in range(len(members[first])):
+        row = {rank: _at(members[rank], index + shifts[rank]) for rank in members}
+        calls = {rank: call for rank, call in row.items() if call is not None}
+        if len(calls) == len(members) and len({(call.operation, call.nbytes) for call in calls.values()}) == 1:
+            found.append(Joined(index + 1, calls))
+    return found
+
+
+def _at(row: Sequence[Call], index: int) -> Call | None:
+    return row[index] if 0 <= index < len(row) else None
+
+
+def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
+    """Return by how many places a rank's sequence is ahead of the base's; None where they do not agree.
+
+    A collective ends on no rank before all have entered it.
+    """
+    best, most = None, 0.0
+    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
+        pairs = [(call, same) for index, call in enumerate(base) if (same := _at(other, index + shift)) is not None]
+        if len(pairs) < max(1, min(len(base), len(other)) // 2):
+            continue
+        agreeing = sum(_same(call, same) for call, same in pairs) / len(pairs)
+        if agreeing > most:
+            best, most = shift, agreeing
+    return best if most >= LEAST_AGREEMENT else None
+
+
+def _same(one: Call, other: Call) -> bool:
+    overlap = max(one.start, other.start) <= min(one.end, other.end) + 0.001
+    return one.operation == other.operation and one.nbytes == other.nbytes and overlap
+
+
+__all__ = ["Call", "Joined", "calls_of", "join", "size_text"]

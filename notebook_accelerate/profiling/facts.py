@@ -1,0 +1,416 @@
+"""The facts of a profile from which findings are drawn: plain numbers for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from notebook_accelerate.errors import FrameInfo
+from notebook_accelerate.profiling.collective_waits import Joined
+from notebook_accelerate.profiling.op_table import recorded
+from notebook_accelerate.profiling.sampled_lines import Line, SampledLines
+from notebook_accelerate.profiling.timeline import CATEGORIES
+from notebook_accelerate.profiling.trace import RankTrace
+
+_LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME = (
+    CATEGORIES.index(name) for name in ("loader", "optimizer", "collective", "step", "runtime")
+)
+SMALL = 50.0
+"""Microseconds: a shorter operation is small."""
+MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_scaled_dot_product")
+OUTER = ("aten::linear", "aten::matmul", "aten::conv1d", "aten::conv2d", "aten::conv3d")
+"""Operations that consist of those above, with the input as the module got it."""
+COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "CompiledFxGraph")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Ranks wait for the last rank in one collective of each step.
+
+    Attributes:
+        label: For example "all_reduce #7 (64 MB)".
+        culprit: The last rank.
+        seconds: By waiting rank, its time per step without the operations that it computes meanwhile.
+        line: What the last rank does meanwhile; None where it is not known.
+        steady: The share of the steps in which this rank is the last.
+        computing: The share of that time in which the last rank computes operations.
+    """
+
+    label: str
+    culprit: int
+    seconds: Mapping[int, float]
+    line: Line | None
+    steady: float
+    computing: float = 0.0
+
+
+@dataclass
+class RankFacts:
+    """What is known of one rank; times are seconds per step.
+
+    Attributes:
+        rank: The rank.
+        steps: How many complete steps were recorded.
+        step: The time of a step.
+        loader: Waiting for a DataLoader.
+        loader_processes: Whether the DataLoader has worker processes.
+        compute: Operations of the main thread, without collectives, loading and the optimizer.
+        optimizer: The optimizer.
+        rows: The first dimension of the first matrix product's input in each step.
+        ops: Outermost operations per step, without the optimizer's.
+        small_ops: How many of them are small.
+        small_seconds: Their time, with the time between them.
+        optimizer_ops: Operations per step in the optimizer.
+        items: Calls of ``item()`` per step, without the optimizer's.
+        item_seconds: Their time, with the line they are in.
+        item_line: The line with most of them.
+        kernels: Kernels per step on a device.
+        kernel_seconds: The device's busy time.
+        synchronizing: Waiting for the device in ``item()`` and the like.
+        barriers: Barriers per step.
+        barrier_seconds: The main thread's time in them.
+        barrier_line: The line with most of them.
+        matrix: The time of matrix products by type of element, as "float".
+        compiled: Whether compiled code ran.
+        logging: Time in printing and logging.
+        logging_line: Its line.
+        saving: Time in saving checkpoints.
+        saving_line: Its line.
+        saving_steps: The share of steps in which there was a save.
+        threads: Other Python threads: name, share of the time on a processor, line.
+        late: The mean delay of a sample.
+        delay: The share of the time that the main thread waited for a processor.
+        grown: Tensors with graphs that variables hold: name, count, growth over all steps.
+        retained: Activations that variables keep between steps: name, bytes.
+        memory_growth: Bytes per step that were allocated and not freed; 0 where allocations were not recorded.
+        asked: What the training was asked for: "mixed_precision", "compiled".
+    """
+
+    rank: int
+    steps: int = 0
+    step: float = 0.0
+    loader: float = 0.0
+    loader_processes: bool = False
+    compute: float = 0.0
+    optimizer: float = 0.0
+    rows: float = 0.0
+    ops: float = 0.0
+    small_ops: float = 0.0
+    small_seconds: float = 0.0
+    optimizer_ops: float = 0.0
+    items: float = 0.0
+    item_seconds: float = 0.0
+    item_line: Line | None = None
+    kernels: float = 0.0
+    kernel_seconds: float = 0.0
+    synchronizing: float = 0.0
+    barriers: float = 0.0
+    barrier_seconds: float = 0.0
+    barrier_line: Line | None = None
+    matrix: dict[str, float] = field(default_factory=dict)
+    compiled: bool = False
+    logging: float = 0.0
+    logging_line: Line | None = None
+    saving: float = 0.0
+    saving_line: Line | None = None
+    saving_steps: float = 0.0
+    threads: list[tuple[str, float, Line]] = field(default_factory=list)
+    late: float = 0.0
+    delay: float = 0.0
+    grown: list[tuple[str, int, int]] = field(default_factory=list)
+    retained: list[tuple[str, int]] = field(default_factory=list)
+    memory_growth: float = 0.0
+    asked: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class ProfileFacts:
+    """The facts of all ranks, and who waits for whom."""
+
+    ranks: list[RankFacts]
+    waits: list[Wait] = field(default_factory=list)
+
+
+class RankReader:
+    """Reads the facts of one rank out of its trace.
+
+    Args:
+        trace: The trace.
+        lines: Its samples.
+    """
+
+    def __init__(self, trace: RankTrace, lines: SampledLines) -> None:
+        self._trace, self._lines = trace, lines
+        self._begin, self._end = recorded(trace)
+        self._steps = trace.steps() if trace.facts.get("steps", 1) else []
+        self._main = trace.main()
+        self._per_step = 1e6 * max(1, len(self._steps))
+        self.facts = RankFacts(trace.rank, len(self._steps))
+
+    def read(self) -> RankFacts:
+        """Return the facts."""
+        facts, trace = self.facts, self._trace
+        facts.step = (self._end - self._begin) / self._per_step
+        facts.asked = dict(trace.facts.get("asked") or {})
+        facts.compiled = any(name.startswith(COMPILED) for name in trace.names)
+        self._read_main_thread()
+        self._read_device()
+        self._read_barriers()
+        self._read_samples()
+        self._read_variables()
+        self._read_memory()
+        return facts
+
+    def _inside(self, event: int) -> bool:
+        return self._begin <= self._trace.start[event] < self._end
+
+    def _main_events(self) -> list[int]:
+        trace = self._trace
+        return [
+            event
+            for event in range(len(trace))
+            if trace.thread[event] == self._main and trace.category[event] != _STEP and self._inside(event)
+        ]
+
+    def _read_main_thread(self) -> None:
+        trace, facts = self._trace, self.facts
+        outside = {_LOADER: -1.0, _OPTIMIZER: -1.0, _COLLECTIVE: -1.0}
+        sums = {_LOADER: 0.0, _OPTIMIZER: 0.0}
+        leaf_end = item_end = -1.0
+        busy = small = last_end = 0.0
+        count = smalls = optimizer_ops = items = 0
+        spans: list[tuple[float, float]] = []
+        rows: dict[int, int] = {}
+        for event in self._main_events():
+            start, end, category, name = trace.start[event], trace.end(event), trace.category[event], trace.text(event)
+            if category in outside:
+                if start >= outside[category]:
+                    outside[category] = end
+                    if category in sums:
+                        sums[category] += end - start
+                    facts.loader_processes |= "MultiProcessing" in name
+                continue
+            if category == _RUNTIME or not name.startswith("aten::"):
+                continue
+            self._read_matrix(event, name, rows)
+            if start < outside[_OPTIMIZER]:
+                optimizer_ops += 1
+                continue
+            if start < outside[_LOADER] or start < outside[_COLLECTIVE]:
+                continue
+            if name == "aten::item" and start >= item_end:
+                item_end, items = end, items + 1
+                spans.append((start, end))
+            if start < leaf_end:
+                continue
+            leaf_end, count = end, count + 1
+            busy += end - start
+            if end - start < SMALL:
+                smalls += 1
+                small += end - start + min(SMALL, max(0.0, start - last_end))
+            last_end = end
+        facts.loader, facts.optimizer = (sums[each] / self._per_step for each in (_LOADER, _OPTIMIZER))
+        facts.compute, facts.small_seconds = busy / self._per_step, small / self._per_step
+        steps = max(1, facts.steps)
+        facts.ops, facts.small_ops, facts.optimizer_ops = count / steps, smalls / steps, optimizer_ops / steps
+        facts.rows = sum(rows.values()) / max(1, len(rows))
+        self._read_items(items, spans)
+
+    def _read_matrix(self, event: int, name: str, rows: dict[int, int]) -> None:
+        """Add a matrix product: its type of element, and the rows of the first one of each step."""
+        if not name.startswith(MATRIX) and name not in OUTER:
+            return
+        arguments = self._trace.arguments.get(event, {})
+        kinds = [kind for kind in arguments.get("Input type", ()) if kind in ("float", "c10::BFloat16", "c10::Half")]
+        if kinds and name not in OUTER:
+            matrix = self.facts.matrix
+            matrix[kinds[-1]] = matrix.get(kinds[-1], 0.0) + self._trace.duration[event] / self._per_step
+        step = next((i for i, (a, b) in enumerate(self._steps) if a <= self._trace.start[event] < b), None)
+        dims = next(
+            (each for each in arguments.get("Input Dims", ()) if isinstance(each, list) and len(each) > 1), None
+        )
+        if name in OUTER and dims is not None and step is not None and all(isinstance(each, int) for each in dims):
+            rows.setdefault(step, dims[0] if "conv" in name else prod(dims[:-1]))
+
+    def _read_items(self, items: int, spans: Sequence[tuple[float, float]]) -> None:
+        facts, totals = self.facts, dict[Line, float]()
+        for start, end in spans:
+            if (line := self._lines.at(start - 50, end + 50)) is not None:
+                totals[line] = totals.get(line, 0.0) + 1
+        facts.items = items / max(1, facts.steps)
+        facts.item_seconds = sum(end - start for start, end in spans) / self._per_step
+        facts.item_line = max(totals, key=lambda each: totals[each], default=None)
+        if facts.item_line is not None and items >= 5 * max(1, facts.steps) and ".item()" in facts.item_line.source:
+            # Lines of a loop that does little else: their time is that of the calls.
+            line = facts.item_line
+            seconds = sum(b - a for i, a, b in self._lines.spans(self._begin, self._end) if self._lines.line(i) == line)
+            facts.item_seconds = max(facts.item_seconds, seconds / self._per_step)
+
+    def _read_device(self) -> None:
+        trace, facts = self._trace, self.facts
+        busy = until = 0.0
+        count = 0
+        synchronizing = 0.0
+        for event in range(len(trace)):
+            if not self._inside(event):
+                continue
+            if trace.threads[trace.thread[event]].device:
+                start, end = max(trace.start[event], until), trace.end(event)
+                busy += max(0.0, end - start)
+                until = max(until, end)
+                count += 1
+            elif trace.category[event] == _RUNTIME and trace.text(event).endswith("Synchronize"):
+                synchronizing += trace.duration[event]
+        facts.kernels, facts.kernel_seconds = count / max(1, facts.steps), busy / self._per_step
+        facts.synchronizing = synchronizing / self._per_step
+
+    def _read_barriers(self) -> None:
+        trace, facts = self._trace, self.facts
+        found = []
+        for event in range(len(trace)):
+            if trace.text(event) == "c10d::barrier" and self._inside(event):
+                ends = [
+                    trace.end(other)
+                    for other in range(event, min(len(trace), event + 2000))
+                    if trace.text(other) == "gloo:barrier" and trace.start[other] >= trace.start[event] - 100
+                ]
+                found.append((trace.start[event], max(trace.end(event), min(ends, default=0.0))))
+        found += [
+            (trace.start[event], trace.end(event))
+            for event in range(0 if not found else len(trace), len(trace))
+            if trace.text(event) == "gloo:barrier" and self._inside(event)
+        ]
+        facts.barriers = len(found) / max(1, facts.steps)
+        facts.barrier_seconds = sum(end - start for start, end in found) / self._per_step
+        known = [line for start, end in found if (line := self._lines.at(start, end)) is not None]
+        facts.barrier_line = max(known, key=known.count, default=None)
+
+    def _read_samples(self) -> None:
+        facts, lines = self.facts, self._lines
+        if not lines.times:
+            return
+        facts.logging, facts.logging_line, _ = self._where(is_logging)
+        facts.saving, facts.saving_line, facts.saving_steps = self._where(is_saving)
+        facts.late = lines.late
+        for thread in lines.threads:
+            line = lines.named(FrameInfo(*thread["frame"]))
+            facts.threads.append((thread["name"], thread["cpu"] / max(1e-9, lines.seconds), line))
+        marks = self._trace.facts.get("marks") or []
+        if len(marks) > 1:
+            wall = (marks[-1]["time"] - marks[0]["time"]) / 1e9
+            facts.delay = (marks[-1].get("delay", 0.0) - marks[0].get("delay", 0.0)) / max(1e-9, wall)
+
+    def _where(self, matches: Callable[[list[FrameInfo]], bool]) -> tuple[float, Line | None, float]:
+        lines = self._lines
+        each = [lines.seconds_where(matches, start, end) for start, end in self._steps]
+        found = lines.lines_where(matches)
+        return sum(each) / max(1, len(each)), found[0] if found else None, sum(s > 0 for s in each) / max(1, len(each))
+
+    def _read_variables(self) -> None:
+        held: Sequence[Mapping[str, Any]] = self._trace.facts.get("held") or []
+        if len(held) < 2 or self.facts.steps < 2:
+            return
+        before, after = held[0], held[-1]
+        for name, row in after.items():
+            earlier = before.get(name, {})
+            key = "nodes" if row["kind"] == "tensor" else "count"
+            growth = row.get(key, 0) - earlier.get(key, 0)
+            # A list may be new, and a sum of losses begins anew; what has grown by a multiple of the steps has not.
+            if earlier and growth >= self.facts.steps and growth % self.facts.steps == 0:
+                self.facts.grown.append((name, row.get(key, 0), growth))
+            elif row["bytes"] and (row["kind"] != "container" or earlier.get("id") == row.get("id")) and earlier:
+                self.facts.retained.append((name, row["bytes"]))
+
+    def _read_memory(self) -> None:
+        """Sum what was allocated and freed in each step but the first, which may allocate for all."""
+        memory, steps = self._trace.memory, self._steps[1:]
+        if not memory or not steps:
+            return
+        growth = [sum(size for at, size, _ in memory if start <= at < end) for start, end in steps]
+        if min(growth) > 0:
+            self.facts.memory_growth = sum(growth) / len(growth)
+
+
+def is_logging(frames: list[FrameInfo]) -> bool:
+    """Whether a stack is in printing or logging."""
+    for frame in frames:
+        name = frame.filename.replace("\\", "/")
+        if name.endswith(("logging/__init__.py", "worker/console.py", "/tqdm/std.py")) or "/tracking/" in name:
+            return True
+    return bool(frames) and frames[-1].source.lstrip().startswith("print(")
+
+
+def is_saving(frames: list[FrameInfo]) -> bool:
+    """Whether a stack is in saving a checkpoint."""
+    for frame in frames:
+        name = frame.filename.replace("\\", "/")
+        if "torch/serialization.py" in name and "save" in frame.function:
+            return True
+        if "notebook_accelerate/checkpointing/" in name and "load" not in frame.function:
+            return True
+        if "safetensors" in name and "save" in frame.function:
+            return True
+    return False
+
+
+def find_waits(
+    traces: Mapping[int, RankTrace], clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
+    joined: Sequence[Joined],
+) -> list[Wait]:  # fmt: skip
+    """Return who waits for whom: for each last rank, the collective of each step in which the others wait longest."""
+    rows: dict[int, dict[int, tuple[float, Joined]]] = {}
+    for each in joined:
+        step = _step_of(traces[each.last], each.calls[each.last].start - clocks[each.last])
+        longest = max(each.waits().values(), default=0.0)
+        if step is not None and longest > rows.setdefault(each.last, {}).get(step, (0.0, each))[0]:
+            rows[each.last][step] = longest, each
+    found = [_wait(rank, steps, traces, clocks, lines) for rank, steps in rows.items() if steps]
+    return sorted(found, key=lambda wait: -max(wait.seconds.values(), default=0.0))
+
+
+def _step_of(trace: RankTrace, seconds: float) -> int | None:
+    at = seconds * 1e6
+    return next((index for index, (start, end) in enumerate(trace.steps()) if start <= at < end), None)
+
+
+def _wait(
+    culprit: int, steps: Mapping[int, tuple[float, Joined]], traces: Mapping[int, RankTrace],
+    clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
+) -> Wait:  # fmt: skip
+    count = max(1, len(traces[culprit].steps()))
+    seconds: dict[int, float] = {}
+    known: dict[Line, float] = {}
+    busy = whole = 0.0
+    for _, joined in steps.values():
+        entered = joined.calls[culprit].start
+        for rank, waited in joined.waits().items():
+            idle = waited - _busy(traces[rank], joined.calls[rank].start - clocks[rank], entered - clocks[rank])
+            seconds[rank] = seconds.get(rank, 0.0) + max(0.0, idle) / count
+        first = min(call.start for call in joined.calls.values())
+        begin, end = first - clocks[culprit], entered - clocks[culprit]
+        busy, whole = busy + _busy(traces[culprit], begin, end), whole + end - begin
+        for index, a, b in lines[culprit].spans(begin * 1e6, end * 1e6):
+            if (line := lines[culprit].line(index)) is not None:
+                known[line] = known.get(line, 0.0) + b - a
+    label = max((joined for _, joined in steps.values()), key=lambda each: max(each.waits().values())).label()
+    line = max(known, key=lambda each: known[each], default=None)
+    return Wait(label, culprit, seconds, line, len(steps) / count, busy / max(1e-9, whole))
+
+
+def _busy(trace: RankTrace, begin: float, end: float) -> float:
+    """Return the seconds in which the main thread computes between two times, in seconds of the trace's clock."""
+    begin, end = begin * 1e6, end * 1e6
+    main, until, total = trace.main(), begin, 0.0
+    for event in range(len(trace)):
+        if trace.start[event] >= end:
+            break
+        inside = trace.thread[event] == main and trace.text(event).startswith("aten::")
+        if inside and trace.end(event) > until:
+            total += min(trace.end(event), end) - max(trace.start[event], until)
+            until = min(trace.end(event), end)
+    return total / 1e6
+
+
+__all__ = ["ProfileFacts", "RankFacts", "RankReader", "Wait", "find_waits", "is_logging", "is_saving"]

@@ -1,0 +1,355 @@
+"""The rules of a profile: facts in, sentences out. A rule that is not sure says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+
+from notebook_accelerate.profiling.collective_waits import size_text
+from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts
+from notebook_accelerate.profiling.sampled_lines import Line
+from notebook_accelerate.telemetry.rank_names import rank_names
+
+LEAST_SHARE = 0.1
+"""Less of a step is not worth a sentence."""
+LEAST_LOADER, LEAST_WAIT, LEAST_SMALL = 0.15, 0.2, 0.4
+LEAST_SECONDS = 0.0005
+MANY_ITEMS, MANY_OPS, MANY_KERNELS = 16, 300, 500
+LATE = 0.002
+"""Seconds by which samples are late on average where a thread holds the interpreter lock."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about a profile.
+
+    Attributes:
+        rule: The rule, as "slow_loader".
+        sentence: What was found, and what to try.
+        ranks: The ranks it is about.
+        lines: The lines of the user's code, as far as they are known.
+        seconds: The time per step that it is about; 0.0 for memory.
+    """
+
+    rule: str
+    sentence: str
+    ranks: tuple[int, ...]
+    lines: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def find(facts: ProfileFacts) -> list[Finding]:
+    """Return the findings, those that take most time first."""
+    ranks = [each for each in facts.ranks if each.steps and each.step > 0]
+    found = [finding for rule in RULES for finding in rule(ranks)]
+    found += slowest_rank(ranks, facts, explained={rank for each in found for rank in each.ranks if each.seconds})
+    return sorted(found, key=lambda finding: -finding.seconds)
+
+
+def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Ranks wait for their DataLoader."""
+    found = []
+    slow = [each for each in ranks if each.loader >= max(LEAST_LOADER * each.step, LEAST_SECONDS)]
+    for group in _alike(slow, lambda each: each.loader / each.step):
+        first = max(group, key=lambda each: each.loader)
+        rest = max(first.step - first.loader, 0.05 * first.step)
+        workers = min(64, ceil(first.loader / rest))
+        if first.loader_processes:
+            remedy = f"its worker processes do not keep up; about {workers} times as many would"
+        else:
+            remedy = f"num_workers={workers} in the DataLoader would hide it"
+        text = (
+            f"{_possessive(group)} data loading takes {_percent(first.loader / first.step)} of each step "
+            f"({_time(first.loader)}); {remedy}"
+        )
+        found.append(Finding("slow_loader", text, _numbers(group), (), first.loader))
+    return found
+
+
+def unbalanced_batches(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """One rank computes longer than the others, and the others wait."""
+    if len(ranks) < 2 or any(each.ops == 0 for each in ranks):
+        return []
+    slowest = max(ranks, key=lambda each: each.compute)
+    others = [each for each in ranks if each is not slowest]
+    usual = median(each.compute for each in others)
+    if slowest.compute - usual < LEAST_SHARE * slowest.step or slowest.compute < 1.25 * usual:
+        return []
+    rows = median(each.rows for each in others)
+    if not slowest.rows or slowest.rows < 1.15 * rows:
+        return []
+    text = (
+        f"rank {slowest.rank} computes {_time(slowest.compute)} per step, {_others(others)} {_time(usual)}: its "
+        f"batches have {slowest.rows:.0f} rows, the others' {rows:.0f}; give all ranks batches of one size"
+    )
+    return [Finding("unbalanced_batches", text, (slowest.rank,), (), slowest.compute - usual)]
+
+
+def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, explained: set[int]) -> list[Finding]:
+    """Ranks wait for another in collectives, and no other rule has told why."""
+    found = []
+    for wait in facts.waits:
+        known = {each.rank: each for each in ranks}
+        culprit = known.get(wait.culprit)
+        longest = max(wait.seconds.values(), default=0.0)
+        if culprit is None or wait.culprit in explained or wait.steady < 0.66:
+            continue
+        if longest < LEAST_WAIT * culprit.step or longest < 2 * LEAST_SECONDS:
+            continue
+        if culprit.delay * culprit.step > 0.5 * longest or (wait.line is None and wait.computing < 0.5):
+            continue  # it did not get a processor; or nothing tells what it does
+        line = (wait.line.text(),) if wait.line is not None else ()
+        doing = f", which is at {wait.line.text()}" if wait.line is not None else ", which computes"
+        waiting = sorted(wait.seconds)
+        names = "all other ranks wait" if len(waiting) == len(ranks) - 1 > 1 else _waiting(waiting)
+        text = f"{names} {_time(longest)} per step for rank {wait.culprit} in {wait.label}{doing}"
+        found.append(Finding("slowest_rank", text, (wait.culprit,), line, longest))
+    return found
+
+
+def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """The function reads values with ``item()`` often, or waits for the device in it."""
+
+    def cost(each: RankFacts) -> float:
+        return each.synchronizing if each.kernels else each.item_seconds
+
+    def costly(each: RankFacts) -> bool:
+        often = each.items >= 1 if each.kernels else each.items >= MANY_ITEMS
+        return often and cost(each) >= LEAST_SHARE * each.step
+
+    found = []
+    for group in _together([each for each in ranks if costly(each)]):
+        first = max(group, key=cost)
+        waits = "wait for the device" if first.kernels else "stop the training for one number each"
+        text = (
+            f"{_possessive(group)} {first.items:.0f} calls of item() per step {waits}, "
+            f"{_percent(cost(first) / first.step)} of the step{_at(first.item_line)}; keep the tensors, and read them "
+            "once per epoch or every 100 steps"
+        )
+        found.append(Finding("reads_of_values", text, _numbers(group), _lines([first.item_line]), cost(first)))
+    return found
+
+
+def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Most of a step is the launching of small operations."""
+
+    def small(each: RankFacts) -> bool:
+        if each.kernels:
+            idle = each.kernel_seconds < 0.5 * each.step
+            return each.kernels >= MANY_KERNELS and idle and each.kernel_seconds / each.kernels < 10e-6
+        busy = each.small_seconds >= LEAST_SMALL * each.step
+        return each.small_ops >= MANY_OPS and each.small_ops >= 0.7 * each.ops and busy
+
+    found = []
+    for group in _together([each for each in ranks if small(each) and not each.compiled]):
+        first = max(group, key=lambda each: each.small_seconds)
+        count, seconds = (
+            (first.kernels, first.step - first.kernel_seconds)
+            if first.kernels
+            else (first.small_ops, first.small_seconds)
+        )
+        text = (
+            f"{_percent(seconds / first.step)} of {_possessive(group)} step is {count:,.0f} launches of small "
+            f"{'kernels' if first.kernels else 'operations'}: try torch.compile, or larger batches"
+        )
+        found.append(Finding("small_operations", text, _numbers(group), (), seconds))
+    return found
+
+
+def barriers(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """There is a barrier in each step."""
+    group = [each for each in ranks if each.barriers >= 0.9 and each.barrier_seconds >= 0.01 * each.step]
+    if not group:
+        return []
+    first = max(group, key=lambda each: each.barrier_seconds)
+    number = "a barrier" if first.barriers < 1.5 else f"{first.barriers:.0f} barriers"
+    line = next((each.barrier_line for each in group if each.barrier_line is not None), None)
+    text = (
+        f"{_names(group)} {'meets' if len(group) == 1 else 'meet'} in {number} in each step"
+        f"{_at(line)}, {_time(first.barrier_seconds)}: the all_reduce of the gradients waits for all ranks already; "
+        "leave the barrier out"
+    )
+    return [Finding("barriers", text, _numbers(group), _lines([line]), first.barrier_seconds)]
+
+
+def growing_graphs(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """A variable holds more tensors with their graphs after each step."""
+    found = []
+    for name in dict.fromkeys(name for each in ranks for name, _, _ in each.grown):
+        group = [each for each in ranks if any(name == other for other, _, _ in each.grown)]
+        count, growth = next((count, growth) for other, count, growth in group[0].grown if other == name)
+        memory = f", {size_text(group[0].memory_growth)} per step" if group[0].memory_growth else ""
+        each = growth / max(1, group[0].steps)
+        text = (
+            f"{name} on {rank_names(list(_numbers(group)))} keeps the graph of every step: {count:,} tensors or nodes, "
+            f"{each:.0f} more with each{memory}; add loss.detach(), or loss.item(), to it"
+        )
+        found.append(Finding("growing_graphs", text, _numbers(group), (name,)))
+    return found
+
+
+def retained_activations(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """A variable keeps activations between steps."""
+    found = []
+    for name in dict.fromkeys(name for each in ranks for name, _ in each.retained):
+        group = [each for each in ranks if any(name == other for other, _ in each.retained)]
+        size = max(size for each in group for other, size in each.retained if other == name)
+        if size >= 1 << 20:
+            text = (
+                f"{name} on {rank_names(list(_numbers(group)))} keeps {size_text(size)} of activations after backward, "
+                "through the next step: store detached copies, or delete it; without retain_graph=True the graph is "
+                "freed"
+            )
+            found.append(Finding("retained_activations", text, _numbers(group), (name,)))
+    return found
+
+
+def full_precision(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Reduced precision was asked for, and matrix products run in float32."""
+
+    def wrong(each: RankFacts) -> bool:
+        whole = sum(each.matrix.values())
+        asked = each.asked.get("mixed_precision") in ("bf16", "fp16", "fp8")
+        return asked and whole >= 0.02 * each.step and each.matrix.get("float", 0.0) >= 0.5 * whole
+
+    found = []
+    for group in _together([each for each in ranks if wrong(each)]):
+        first = group[0]
+        share = first.matrix["float"] / sum(first.matrix.values())
+        text = (
+            f"{_percent(share)} of the time of matrix products on {rank_names(list(_numbers(group)))} is in float32, "
+            f"though mixed_precision={first.asked['mixed_precision']!r} was asked for: call the model that prepare() "
+            "has returned, or use accelerator.autocast()"
+        )
+        found.append(Finding("full_precision", text, _numbers(group), (), first.matrix["float"]))
+    return found
+
+
+def logging_storm(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Printing and logging take much of each step."""
+    found = []
+    for group in _together([each for each in ranks if each.logging >= LEAST_SHARE * each.step]):
+        first = max(group, key=lambda each: each.logging)
+        text = (
+            f"{_possessive(group)} printing and logging take {_percent(first.logging / first.step)} of each step "
+            f"({_time(first.logging)}){_at(first.logging_line)}; write less often"
+        )
+        found.append(Finding("logging_storm", text, _numbers(group), _lines([first.logging_line]), first.logging))
+    return found
+
+
+def checkpoint_each_step(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """A checkpoint is saved in each step."""
+
+    def often(each: RankFacts) -> bool:
+        return each.saving >= LEAST_SHARE * each.step and each.steps > 1 and each.saving_steps >= 0.66
+
+    found = []
+    for group in _together([each for each in ranks if often(each)]):
+        first = max(group, key=lambda each: each.saving)
+        text = (
+            f"{_names(group)} {'saves' if len(group) == 1 else 'save'} a checkpoint in each step, "
+            f"{_percent(first.saving / first.step)} of it ({_time(first.saving)}){_at(first.saving_line)}; save every "
+            "few hundred steps"
+        )
+        found.append(Finding("checkpoint_each_step", text, _numbers(group), _lines([first.saving_line]), first.saving))
+    return found
+
+
+def interpreter_lock(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Another Python thread holds the interpreter lock for much of the time."""
+    found = []
+    for each in ranks:
+        busy = [row for row in each.threads if row[1] >= 0.25 and not row[2].place.startswith("<")]
+        if not busy or each.late < LATE:
+            continue
+        name, share, line = max(busy, key=lambda row: row[1])
+        text = (
+            f"on rank {each.rank} the thread {name!r} runs Python for {_percent(share)} of the time at {line.text()}: "
+            "it holds the interpreter lock, and the training waits; use a process"
+        )
+        found.append(Finding("interpreter_lock", text, (each.rank,), (line.text(),), min(share, 1.0) * each.step))
+    return found
+
+
+def not_compiled(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """A model was to be compiled, and no compiled code runs."""
+    group = [each for each in ranks if each.asked.get("compiled") and not each.compiled and each.ops + each.kernels]
+    if not group:
+        return []
+    asked = group[0].asked["compiled"]
+    text = (
+        f"no compiled code runs on {rank_names(list(_numbers(group)))}, though {asked} asks for it: call the compiled "
+        "model, not the one it was made from; TORCH_LOGS=recompiles,graph_breaks tells of others"
+    )
+    return [Finding("not_compiled", text, _numbers(group), (asked,))]
+
+
+RULES: tuple[Callable[[Sequence[RankFacts]], list[Finding]], ...] = (
+    slow_loader, unbalanced_batches, reads_of_values, small_operations, barriers, growing_graphs,
+    retained_activations, full_precision, logging_storm, checkpoint_each_step, interpreter_lock, not_compiled,
+)  # fmt: skip
+
+
+# ---- words
+
+
+def _numbers(group: Iterable[RankFacts]) -> tuple[int, ...]:
+    return tuple(each.rank for each in group)
+
+
+def _together(group: list[RankFacts]) -> list[list[RankFacts]]:
+    return [group] if group else []
+
+
+def _alike(group: list[RankFacts], of: Callable[[RankFacts], float]) -> list[list[RankFacts]]:
+    """Return ranks with about the same number together, others apart."""
+    groups: list[list[RankFacts]] = []
+    for each in sorted(group, key=lambda one: -of(one)):
+        if groups and of(groups[-1][0]) < 1.5 * of(each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return [sorted(each, key=lambda one: one.rank) for each in groups]
+
+
+def _names(group: Sequence[RankFacts]) -> str:
+    return rank_names([each.rank for each in group])
+
+
+def _possessive(group: Sequence[RankFacts]) -> str:
+    return _names(group) + ("'s" if len(group) == 1 else "'")
+
+
+def _waiting(ranks: list[int]) -> str:
+    return f"{rank_names(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
+def _others(others: Sequence[RankFacts]) -> str:
+    return f"rank {others[0].rank}" if len(others) == 1 else "the other ranks"
+
+
+def _at(line: Line | None) -> str:
+    return f" at {line.text()}" if line is not None else ""
+
+
+def _lines(lines: Iterable[Line | None]) -> tuple[str, ...]:
+    return tuple(line.text() for line in lines if line is not None)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * min(share, 1.0):.0f} %"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.3g} ms"
+
+
+__all__ = ["RULES", "Finding", "find"]

@@ -1,0 +1,273 @@
+"""Records steps of a rank with torch's profiler on the kernel's request; nothing of it exists until then."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from notebook_accelerate.telemetry import Event, steady_time, step_time
+from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
+from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.worker import held_tensors
+from notebook_accelerate.worker.timed_samples import TimedSamples
+
+BEGIN_SECONDS = 60.0
+"""How long a request waits for a first step."""
+STEPS_SECONDS = 300.0
+"""How long the steps may take; then what has been recorded is sent."""
+STUCK_SECONDS = 10.0
+"""A main thread that has not moved for so long does not reach a step."""
+BOUNDARY_SECONDS = 0.5
+"""With ``seconds=``, how long to wait for a step before recording begins between two bytecodes."""
+WITHOUT_STEPS = 3
+"""After so many metrics without a step of an optimizer, each metric ends a step."""
+KEY = "notebook_accelerate"
+"""The key of the trace's file that holds what torch's profiler does not record."""
+
+
+class StepProfiler:
+    """One request to record steps; ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
+
+    Args:
+        request: What to record.
+        reply: Sends the reply.
+        done: Called at the end, on the thread that ends it.
+    """
+
+    def __init__(self, request: ProfileRequest, reply: Callable[[Event], None], done: Callable[[], None]) -> None:
+        self.request = request
+        self._reply, self._done = reply, done
+        self._created = time.monotonic()
+        self._profiler: Any = None
+        self._samples: TimedSamples | None = None
+        self._level = os.environ.get("KINETO_LOG_LEVEL")
+        self._counts_metrics, self._metrics = False, 0
+        self._warmup = self._steps = 0
+        self._began = self._recorded = 0.0
+        self._marks: list[dict[str, float]] = []
+        self._held: list[dict[str, Any]] = []
+        self._over = False
+        step_time.on_end = self._at_step
+
+    # ---- the main thread
+
+    def at_boundary(self) -> None:
+        """Handle a metric or a report of progress: where no optimizer takes steps, it ends one."""
+        if self._over:
+            return
+        if self._counts_metrics:
+            self._advance()
+            return
+        self._metrics += 1
+        if self._metrics >= WITHOUT_STEPS and not self._steps:
+            self._counts_metrics = True
+            self._advance()
+
+    def _at_step(self) -> None:
+        if not self._counts_metrics:
+            self._metrics = 0
+            self._advance()
+
+    def _advance(self) -> None:
+        if self._over:
+            return
+        if self._profiler is None:
+            self.begin()
+            return
+        if self._warmup:
+            self._warmup -= 1
+            self._profiler.step()
+            self._start_recording()
+            return
+        self._steps += 1
+        self._mark()
+        self._profiler.step()  # also after the last one: what follows belongs to no step
+        if self._steps >= self.request.steps:
+            self.finish()
+
+    def begin(self) -> None:
+        """Start torch's profiler."""
+        if self._profiler is not None or self._over:
+            return
+        try:
+            self._profiler = self._make()
+            self._look_at_variables()
+            self._profiler.start()
+        except Exception as error:  # noqa: BLE001 - the function itself may be profiling
+            self.fail(f"torch's profiler does not start ({describe_error(error, 300)})")
+            return
+        if not self._warmup:
+            self._start_recording()
+
+    def _make(self) -> Any:
+        """Return torch's profiler; on an accelerator, with a step to warm up: the first records are slow there."""
+        os.environ["KINETO_LOG_LEVEL"] = "6"  # it writes to stderr that it starts and stops
+        import torch
+        from torch import profiler
+
+        cuda: Any = torch.cuda
+        self._warmup = int(cuda.is_available() and cuda.is_initialized())
+        plan: Any = lambda _step: profiler.ProfilerAction.RECORD  # noqa: E731
+        if self._warmup:
+            plan = profiler.schedule(wait=0, warmup=1, active=self.request.steps + 1, repeat=1)
+        return profiler.profile(
+            activities=None if self._warmup else [profiler.ProfilerActivity.CPU],
+            schedule=plan,
+            on_trace_ready=self._export,
+            record_shapes=True,
+            profile_memory=self.request.memory,
+        )
+
+    def _start_recording(self) -> None:
+        self._began = time.monotonic()
+        self._mark()
+        self._samples = TimedSamples()
+
+    def _mark(self) -> None:
+        """Record the memory in use at a step boundary."""
+        mark = {"time": float(time.time_ns()), "rss": float(resident_bytes()), "delay": run_delay()}
+        torch: Any = sys.modules["torch"]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            mark["cuda"] = float(torch.cuda.memory_allocated())
+        self._marks.append(mark)
+
+    def _look_at_variables(self) -> None:
+        """Record the tensors with graphs that variables hold, before the first step and after the last."""
+        with suppress(Exception):  # variables of any type are looked at
+            self._held.append(held_tensors.held_graphs())
+
+    def finish(self) -> None:
+        """Stop torch's profiler and write the trace."""
+        if self._over:
+            return
+        if self._profiler is None or self._samples is None:
+            self.fail("no step was recorded")
+            return
+        self._over, step_time.on_end = True, None
+        self._recorded = time.monotonic() - self._began
+        try:
+            # Encoded: torch writes metadata with each backslash replaced.
+            facts = base64.b64encode(gzip.compress(json.dumps(self._facts()).encode(), 3)).decode()
+            self._profiler.add_metadata_json(KEY, f'"{facts}"')
+            self._profiler.stop()
+        except Exception as error:  # noqa: BLE001 - the training goes on
+            self._end(ProfileReply(self.request.number, error=f"the trace was not written ({describe_error(error)})"))
+
+    def _facts(self) -> dict[str, Any]:
+        assert self._samples is not None
+        samples = self._samples.stop()
+        self._look_at_variables()
+        return {
+            "version": 1,
+            "rank": int(os.environ.get("RANK", "0")),
+            "steps": self._steps,
+            "seconds": self._recorded,
+            "clock": steady_time.now() - time.time(),
+            "samples": samples,
+            "marks": self._marks,
+            "held": self._held,
+            "asked": asked_for(),
+        }
+
+    def _export(self, profiler: Any) -> None:
+        """Write the trace; where the kernel's folder is not on this machine, the reply carries it."""
+        folder, number = Path(self.request.folder), self.request.number
+        clock = steady_time.now() - time.time()
+        if (folder / self.request.token).exists():
+            path = folder / f"rank{os.environ.get('RANK', '0')}.{number}.pt.trace.json"
+            profiler.export_chrome_trace(str(path))
+            self._end(ProfileReply(number, str(path), "", self._steps, self._recorded, clock))
+            return
+        with tempfile.TemporaryDirectory() as own:
+            path = Path(own) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            data = gzip.compress(path.read_bytes(), 1)
+        self._end(ProfileReply(number, "", "", self._steps, self._recorded, clock, data))
+
+    # ---- any thread
+
+    def fail(self, why: str) -> None:
+        """End without a trace."""
+        if self._over:
+            return
+        self._over, step_time.on_end = True, None
+        if self._samples is not None:
+            self._samples.stop()
+        self._end(ProfileReply(self.request.number, error=why))
+
+    def _end(self, reply: ProfileReply) -> None:
+        self._profiler = None
+        if self._level is None:
+            os.environ.pop("KINETO_LOG_LEVEL", None)
+        else:
+            os.environ["KINETO_LOG_LEVEL"] = self._level
+        self._done()
+        self._reply(reply)
+
+    def due(self, moved: float) -> Callable[[FrameType | None, str], None] | None:
+        """Return what the main thread must do at its next bytecode now; None: nothing.
+
+        Args:
+            moved: When the main thread last moved, in seconds since the epoch.
+        """
+        if self._over:
+            return None
+        now, seconds = time.monotonic(), self.request.seconds
+        still = steady_time.now() - moved
+        if self._profiler is None and not seconds:
+            if still > STUCK_SECONDS:
+                self.fail(f"its main thread has not moved for {still:.0f} s; run.diagnose() tells where it is")
+            elif now - self._created > BEGIN_SECONDS:
+                self.fail(f"no step was seen within {BEGIN_SECONDS:.0f} s; pass seconds=, as in run.profile(seconds=5)")
+        elif self._profiler is None and now - self._created > BOUNDARY_SECONDS:
+            return lambda _frame, _note: self._begin_now()
+        elif self._samples is not None and now - self._began > (seconds or STEPS_SECONDS):
+            return lambda _frame, _note: self.finish()
+        return None
+
+    def _begin_now(self) -> None:
+        self.begin()
+        if self._warmup and self._profiler is not None:
+            self._warmup = 0
+            self._profiler.step()
+            self._start_recording()
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory; 0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def run_delay() -> float:
+    """Return the seconds that the main thread was ready to run and waited for a processor; 0.0 where unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def asked_for() -> dict[str, Any]:
+    """Return what the training was asked to do: its precision, and whether it compiles its model."""
+    found = {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "compiled": ""}
+    for room in ("notebook_accelerate.state.accelerator_state", "accelerate.state"):
+        shared = getattr(getattr(sys.modules.get(room), "AcceleratorState", None), "_shared_state", {})
+        found["mixed_precision"] = shared.get("_mixed_precision") or found["mixed_precision"]
+        plugin = shared.get("dynamo_plugin")
+        backend = str(getattr(getattr(plugin, "backend", None), "value", "no")).lower()
+        if backend != "no":
+            found["compiled"] = f"dynamo_backend={backend!r}"
+    return {**found, "compiled": found["compiled"] or held_tensors.compiled_variable()}
+
+
+__all__ = ["KEY", "StepProfiler", "asked_for", "resident_bytes", "run_delay"]

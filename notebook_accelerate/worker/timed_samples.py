@@ -1,0 +1,118 @@
+"""Samples a rank's threads while torch's profiler records: which line each operation belongs to, and what else runs."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+import time
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+from notebook_accelerate.telemetry.tracebacks import is_user_code
+from notebook_accelerate.worker import stacks
+from notebook_accelerate.worker.stack_sampler import MAX_DEPTH
+
+RATE = 250.0
+"""Samples per second: 0.5 % of a rank's time."""
+MAX_SAMPLES = 50_000
+_OWN_THREADS = "notebook-accelerate"
+
+Place = tuple[str, int, str]
+
+
+class TimedSamples:
+    """Samples until it is stopped, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._places: dict[Place, int] = {}
+        self._stacks: dict[tuple[int, ...], int] = {}
+        self._times: list[int] = []
+        self._which: list[int] = []
+        self._late = 0.0
+        self._threads: dict[int, dict[Place, int]] = {}
+        self._cpu = _processor_seconds()
+        self._begin = time.perf_counter()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{_OWN_THREADS}-profile", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> dict[str, Any]:
+        """Stop, and return the samples: times in nanoseconds since the epoch, stacks as indices, outermost first."""
+        self._stopping.set()
+        self._thread.join(1.0)
+        seconds = time.perf_counter() - self._begin
+        frames = [[*place, linecache.getline(place[0], place[1]).strip()] for place in self._places]
+        return {
+            "frames": frames,
+            "stacks": list(self._stacks),
+            "times": self._times,
+            "which": self._which,
+            "seconds": seconds,
+            "late": self._late / max(1, len(self._times)),
+            "threads": self._other_threads(),
+        }
+
+    def _run(self) -> None:
+        period = 1 / RATE
+        due = time.perf_counter() + period
+        while not self._stopping.is_set() and len(self._times) < MAX_SAMPLES:
+            time.sleep(max(0.0, due - time.perf_counter()))
+            now = time.perf_counter()
+            self._late += max(0.0, now - due)
+            self._sample()
+            due = max(due + period, now)
+
+    def _sample(self) -> None:
+        frames = sys._current_frames()
+        self._times.append(time.time_ns())
+        main = threading.main_thread().ident
+        for identity, frame in frames.items():
+            if identity not in (main, self._thread.ident):
+                seen = self._threads.setdefault(identity, {})
+                place = _user_place(frame)
+                seen[place] = seen.get(place, 0) + 1
+        self._which.append(self._index(frames.get(main or 0)))
+
+    def _index(self, frame: FrameType | None) -> int:
+        inside = islice((each for each in stacks.callers(frame) if stacks.in_function(each)), MAX_DEPTH)
+        key = tuple(self._places.setdefault(_place(each), len(self._places)) for each in inside)[::-1]
+        return self._stacks.setdefault(key, len(self._stacks))
+
+    def _other_threads(self) -> list[dict[str, Any]]:
+        """Return the processor time of other Python threads, and the line at which each was seen most."""
+        after, names = _processor_seconds(), {each.ident: each.name for each in threading.enumerate()}
+        rows = []
+        for identity, seen in self._threads.items():
+            name = names.get(identity, f"thread {identity}")
+            if name.startswith(_OWN_THREADS):
+                continue
+            place = max(seen, key=lambda each: seen[each])
+            cpu = after.get(identity, 0.0) - self._cpu.get(identity, 0.0)
+            source = linecache.getline(place[0], place[1]).strip()
+            rows.append({"name": name, "cpu": cpu, "frame": [*place, source]})
+        return rows
+
+
+def _place(frame: FrameType) -> Place:
+    code = frame.f_code
+    return code.co_filename, frame.f_lineno or 0, getattr(code, "co_qualname", code.co_name)
+
+
+def _user_place(frame: FrameType) -> Place:
+    for each in islice(stacks.callers(frame), MAX_DEPTH):
+        if is_user_code(each.f_code.co_filename):
+            return _place(each)
+    return _place(frame)
+
+
+def _processor_seconds() -> dict[int, float]:
+    """Return the processor time of each Python thread, by its identity."""
+    found = {}
+    for thread in threading.enumerate():
+        try:
+            found[thread.ident or 0] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
+        except (OSError, AttributeError, ValueError):  # it has ended, or the system has no such clocks
+            continue
+    return found
