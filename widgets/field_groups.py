@@ -13,7 +13,7 @@ LAUNCH_CHOICES = {
     "output": OUTPUTS,
 }
 LAUNCH_GROUPS = (
-    ("", ("num_processes", "mixed_precision", "start_method", "on", "cpu", "block")),
+    ("", ("num_processes", "mixed_precision", "start_method", "on", "cpu", "block", "detach")),
     ("Limits and restarts", ("timeout", "hang_timeout", "max_restarts", "monitor_interval")),
     (
         "Environment and output",

@@ -113,7 +113,7 @@ class DetachedRun:
         wait_for(self._over)
         while run.held:
             time.sleep(0.5)
-            if self._service is None or time.monotonic() - self._service.last_client > HELD_SECONDS:
+            if self._service is None or self._service.unattended_seconds > HELD_SECONDS:
                 run.stop(grace=1.0)
 
     def _end(self) -> None:

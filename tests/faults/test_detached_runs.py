@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import stat
 import time
@@ -12,11 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from notebook_accelerate import LaunchError, Run, RunLostError, attach, notebook_launcher, open_run, runs, shutdown
+from notebook_accelerate import LaunchError, RunLostError, attach, notebook_launcher, open_run, runs
 from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import run_directory
 from tests.faults.test_kept_runs import check_history, train
+from tests.support.detached import supervisor_of, user_folder
 from tests.support.kernel import Kernel
 from tests.support.waiting import until
 
@@ -48,26 +48,14 @@ print(run.folder)
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's folder of detached runs, which are stopped at the end."""
-    folder = tmp_path / "state"
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    yield folder
-    shutdown(all=True)
-    sockets = folder / "notebook-accelerate" / "sockets"
-    until(lambda: not sockets.exists() or not list(sockets.iterdir()), seconds=60)
-    attaching.leave()
+    with user_folder(tmp_path / "state", monkeypatch) as folder:
+        yield folder
 
 
 def _launch(kernel: Kernel, name: str, arguments: str, more: str = "") -> Path:
     kernel.check(_TRAIN)
     cell = kernel.check(_LAUNCH.format(name=name, arguments=arguments, more=more))
     return Path(cell.stdout.strip().splitlines()[-1])
-
-
-def _writer(run: Run) -> psutil.Process:
-    """Return the process that supervises a detached run: the one that its ranks' server is a child of."""
-    rank = psutil.Process(run.ranks[0].pid or 0)
-    return next(process for process in reversed(rank.parents()) if "detached_process" in " ".join(process.cmdline()))
 
 
 def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None:
@@ -142,7 +130,7 @@ def test_the_ranks_end_with_their_supervisor_and_the_training_goes_on(state: Pat
     run = notebook_launcher(train, (project, 0.05, 400), name="lost", **options)  # type: ignore[arg-type]
     until(lambda: run.store.last_step.get(0, -1) >= 25, seconds=120)
     ranks = [psutil.Process(info.pid or 0) for info in run.ranks]
-    _writer(run).kill()
+    supervisor_of(run).kill()
     psutil.wait_procs(ranks, timeout=30)
     assert not any(process.is_running() for process in ranks)
     assert run.wait(60)
@@ -170,7 +158,7 @@ def test_one_user_alone_can_attach_and_stop(state: Path, tmp_path: Path, monkeyp
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert entry.origin["folder"] == str(Path.cwd())
     until(lambda: run.status == "running", seconds=120)
-    connections = psutil.Process(_writer(run).pid).net_connections("inet")
+    connections = psutil.Process(supervisor_of(run).pid).net_connections("inet")
     assert not [each for each in connections if each.status == psutil.CONN_LISTEN]
     with pytest.raises(ValueError, match="name='one' is the name of a detached run that has not ended"):
         notebook_launcher(time.sleep, (600,), name="one", **options)  # type: ignore[arg-type]
@@ -185,7 +173,7 @@ def test_one_user_alone_can_attach_and_stop(state: Path, tmp_path: Path, monkeyp
 
 def test_what_cannot_be_launched_says_so(state: Path, tmp_path: Path) -> None:
     with pytest.raises(SerializationError, match="the function or its arguments"):
-        notebook_launcher(print, ((each for each in ()),), num_processes=1, detach=True, panel=False)
+        notebook_launcher(print, ((number for number in range(1)),), num_processes=1, detach=True, panel=False)
     with pytest.raises(ValueError, match="detached runs use this machine only"):
         notebook_launcher(int, (), num_processes=1, detach=True, num_nodes=2)
     with pytest.raises(ValueError, match="start_method='inline'"):
@@ -210,55 +198,3 @@ def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.Monke
     run = attach("interrupted")
     assert run.wait(120)
     assert run.status == "stopped"
-
-
-_KILLS = 50
-_SCENES = ("start", "run", "failure", "breakpoint", "save")
-
-
-@pytest.mark.parametrize("scene", _SCENES)
-def test_a_kernel_killed_at_a_random_moment(state: Path, tmp_path: Path, scene: str) -> None:
-    _kill_at(scene, 1, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", range(_KILLS))
-def test_kernels_killed_at_random_moments(state: Path, tmp_path: Path, number: int) -> None:
-    _kill_at(_SCENES[number % len(_SCENES)], number, tmp_path)
-
-
-def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
-    """Kill the kernel of a detached training, attach from here, and compare with an undisturbed one."""
-    chance = random.Random(f"{scene} {seed}")
-    arguments = {
-        "failure": "('', 0.02, 20, 15)",
-        "breakpoint": "('', 0.02, 20, -1, 10)",
-    }.get(scene, f"({str(tmp_path / 'project')!r}, 0.02, 50)")
-    with Kernel() as kernel:
-        kernel.check(_TRAIN)
-        kernel.submit(_LAUNCH.format(name="killed", arguments=arguments, more=""))
-        until(lambda: bool(run_directory.entries()), seconds=120)
-        run = attach("killed")
-        least = {"start": -1, "run": 5, "failure": 12, "breakpoint": 8, "save": 18}[scene]
-        until(lambda: run.store.last_step.get(0, -1) >= least, seconds=120)
-        time.sleep(chance.random() * 0.3)
-        kernel.kill()
-    if scene == "breakpoint":
-        until(lambda: run.prompts == (1,), seconds=60)
-        prompt = run.commands.prompts.take(10, rank=1)
-        assert prompt is not None
-        prompt.answer("c")
-    assert run.wait(120)
-    steps = 50 if scene in ("start", "run", "save") else 16 if scene == "failure" else 20
-    for rank in (0, 1):
-        assert run.metrics["loss"].rank(rank).steps.tolist() == list(range(steps))
-    if scene == "failure":
-        assert run.status == "failed"
-        assert len(run.logs(rank=0)) == steps
-    elif scene == "breakpoint":
-        assert run.results == (19, 19)
-        assert len(run.logs(rank=0)) == steps
-    else:
-        plain = notebook_launcher(train, (str(tmp_path / "plain"), 0.0, 50), num_processes=2, use_port=0, panel=False)
-        assert run.results == plain.results
-    assert all(not psutil.pid_exists(info.pid or 0) for info in run.ranks)

@@ -25,8 +25,16 @@ print(run.folder)
 """
 
 
-def train(project: str, seconds: float, steps: int, fails_at: int = -1) -> list[float]:
-    """Train, save every ten steps, and go on from a checkpoint where the launch says so."""
+def train(project: str, seconds: float, steps: int, fails_at: int = -1, stops_at: int = -1) -> list[float]:
+    """Train, save every ten steps, and go on from a checkpoint where the launch says so.
+
+    Args:
+        project: Folder of the checkpoints.
+        seconds: How long a step takes at least.
+        steps: How many there are.
+        fails_at: Steps after which it fails, where it has not gone on from a checkpoint.
+        stops_at: Steps after which rank 1 is at a breakpoint.
+    """
     import notebook_accelerate
     from notebook_accelerate import Accelerator
     from notebook_accelerate.utils import ProjectConfiguration
@@ -49,7 +57,10 @@ def train(project: str, seconds: float, steps: int, fails_at: int = -1) -> list[
         optimizer.step()
         optimizer.zero_grad()
         accelerator.log({"loss": float(loss.detach())}, step=progress.count)
+        print("step", progress.count)
         progress.count += 1
+        if progress.count == stops_at and accelerator.process_index == 1:
+            breakpoint()  # noqa: T100 - what is tested
         time.sleep(seconds)
         if progress.count % 10 == 0:
             accelerator.save_state()

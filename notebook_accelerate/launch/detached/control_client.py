@@ -22,6 +22,8 @@ from notebook_accelerate.telemetry.debug_protocol import Reply
 
 CAPTURE_SECONDS = 10.0
 """Seconds to wait for the stacks of a rank that cannot reply."""
+STATE_SECONDS = 5.0
+"""Seconds to wait for what its ranks wait for now; a process that is stopped sends nothing."""
 
 
 class ControlClient:
@@ -50,7 +52,9 @@ class ControlClient:
         self._captured: dict[int, ProcessStacks] = {}
         self._changed = threading.Condition()
         self._open: set[tuple[int, int]] = set()
+        self._known = threading.Event()
         threading.Thread(target=self._main, name="notebook-accelerate-attached", daemon=True).start()
+        self._known.wait(STATE_SECONDS)  # or debug() right after attach() would not know who is at a breakpoint
 
     def close(self) -> None:
         """Leave the run to itself."""
@@ -95,6 +99,7 @@ class ControlClient:
             while True:
                 for _, event in self._channel.receive():
                     self._handle(event)
+        self._known.set()
         for rank in self.requests.open_ranks():
             self.requests.close(rank)
         self.prompts.close()
@@ -103,6 +108,7 @@ class ControlClient:
     def _handle(self, event: Event) -> None:
         if isinstance(event, protocol.OpenEvent):
             self._take_state(event)
+            self._known.set()
         elif isinstance(event, protocol.CapturedEvent):
             with self._changed:
                 self._captured[event.number] = ProcessStacks(event.dump, tuple(event.native), event.suspended)

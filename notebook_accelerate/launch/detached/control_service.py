@@ -40,8 +40,6 @@ class ControlService:
     Raises:
         OSError: The socket cannot be opened.
 
-    Attributes:
-        last_client: When a kernel was attached last, by `time.monotonic`.
     """
 
     def __init__(self, run: Run, path: Path) -> None:
@@ -54,7 +52,7 @@ class ControlService:
         self._clients: dict[Channel, OpenState] = {}
         self._relayed: deque[Event] = deque()
         self._captures = ThreadPoolExecutor(1, "notebook-accelerate-capture")
-        self.last_client = time.monotonic()
+        self._last_client = time.monotonic()
         requests, prompts = self._commands.requests, self._commands.prompts
         requests.relay = self._relay
         requests.on_change = prompts.on_change = self._wake.set
@@ -72,6 +70,11 @@ class ControlService:
             self._path.unlink()
 
     # ---- any thread
+
+    @property
+    def unattended_seconds(self) -> float:
+        """Seconds since the last kernel has left; 0.0 while one is attached."""
+        return 0.0 if self._clients else time.monotonic() - self._last_client
 
     def _relay(self, rank: int, reply: Reply) -> None:
         self._put(protocol.RelayedEvent(rank, encode([Stamped(steady_time.now(), reply)])))
@@ -94,7 +97,7 @@ class ControlService:
                 except ChannelClosedError:
                     self._drop(channel)
             if self._clients:
-                self.last_client = time.monotonic()
+                self._last_client = time.monotonic()
         for channel in list(self._clients):
             self._drop(channel)
 
@@ -118,6 +121,7 @@ class ControlService:
 
     def _drop(self, channel: Channel) -> None:
         if self._clients.pop(channel, None) is not None:
+            self._last_client = time.monotonic()
             self._selector.unregister(channel)
             channel.close()
 
@@ -159,13 +163,13 @@ class OpenState:
             return []
         shown = set(before[2]) if before is not None else set()
         stamp = steady_time.now()
-        found: list[Event] = [protocol.OpenEvent(now[0], now[1], [list(key) for key in now[2]])]
-        found += [
+        found: list[Event] = [
             protocol.RelayedEvent(rank, encode([Stamped(stamp, prompt.request)]))
             for (rank, number), prompt in prompts.items()
             if (rank, number) not in shown
         ]
-        return found
+        # Last: a kernel that has received it has the prompts, too.
+        return [*found, protocol.OpenEvent(now[0], now[1], [list(key) for key in now[2]])]
 
 
 def listen(path: Path) -> socket.socket:

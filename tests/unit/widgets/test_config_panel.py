@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import notebook_accelerate
+from notebook_accelerate import attach
 from notebook_accelerate.config.config_file import ClusterConfig
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
@@ -24,6 +25,7 @@ from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.widgets import ConfigPanel, TrainingOptions, cell_code
 from notebook_accelerate.widgets.field_groups import LAUNCH_GROUPS, TRAINING_GROUPS
+from tests.support.detached import user_folder
 
 CPU = HardwareInfo(accelerator="cpu", count=0, cpu_count=8, memory_bytes=2**34, host="jupyter", loopback="lo")
 GPUS = HardwareInfo(accelerator="cuda", count=4, cpu_count=16, memory_bytes=2**36, host="colab", loopback="lo")
@@ -401,6 +403,23 @@ def test_the_button_launches_without_blocking_and_shows_the_outcome() -> None:
     run.wait()
     assert run.results == (10, 10)
     assert f"run {run.id} succeeded" in panel._run_note.value
+
+
+def test_the_check_box_detaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = _set(ConfigPanel(double, (5,)), num_processes="2", cpu=True, use_port="0", block=True, detach=True)
+    assert panel.errors == {}
+    assert panel.config.block is False
+    assert panel.sentence.startswith("2 processes on cpu, zygote")
+    assert "detach=True" in panel.code
+    with user_folder(tmp_path, monkeypatch):
+        panel._go.click()
+        run = panel.runs[-1]
+        assert run.folder is not None
+        assert run.wait(120)
+        assert (run.results, run.plan and run.plan.start_method) == ((10, 10), "zygote")
+        assert attach(run.name) is run
+        assert f"run {run.id} succeeded" in panel._run_note.value
+    assert "detach=True is not allowed with start_method='fork'" in str(_set(panel, start_method="fork").errors)
 
 
 def test_a_failing_run_is_shown_in_the_panel_and_raises_nothing() -> None:

@@ -1,0 +1,45 @@
+"""A user's folder of detached runs, and the processes that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from notebook_accelerate import Run, shutdown
+from notebook_accelerate.launch import attaching
+from tests.support.waiting import until
+
+
+@contextmanager
+def user_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Have detached runs recorded in a folder; at the end stop them, and check that none has left a process."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    try:
+        yield folder
+    finally:
+        shutdown(all=True)
+        attaching.leave()
+    until(lambda: not processes_of(folder), seconds=60)
+    sockets = folder / "notebook-accelerate" / "sockets"
+    assert not sockets.exists() or not list(sockets.iterdir())
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return the other processes whose detached runs are recorded in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != psutil.Process().pid and process.environ().get("XDG_STATE_HOME") == str(folder):
+                found.append(process)
+    return found
+
+
+def supervisor_of(run: Run) -> psutil.Process:
+    """Return the process that supervises a detached run: the one that its ranks' server is a child of."""
+    rank = psutil.Process(run.ranks[0].pid or 0)
+    return next(process for process in reversed(rank.parents()) if "detached_process" in " ".join(process.cmdline()))
