@@ -50,13 +50,14 @@ PORTED := $(sort $(wildcard examples/ported/*.ipynb))
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo examples examples-ported examples-record test test-integrations test-notebook test-colab test-kaggle test-marimo test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-tpu test-docs test-matrix test-nightly soak lint docs dist bench bench-quick bench-record pictures lab clean
+.PHONY: help setup demo examples examples-own examples-ported examples-record test test-integrations test-notebook test-colab test-kaggle test-marimo test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-tpu test-docs test-matrix test-nightly soak lint docs dist bench bench-quick bench-record pictures lab clean
 
 help:
 	@echo "make demo           execute the quickstart in a real Jupyter kernel: it trains in two worker processes"
-	@echo "make examples       execute the example notebooks, and compare their outputs with the committed ones"
-	@echo "make examples-ported  the same for public notebooks on transformers, diffusers and trl; an environment of its own"
-	@echo "make examples-record  execute both, and take over the outputs that have changed"
+	@echo "make examples       execute all example notebooks, and compare their outputs with the committed ones"
+	@echo "make examples-own   those of this package alone"
+	@echo "make examples-ported  those on transformers, diffusers and trl alone; in an environment of its own"
+	@echo "make examples-record  execute all, and take over the outputs that have changed"
 	@echo "make test           lint, unit, distributed, notebook, fault and browser tests"
 	@echo "make test-integrations  DeepSpeed, Megatron-LM, Ray, S3, the real Accelerate and its clients, the docs: seven environments"
 	@echo "make soak           MINUTES=60 of random launches, faults, stops and saves in one kernel, watched for growth"
@@ -235,7 +236,9 @@ demo: $(SETUP)
 	$(PY) examples/run_headless.py examples/01_quickstart.ipynb
 
 # The notebooks are committed with their outputs: executed again, they show the same but for numbers.
-examples: $(SETUP)
+examples: examples-own examples-ported
+
+examples-own: $(SETUP)
 	$(PY) examples/run_headless.py $(EXAMPLES)
 	$(PY) -m tests.support.saved_outputs $(or $(OUTPUTS),compare) $(EXAMPLES)
 
@@ -246,7 +249,7 @@ examples-ported: $(CLIENTS_READY)
 
 # ALL=yes: also the cells in which only numbers have changed.
 examples-record:
-	$(MAKE) examples examples-ported OUTPUTS=record$(if $(ALL),-all)
+	$(MAKE) examples OUTPUTS=record$(if $(ALL),-all)
 
 # Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
 test: $(SETUP) $(if $(CHROMIUM),$(BROWSER_READY))
@@ -315,8 +318,8 @@ test-megatron: $(MEGATRON_READY)
 test-s3: $(S3_READY)
 	OMP_NUM_THREADS=1 $(S3_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-s3 tests/s3
 
-test-docs: $(DOCS_TESTS_READY) docs
-	$(DOCS_VENV)/bin/python -m codespell_lib --skip '*.ipynb' docs README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md
+test-docs: $(DOCS_TESTS_READY) $(if $(CHROMIUM),$(BROWSER_READY)) docs
+	$(DOCS_VENV)/bin/python -m codespell_lib docs examples notebook_accelerate widgets $(wildcard *.md)
 	$(DEEPSPEED_ENV) HF_HUB_OFFLINE=1 $(DOCS_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-docs tests/docs
 
 test-ray: $(RAY_READY)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.ext.napoleon.docstring import GoogleDocstring
 from sphinx.util.nodes import make_refnode
 
@@ -63,19 +64,22 @@ def _returned_text(self: GoogleDocstring, **_: object) -> list[tuple[str, str, l
 
 
 GoogleDocstring._consume_returns_section = _returned_text
+for field in PyObject.doc_field_types:
+    field.label = {"Variables": "Attributes"}.get(str(field.label), field.label)
 
 
 def _by_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Link a name in a docstring to the one class or function of that name in the reference."""
     entries = env.domains["py"].objects.items() if node.get("refdomain") == "py" else ()
-    found = [
-        entry
+    found = {
+        (entry.docname, entry.node_id)
         for name, entry in entries
         if name.rpartition(".")[2] == node["reftarget"] and entry.objtype in {"class", "exception", "function"}
-    ]
+    }
     if len(found) != 1:
         return None
-    return make_refnode(app.builder, node["refdoc"], found[0].docname, found[0].node_id, content)
+    ((page, anchor),) = found
+    return make_refnode(app.builder, node["refdoc"], page, anchor, content)
 
 
 def _copy_tutorials(_app: Sphinx, _config: object) -> None:

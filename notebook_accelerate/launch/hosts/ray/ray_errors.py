@@ -58,7 +58,7 @@ def cause(error: BaseException) -> str:
     if "ray.kill" in text:
         return "its actor was killed by ray.kill"
     if "worker process has died" in text or "is unavailable" in text:
-        return "its actor's process has died: killed, or ended by Ray (out of memory, pre-empted)"
+        return "its actor's process has died: killed, or ended by Ray (out of memory, preempted)"
     relevant = [line for line in lines if not line.startswith(("class_name", "actor_id", "pid:", "namespace", "ip:"))]
     return " ".join(relevant)[:500] or type(error).__name__
 
