@@ -103,6 +103,11 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def import_inductor() -> None:
+    """Import what torch's profiler imports when it starts, which takes seconds."""
+    import_module("torch._inductor.config")
+
+
 # -- Process groups ----------------------------------------------------------------------------------------------------
 
 _TABLES_OF_GROUPS = (

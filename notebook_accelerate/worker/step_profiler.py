@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from notebook_accelerate import torch_internals
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.error_text import describe_error
@@ -38,6 +40,8 @@ KEY = "notebook_accelerate"
 class StepProfiler:
     """One request to record steps; ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
 
+    What torch's profiler needs is imported first, on another thread: ``at_boundary`` and ``due`` do nothing meanwhile.
+
     Args:
         request: What to record.
         reply: Sends the reply.
@@ -56,14 +60,21 @@ class StepProfiler:
         self._began = self._recorded = 0.0
         self._marks: list[dict[str, float]] = []
         self._held: list[dict[str, Any]] = []
-        self._over = False
+        self._over = self._ready = False
+        threading.Thread(target=self._prepare, name="notebook-accelerate-prepare", daemon=True).start()
+
+    def _prepare(self) -> None:
+        """Import what torch's profiler imports when it starts, which takes seconds, while the training goes on."""
+        with suppress(Exception):  # then it is imported at the step boundary
+            torch_internals.import_inductor()
+        self._created, self._ready = time.monotonic(), True
         step_time.on_end = self._at_step
 
     # ---- the main thread
 
     def at_boundary(self) -> None:
         """Handle a metric or a report of progress: where no optimizer takes steps, it ends one."""
-        if self._over:
+        if self._over or not self._ready:
             return
         if self._counts_metrics:
             self._advance()
@@ -220,7 +231,7 @@ class StepProfiler:
         Args:
             moved: When the main thread last moved, in seconds since the epoch.
         """
-        if self._over:
+        if self._over or not self._ready:
             return None
         now, seconds = time.monotonic(), self.request.seconds
         still = steady_time.now() - moved
