@@ -107,8 +107,8 @@ def large(ranks: int = 8, events: int = 200_000, seed: int = 0) -> Timeline:
         events: Events of each.
         seed: Of the random numbers.
     """
-    per_step = 3 * 60 * 2
-    return training(ranks, max(1, round(events / per_step)), 60, seed=seed)
+    one = sum(map(len, training(ranks, 4, seed=seed).tracks)) / ranks / 4
+    return training(ranks, round(events / one), seed=seed)
 
 
 __all__ = ["large", "training"]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.launch.report.markup import Markup, element
-from notebook_accelerate.launch.report.profile_picture import timeline_picture
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
+from notebook_accelerate.launch.report.timeline_picture import timeline_svg
 from notebook_accelerate.profiling.analysis import Analysis
 from notebook_accelerate.profiling.findings import Finding
 from notebook_accelerate.profiling.op_table import LineSeconds, OpTime
@@ -29,8 +29,8 @@ from notebook_accelerate.telemetry.tracebacks import frame_location
 
 MAX_ROWS = 15
 NOTHING = "nothing stands out: no rule has found a cause of lost time"
-_VIEW = "notebook_accelerate.widgets.timeline_view"
-"""The module above this one that shows a timeline live, by name."""
+_VIEW = "notebook_accelerate.widgets.profile_panel"
+"""The module above this one that shows a profile live, by name."""
 
 
 class ProfileFolder:
@@ -216,26 +216,30 @@ class Profile:
                 parts += ["", text_table(rows, rule=True)]
         return "\n".join(parts)
 
-    def _repr_html_(self) -> str:
-        return element("div", *self._parts(timeline_picture(self.timeline)), class_="notebook-accelerate-profile")
-
-    def _parts(self, picture: Markup) -> list[Markup]:
+    def summary_html(self) -> Markup:
+        """Return what was profiled, the sentences, and why ranks are missing."""
         sentences = [element("li", sentence) for sentence in self._sentences()]
-        parts = [element("p", self._head()), *([element("ul", *sentences)] if sentences else []), picture]
-        tables = [rows for rows in (self._line_rows(), self._op_rows()) if len(rows) > 1]
-        parts += [html_table(rows[0], rows[1:], columns=_columns(rows[0])) for rows in tables]
-        return [*parts, *(element("p", note) for note in self._notes())]
+        notes = [element("p", note) for note in self._notes()]
+        return join([element("p", self._head()), *([element("ul", *sentences)] if sentences else []), *notes])
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """Return the live view where widgets are shown, and the text and the static form for all others."""
-        plain = {"text/plain": repr(self), "text/html": self._repr_html_()}
-        with suppress(Exception):  # a view that fails must not hide the findings
-            view = import_module(_VIEW).live_view(self)
-            if view is not None:
-                bundle = view._repr_mimebundle_(include=include, exclude=exclude)
-                found = bundle[0] if isinstance(bundle, tuple) else bundle
-                return {**plain, **{kind: value for kind, value in (found or {}).items() if kind not in plain}}
-        return plain
+    def tables_html(self) -> Markup:
+        """Return the tables of lines and operations."""
+        tables = [rows for rows in (self._line_rows(), self._op_rows()) if len(rows) > 1]
+        return join([html_table(rows[0], rows[1:], columns=_columns(rows[0])) for rows in tables])
+
+    def _repr_html_(self) -> str:
+        picture = timeline_svg(self.timeline) if self.paths else Markup()
+        parts = [self.summary_html(), picture, self.tables_html()]
+        return element("div", *parts, class_="notebook-accelerate-profile")
+
+    def _ipython_display_(self) -> None:
+        """Show the live view where there are widgets; otherwise IPython shows the static form."""
+        shown = False
+        if self.paths:
+            with suppress(Exception):  # a view that fails must not hide the findings
+                shown = import_module(_VIEW).show(self)
+        if not shown:
+            raise NotImplementedError  # IPython then asks for the text and the HTML
 
 
 def _columns(head: Sequence[str]) -> list[Mapping[str, object]]:

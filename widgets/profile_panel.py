@@ -1,0 +1,80 @@
+"""The live view of a profile: its sentences, the timeline of its ranks, and its tables."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import ipywidgets
+
+from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.report.markup import Markup
+from notebook_accelerate.profiling.timeline import Timeline
+from notebook_accelerate.widgets.front_end import no_widgets
+from notebook_accelerate.widgets.panel_elements import card, style_widget, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_output import PanelOutput
+from notebook_accelerate.widgets.timeline_view import TimelineView
+
+
+class ShownProfile(Protocol):
+    """What the view needs of `launch.report.profile.Profile`."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """The events of all ranks."""
+
+    def summary_html(self) -> Markup:
+        """Return what was profiled, and the sentences."""
+
+    def tables_html(self) -> Markup:
+        """Return the tables."""
+
+    def _repr_html_(self) -> str: ...
+
+
+class ProfilePanel:
+    """A profile that is shown live; the saved notebook holds its static form.
+
+    Args:
+        profile: The profile, which is not kept.
+    """
+
+    def __init__(self, profile: ShownProfile) -> None:
+        self.view = TimelineView(profile.timeline)
+        self.widget = card(*self.parts(profile, self.view))
+        static = {"text/plain": repr(profile), "text/html": profile._repr_html_()}
+        self._shown = PanelOutput(lambda: static, lambda: "Profile")
+
+    @staticmethod
+    def parts(profile: ShownProfile, view: TimelineView) -> list[Any]:
+        """Return the widgets of a profile, from the top.
+
+        Args:
+            profile: The profile.
+            view: Its timeline.
+        """
+        style = style_widget("profile.css")
+        head, tables = (ipywidgets.HTML(text) for text in (profile.summary_html(), profile.tables_html()))
+        return [style, with_classes(head, "na-findings"), view, with_classes(tables, "na-profile-tables")]
+
+    def show(self, output: Output) -> None:
+        """Show the panel in a cell's output."""
+        self._shown.add(output, self.widget)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return widget_bundle(self.widget, {})
+
+
+def show(profile: ShownProfile) -> bool:
+    """Show a profile live in the running cell; return False where there are no live widgets.
+
+    Args:
+        profile: The profile.
+    """
+    output = here()
+    if output is None or no_widgets(output):
+        return False
+    ProfilePanel(profile).show(output)
+    return True
+
+
+__all__ = ["ProfilePanel", "show"]
