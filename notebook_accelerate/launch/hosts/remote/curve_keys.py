@@ -21,6 +21,8 @@ MESSAGE_BYTES = (1 << 18) + 64
 KEEP_ALIVE = (5.0, 15.0)
 """libzmq asks a silent peer every so many seconds, and ends the connection of one that does not answer for so long:
 torch's defaults for ``keep_alive_interval``, and for that times ``keep_alive_max_attempt``."""
+_MAX_SECONDS = 3276.0
+"""libzmq keeps the sum of both in 16 bits, as tenths of a second."""
 
 
 def new_secret() -> bytes:
@@ -49,7 +51,7 @@ def configure(zmq_socket: Any, keep_alive: tuple[float, float]) -> None:
     """Set what the sockets of both ends have in common."""
     zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # streams bound what is under way
     zmq_socket.maxmsgsize = MESSAGE_BYTES
-    interval, silent = (max(1, int(1000 * seconds)) for seconds in keep_alive)
+    interval, silent = (max(1, int(1000 * min(seconds, _MAX_SECONDS))) for seconds in keep_alive)
     zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
     zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent)
     # A peer with other settings follows these; the next question may be an interval away.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import selectors
-import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.debugging.native_stacks import SECONDS as NATIVE_SECONDS
@@ -59,9 +60,8 @@ class HostConnection:
         self.cells = ForeignCells(lambda: f" of node {self.node}") if with_cells else None
         self.on_last_end: Callable[[], None] = lambda: None
         self.on_message: Callable[[Event], None] = lambda _: None
-        self._captured: dict[int, protocol.CapturedStacksEvent] = {}
+        self._captured: dict[int, SimpleQueue[protocol.CapturedStacksEvent | None]] = {}
         self._numbers = itertools.count(1)
-        self._changed = threading.Condition()
         self._early = incoming.early
 
     @property
@@ -160,9 +160,8 @@ class HostConnection:
         if isinstance(event, protocol.LeaveEvent):
             self.mark_lost(f"{self.name} has left: {event.reason}" if event.reason else "")
         elif isinstance(event, protocol.CapturedStacksEvent):
-            with self._changed:
-                self._captured[event.number] = event
-                self._changed.notify_all()
+            if (waiting := self._captured.get(event.number)) is not None:
+                waiting.put(event)
         elif isinstance(event, protocol.CellsEvent):
             if self.cells is not None:
                 self.cells.add(event.cells)
@@ -174,9 +173,9 @@ class HostConnection:
     def mark_lost(self, reason: str) -> None:
         """Record that the host is lost, and its ranks with it."""
         self.disconnect()
-        with self._changed:
-            self.lost = reason or f"{self.name} has left"
-            self._changed.notify_all()
+        self.lost = reason or f"{self.name} has left"
+        for waiting in list(self._captured.values()):
+            waiting.put(None)
         for rank in list(self.ranks.values()):
             if rank.ended is None:
                 rank.end(Exit(lost=self.lost))
@@ -203,13 +202,13 @@ class HostConnection:
 
     def capture_stacks(self, rank: int) -> ProcessStacks:
         """Have the host capture the stacks of a rank."""
-        number = next(self._numbers)
+        number, replies = next(self._numbers), SimpleQueue[protocol.CapturedStacksEvent | None]()
+        self._captured[number] = replies  # a queue: an interrupt of the caller leaves no lock taken
         self.send(protocol.CaptureStacksOrder(rank, number))
-        deadline = time.monotonic() + DUMP_SECONDS + NATIVE_SECONDS + 1.0
-        with self._changed:
-            while number not in self._captured and not self.lost and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
-            answer = self._captured.pop(number, None)
+        answer = None
+        with suppress(Empty):
+            answer = None if self.lost else replies.get(timeout=DUMP_SECONDS + NATIVE_SECONDS + 1.0)
+        self._captured.pop(number, None)
         if answer is None:
             return ProcessStacks()
         dump = answer.dump if self.cells is None else self.cells.in_text(answer.dump)

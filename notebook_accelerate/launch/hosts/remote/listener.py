@@ -7,7 +7,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -22,7 +22,7 @@ from notebook_accelerate.launch.hosts.remote.curve_keys import KEEP_ALIVE, Keys,
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.stream import FLUSH_SECONDS, PING, Exchange, Stream
 from notebook_accelerate.launch.processes.selecting import Pace
-from notebook_accelerate.telemetry import Stamped
+from notebook_accelerate.telemetry import Stamped, encode, steady_time
 
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED
 EVENTS |= zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -36,8 +36,6 @@ HANDSHAKE_SECONDS = 30.0
 """Seconds for the handshake of a connection; libzmq then closes it."""
 LOOK_SECONDS = 0.2
 """Seconds between two looks whether a connection is still wanted."""
-SOON_SECONDS = 0.05
-"""Seconds after the end of a connection in which libzmq passes on what arrived before."""
 MESSAGES = 100
 """Messages that are read before other sockets have their turn."""
 MAX_WAITING = 1024
@@ -172,10 +170,13 @@ class HostListener(Exchange):
     def _tick(self) -> None:
         """See `Exchange._tick`; libzmq reports a host that is gone when the next message to it is sent."""
         for identity, stream in list(self._hosts.items()):
-            if not stream.lost:
+            if stream.lost:
+                if stream.is_over(0.0):
+                    del self._hosts[identity]
+            elif stream.gone:
+                self._lose(stream)
+            else:
                 self._send(identity, PING)
-            elif stream.is_over(0.0):
-                del self._hosts[identity]
 
     def _send(self, identity: bytes, message: bytes) -> None:
         try:
@@ -183,7 +184,8 @@ class HostListener(Exchange):
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._lose(self._hosts[identity])
+            self._hosts[identity].gone = True
+            self._tick_soon()  # first, read what has arrived
 
     def _route(self) -> None:
         for _ in range(MESSAGES):
@@ -214,20 +216,20 @@ class HostListener(Exchange):
         """Read the first message of a host."""
         found: list[Stamped] = []
         with suppress(ChannelClosedError):
-            found = stream.receive(0.0)
+            if not (found := stream.receive(0.0)):
+                return
         if found and isinstance(found[0].event, HelloEvent):
             self._incoming.put(IncomingHost(stream, found[0].event, found[1:]))
             self._ready.set()
-        elif found or stream.ended:
-            stream.close()
         else:
-            return
+            stream.close()
         self._unknown.discard(stream)
 
     # ---- authentication
 
     def _authorize(self) -> None:
         """Answer libzmq's question about a client (ZeroMQ RFC 27)."""
+        self._observe()  # the client is counted before it authenticates
         version, number, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and z85.encode(credentials[0]) == self._allowed
         known = known and not self._stopping.is_set()
@@ -236,18 +238,21 @@ class HostListener(Exchange):
 
     def _observe(self) -> None:
         """Count the connections in their handshake, and report those that are refused."""
-        kind, descriptor = _read_event(self._monitor)
-        if kind == zmq.EVENT_ACCEPTED:
-            self._waiting.pop(descriptor, None)
-            self._waiting[descriptor] = self._peer_address(descriptor)
-            if len(self._waiting) > self._max_waiting:
-                oldest = next(iter(self._waiting))
-                self._refuse(oldest, _CROWDED)
-                self._use_accepted(oldest, lambda peer: peer.shutdown(socket.SHUT_RDWR))
-        elif kind == zmq.EVENT_DISCONNECTED and descriptor in self._waiting:
-            self._refuse(descriptor, _UNKNOWN_PEER)
-        elif kind == zmq.EVENT_DISCONNECTED:
-            self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
+        for kind, descriptor in _events(self._monitor):
+            if kind == zmq.EVENT_ACCEPTED:
+                self._count(descriptor)
+            elif kind == zmq.EVENT_DISCONNECTED and descriptor in self._waiting:
+                self._refuse(descriptor, _UNKNOWN_PEER)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._tick_soon()
+
+    def _count(self, descriptor: int) -> None:
+        self._waiting.pop(descriptor, None)
+        self._waiting[descriptor] = self._peer_address(descriptor)
+        if len(self._waiting) > self._max_waiting:
+            oldest = next(iter(self._waiting))
+            self._refuse(oldest, _CROWDED)
+            self._use_accepted(oldest, lambda peer: peer.shutdown(socket.SHUT_RDWR))
 
     def _peer_address(self, descriptor: int) -> str:
         """Return the address of the peer of a connection, if it is still connected."""
@@ -329,16 +334,15 @@ class KernelConnection(Exchange):
         while (left := deadline - time.monotonic()) > 0:
             if stopping():
                 raise InterruptedError("the connection is not wanted any more")
-            if not self._monitor.poll(int(1000 * min(left, LOOK_SECONDS))):
-                continue
-            kind, _ = _read_event(self._monitor)
-            connected = connected or kind == zmq.EVENT_CONNECTED
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                return
-            if kind == zmq.EVENT_CLOSED and not connected:
-                raise ConnectionRefusedError(f"nothing listens at {where}, or it cannot be reached")
-            if kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                raise AuthenticationError(f"{where} has another secret, or is no listener of a run")
+            self._monitor.poll(int(1000 * min(left, LOOK_SECONDS)))
+            for kind, _ in _events(self._monitor):
+                connected = connected or kind == zmq.EVENT_CONNECTED
+                if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return
+                if kind == zmq.EVENT_CLOSED and not connected:
+                    raise ConnectionRefusedError(f"nothing listens at {where}, or it cannot be reached")
+                if kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+                    raise AuthenticationError(f"{where} has another secret, or is no listener of a run")
         if not connected:
             raise TimeoutError(f"{where} cannot be reached: no answer within {HANDSHAKE_SECONDS:g} s")
         raise TimeoutError(f"{where} did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
@@ -370,12 +374,12 @@ class KernelConnection(Exchange):
             self._take(self.stream, message)
 
     def _observe(self) -> None:
-        if _read_event(self._monitor)[0] == zmq.EVENT_DISCONNECTED:
+        if any(kind == zmq.EVENT_DISCONNECTED for kind, _ in _events(self._monitor)):
             self._expect_end()
 
     def _expect_end(self) -> None:
         self._lost, self._linger = True, 0.0
-        self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
+        self._tick_soon()
 
     def _tick(self) -> None:
         """See `Exchange._tick`."""
@@ -415,7 +419,7 @@ def connect_to_kernel(
         except OSError as error:
             problem = error
         else:
-            stream.send(hello)
+            stream.queue((encode([Stamped(steady_time.now(), hello)]),))
             return stream
     raise problem
 
@@ -424,7 +428,9 @@ def _endpoint(ip: str, port: int | str) -> str:
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
-def _read_event(monitor: Any) -> tuple[int, int]:
-    """Return the next event of a monitor and its value, for most events a descriptor."""
-    event = recv_monitor_message(monitor)
-    return event["event"], event["value"]
+def _events(monitor: Any) -> Iterator[tuple[int, int]]:
+    """Yield the events of a monitor that have arrived and their values, for most events a descriptor."""
+    with suppress(zmq.Again):
+        while True:
+            event = recv_monitor_message(monitor, zmq.DONTWAIT)
+            yield event["event"], event["value"]

@@ -37,6 +37,8 @@ _COUNT = struct.Struct("!Q")
 _PREFIX = 1 + _COUNT.size
 TICK_SECONDS = 2.0
 """Seconds between checks for peers that are gone."""
+SOON_SECONDS = 0.05
+"""Seconds after the end of a connection in which libzmq passes on what arrived before."""
 FLUSH_SECONDS = 5.0
 """Seconds that a stream that was closed waits for a sign that its last messages arrive."""
 
@@ -53,13 +55,14 @@ class Stream:
 
     Attributes:
         ended: Whether nothing more arrives: the peer has ended or is lost.
-        lost: Whether the peer is gone.
+        gone: Whether a message could not be sent, and none has arrived since.
+        lost: Whether the peer is gone, and all that it sent has arrived.
         on_ready: Called by `Exchange.dispatch` when something has arrived; see `watch`.
     """
 
     def __init__(self, exchange: Exchange, send_message: Callable[[bytes], None]) -> None:
         self._exchange, self._send_message, self._changed = exchange, send_message, exchange.changed
-        self.ended = self.lost = self._closed = self._end_sent = self._peer_ended = False
+        self.ended = self.gone = self.lost = self._closed = self._end_sent = self._peer_ended = False
         self.on_ready: Callable[[], object] | None = None
         self._decoder = Decoder()
         self._arrived: deque[bytes] = deque()
@@ -236,16 +239,14 @@ class Exchange(ABC):
     # ---- any thread
 
     def request_step(self, stream: Stream) -> None:
-        """Have the thread call ``stream.step``."""
-        with self.changed:
-            self._due.add(stream)
+        """Have the thread call ``stream.step``; an interrupt of the caller leaves no lock taken."""
+        self._due.add(stream)
         self._wake.set()
 
     def announce(self, stream: Stream) -> None:
         """Have `dispatch` call ``stream.on_ready``."""
         if stream.on_ready is not None:
-            with self.changed:
-                self._arrived[stream] = None
+            self._arrived[stream] = None
             self._ready.set()
 
     def after_close(self) -> None:
@@ -262,14 +263,11 @@ class Exchange(ABC):
         """Call ``on_ready`` of the streams on which something has arrived."""
         self._ready.clear()
         deadline = time.monotonic() + SLICE_SECONDS
-        with self.changed:
-            waiting = list(self._arrived)
-        for stream in waiting:
+        for stream in list(self._arrived):
             if time.monotonic() >= deadline:
                 self._ready.set()
                 break
-            with self.changed:
-                del self._arrived[stream]
+            del self._arrived[stream]
             if stream.on_ready is not None:
                 stream.on_ready()
 
@@ -290,10 +288,8 @@ class Exchange(ABC):
                     self._next_tick = now + TICK_SECONDS
                     self._tick()
                     self._due.update(self._streams())
-                with self.changed:
-                    due, self._due = self._due, set()
-                for stream in due:
-                    self._carried += stream.step(now)
+                while self._due:
+                    self._carried += self._due.pop().step(now)
                 self._pace.after(self._carried)
                 self._carried = 0
         finally:
@@ -305,9 +301,13 @@ class Exchange(ABC):
     def _take(self, stream: Stream, message: bytes) -> None:
         """Give a stream a message."""
         self._carried += len(message) if message.startswith(DATA) else 0
+        stream.gone = False
         stream.take(message)
         self._due.add(stream)
         self.announce(stream)
+
+    def _tick_soon(self) -> None:
+        self._next_tick = min(self._next_tick, time.monotonic() + SOON_SECONDS)
 
     def _lose(self, stream: Stream) -> None:
         stream.lose()
