@@ -279,3 +279,19 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
         blank.get_by_role("button", name="Download as PNG: train/scale").click()
     assert Path(png.value.path()).read_bytes().startswith(b"\x89PNG")
     assert errors == []
+
+
+def test_a_metric_that_stays_nan_has_one_mark_to_its_end(blank: Any) -> None:
+    _load(blank, *SCRIPTS)
+    blank.add_style_tag(content=asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
+    rising = [float(step) for step in range(900)]
+    blank.evaluate(_CARDS, [["loss", "rank 0", rising], ["loss", "rank 1", [*rising[:300], *["NaN"] * 600]]])
+    blank.wait_for_function("() => card('loss')?.u")
+    marks = "() => card('loss').marks.map(mark => [mark.label, mark.x, mark.until])"
+    assert blank.evaluate(marks) == [["rank 1", 300, 899]]
+    values = blank.locator("figure[data-metric='loss'] .na-chart-value span")
+    assert values.all_inner_texts() == ["899", "NaN"]
+    blank.evaluate("() => card('loss').u.setCursor({ left: card('loss').u.valToPos(100, 'x'), top: 10 })")
+    assert values.all_inner_texts() == ["100", "100"]
+    blank.evaluate("() => card('loss').u.setCursor({ left: card('loss').u.valToPos(400, 'x'), top: 10 })")
+    assert values.all_inner_texts() == ["400", "NaN"]

@@ -145,30 +145,39 @@ class Chart {
     const at = this.overTime ? duration(first.x) : `step ${english(first.x)}`;
     const where = this.panel.data.labels.length > 1 ? ` on ${first.label}` : "";
     setText(this.flag, `${format(first.value)} since ${at}${where}`);
-    this.flag.title = `${english(this.marks.length)}${this.marks.length >= MAX_MARKS ? " or more" : ""} values are NaN or infinite: crosses and triangles at the edges of the plot`;
+    this.flag.title = "Values that are NaN or infinite are crosses and triangles at the edges of the plot";
   }
-  /* Marks on the edges of the plot: a cross for NaN below, a triangle for an infinite value at its end. */
+  /* Marks on the edges of the plot: a cross for NaN below, a triangle for an infinite value at its end; a line to the
+   * last of several neighbours. */
   drawMarks(u) {
-    const { ctx, bbox } = u, size = 3.5 * devicePixelRatio;
+    const { ctx, bbox } = u, size = 3.5 * devicePixelRatio, end = bbox.left + bbox.width;
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = getComputedStyle(this.panel.root).getPropertyValue("--na-bad").trim() || "#c62833";
     ctx.lineWidth = 1.5 * devicePixelRatio;
-    for (const { x, value } of this.marks) {
-      const left = u.valToPos(x, "x", true);
-      if (!(left >= bbox.left - 1 && left <= bbox.left + bbox.width + 1)) continue;
+    for (const { x, until, value } of this.marks) {
+      const left = u.valToPos(x, "x", true), right = until > x ? u.valToPos(until, "x", true) : left;
+      if (!(right >= bbox.left - 1 && left <= end + 1)) continue;
       const up = value === Infinity, y = up ? bbox.top + size : bbox.top + bbox.height - size;
       ctx.beginPath();
+      if (right > left) { ctx.moveTo(Math.max(left, bbox.left), y); ctx.lineTo(Math.min(right, end), y); }
+      if (left < bbox.left - 1) { ctx.stroke(); continue; }
       if (Number.isNaN(value)) {
         ctx.moveTo(left - size, y - size); ctx.lineTo(left + size, y + size);
         ctx.moveTo(left - size, y + size); ctx.lineTo(left + size, y - size);
         ctx.stroke();
       } else {
+        ctx.stroke();
+        ctx.beginPath();
         const tip = up ? -size : size;
         ctx.moveTo(left, y + tip); ctx.lineTo(left - size, y - tip); ctx.lineTo(left + size, y - tip);
         ctx.fill();
       }
     }
     ctx.restore();
+  }
+  /* The value of a curve at an x that no axis shows; null: the last one. */
+  markAt(label, x) {
+    return this.marks.find((mark) => mark.label === label && (x == null ? mark.last : x >= mark.x && x <= mark.until));
   }
   build(shape, labels, joined, width) {
     const { panel } = this;
@@ -238,11 +247,11 @@ class Chart {
     if (!this.u) { this.readout.replaceChildren(); this.parts = []; return; }
     const index = this.u.cursor.idx, x = index == null ? null : this.joined[0][index];
     setText(this.position, x == null ? "" : this.overTime ? duration(x) : `step ${english(x)}`);
-    for (const { start, value, range } of this.parts) {
-      const column = this.joined[start];
+    for (const { start, curve, value, range } of this.parts) {
+      const column = this.joined[start], mark = this.markAt(curve, x);
       let at = index == null ? column.length - 1 : index;
       while (at > 0 && column[at] == null) at--;
-      setText(value, format(column[at]));
+      setText(value, format(mark ? mark.value : column[at]));
       if (range) setText(range, ` ${format(this.joined[start + 1][at])} to ${format(this.joined[start + 2][at])}`);
     }
   }
@@ -254,7 +263,7 @@ class Chart {
       const value = document.createTextNode(""), range = this.isEnvelope[i] ? make("small", {}, "") : null;
       const same = this.same.get(label);
       const node = make("span", { title: same ? `${same}: the same values` : label }, same ? this.panel.sharedSample(label) : this.panel.sample(label), value, ...(range ? [range] : []), ...(same ? [make("small", {}, ` ${same}`)] : []));
-      return { start: this.starts[i], label: same || label, node, value, range };
+      return { start: this.starts[i], curve: label, label: same || label, node, value, range };
     });
     this.readout.replaceChildren(this.position, ...this.parts.map((part) => part.node), ...(many ? ["…"] : []));
   }

@@ -157,12 +157,20 @@ function meanOf(tables) {
   return [xs, mean, low, high];
 }
 
-/* The values that no axis can show: [{x, value, label}, ...], the first ones of each series. */
+/* The values that no axis can show: [{x, until, value, label, last}, ...], neighbours of one kind together; `last` where
+ * the series ends with them.
+ */
 const MAX_MARKS = 200;
 
 function notFinite(x, values, label) {
   const marks = [];
-  for (let i = 0; i < values.length && marks.length < MAX_MARKS; i++)
-    if (!Number.isFinite(values[i])) marks.push({ x: x[i], value: values[i], label });
+  let mark = null;
+  for (let i = 0; i < values.length; i++) {
+    if (Number.isFinite(values[i])) { mark = null; continue; }
+    if (mark && Object.is(mark.value, values[i])) mark.until = x[i];
+    else if (marks.length === MAX_MARKS) return marks;
+    else marks.push(mark = { x: x[i], until: x[i], value: values[i], label, last: false });
+  }
+  if (mark) mark.last = true;
   return marks;
 }
