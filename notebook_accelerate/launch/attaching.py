@@ -37,7 +37,7 @@ START_SECONDS = 120.0
 OPEN_SECONDS = 20.0
 """Seconds that the journal of a run that has just begun has for its first events."""
 LISTED_RUNS = 20
-"""Most detached runs that are listed, the latest ones."""
+"""Most detached runs that are listed of those that have ended, the latest ones."""
 _attached: dict[str, Run] = {}
 """By folder: a run has the same number each time it is listed."""
 _lock = threading.Lock()
@@ -206,18 +206,20 @@ def _open(folder: Path) -> Run:
     """Open a run that may have begun a moment ago."""
     deadline = time.monotonic() + OPEN_SECONDS
     while True:
+        begins = any(entry.folder == str(folder) and entry.lives for entry in run_directory.entries())
         try:
             return open_run(folder)
         except BrokenRunError:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not begins:
                 raise
             time.sleep(0.05)
 
 
 def detached_runs() -> list[Run]:
-    """Return the user's detached runs that can be read, the oldest first."""
-    found = []
-    for entry in run_directory.entries()[-LISTED_RUNS:]:
+    """Return the user's detached runs that can be read, the oldest first: all that live, and the last that ended."""
+    found, entries = [], run_directory.entries()
+    listed = [entry for entry in entries if not entry.lives][-LISTED_RUNS:]
+    for entry in [entry for entry in entries if entry.lives or entry in listed]:
         with suppress(BrokenRunError, OSError):
             found.append(attach(Path(entry.folder)))
     return found

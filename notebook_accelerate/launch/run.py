@@ -471,7 +471,8 @@ class Run(RunDebugging, RunDisplay):
             while not future.done():
                 await asyncio.wait([future], timeout=0.2)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            self.stop()
+            if not self.config.detach:  # the end of the kernel cancels the cell, too
+                self.stop()
             raise
         if self.error is not None:
             raise self.error

@@ -162,7 +162,7 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
 
     Args:
         folder: The folder that ``save`` named; None: this kernel's runs, and those launched with ``detach=True`` in
-            any kernel in the last 30 days, until they are deleted.
+            any kernel: all that are running, and until they are deleted the last twenty of 30 days.
 
     Returns:
         A list of runs; of a folder, a table of their settings, code version, final metrics and duration.

@@ -156,11 +156,10 @@ def _writer(
     from notebook_accelerate.launch.kept import run_folder, run_writer
 
     now = steady_time.now()
-    limit = run_writer.MAX_DETACHED_RESULT_BYTES if config.detach else run_writer.MAX_RESULT_BYTES
     folder = run_folder.create_folder(parent, name, now)
     try:
         header = run_folder.header(name, number, function, arguments, config, now)
-        return run_writer.RunWriter(folder, header, journal, limit)
+        return run_writer.RunWriter(folder, header, journal, detached=config.detach)
     except OSError as error:
         raise LaunchError(f"the run cannot be kept in {folder}: {error.strerror or error}") from error
 

@@ -453,8 +453,9 @@ class Store:
     def _add_progress(self, record: Record, event: ProgressEvent) -> None:
         self.progress[record.rank] = event
         if event.total is None:
+            before = self.last_step.get(record.rank, event.step) if record.rank in self._counted else event.step
             self._counted.add(record.rank)
-            self._count_step(record.rank)
+            self._count_steps(record.rank, max(1, event.step - before))  # a kept run has not the events of all steps
         else:
             self.loops[record.rank] = event
         # A progress bar counts what it likes; where the optimizer counts steps, it knows better.
@@ -464,12 +465,12 @@ class Store:
     def _add_epoch(self, record: Record, event: EpochEvent) -> None:
         self._passes[record.rank] = event
 
-    def _count_step(self, rank: int) -> None:
-        """Count an optimizer step in the latest pass; passes without steps, as of an evaluation, are no epochs."""
+    def _count_steps(self, rank: int, count: int) -> None:
+        """Count optimizer steps in the latest pass; passes without steps, as of an evaluation, are no epochs."""
         begun = self._passes.pop(rank, None)
         epoch = self.epochs.get(rank) if begun is None else Epoch(begun.epoch, begun.steps, 0)
         if epoch is not None:
-            self.epochs[rank] = epoch._replace(done=epoch.done + 1)
+            self.epochs[rank] = epoch._replace(done=epoch.done + count)
 
     def _add_step_time(self, record: Record, event: StepTimeEvent) -> None:
         if isinstance(event.parts, dict) and all(to_float(seconds) is not None for seconds in event.parts.values()):

@@ -47,16 +47,37 @@ class DetachedEntry:
         identity = parse_identity(self.process)
         return identity is not None and identity.machine == this_process().machine and not identity.has_ended()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is known to have ended; False also for one of another machine or container."""
+        identity = parse_identity(self.process)
+        return identity is None or identity.has_ended()
+
 
 def state_folder() -> Path:
-    """Return the user's folder for what outlives a process."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "notebook-accelerate"
+    """Return the user's folder for what outlives a process.
+
+    Raises:
+        LaunchError: The user has no home, and XDG_STATE_HOME is not set.
+    """
+    base, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111 - "~" where there is none
+    if base.startswith("/"):
+        return Path(base) / "notebook-accelerate"
+    if not home.startswith("/"):
+        raise LaunchError("detached runs are recorded in the user's home, and there is none; set XDG_STATE_HOME")
+    return Path(home) / ".local" / "state" / "notebook-accelerate"
 
 
 def runs_folder() -> Path:
-    """Return the folder of the detached runs that are launched without ``save``."""
-    return state_folder() / "runs"
+    """Return the folder of the detached runs that are launched without ``save``; nobody else can enter a new one.
+
+    Raises:
+        LaunchError: The user has no home.
+    """
+    folder = state_folder() / "runs"
+    with suppress(OSError):  # one that others can enter is used as it is; other errors come when it is written to
+        make_private(folder)
+    return folder
 
 
 def new_socket() -> Path:
@@ -108,17 +129,25 @@ def add(entry: DetachedEntry) -> None:
 def entries() -> list[DetachedEntry]:
     """Return the user's detached runs, the oldest first; those whose folder was deleted are forgotten."""
     found = []
-    for path in _entries_folder().glob("*.json"):
+    for path in _files():
         entry = _read(path)
-        if entry is None or not Path(entry.folder).is_dir() or time.time() - entry.created > LISTED_SECONDS:
+        old = entry is not None and time.time() - entry.created > LISTED_SECONDS and not entry.lives
+        if entry is None or old or not Path(entry.folder).is_dir():
             with suppress(OSError):
                 path.unlink()
         else:
             found.append(entry)
-            if not entry.lives:  # killed processes leave their sockets
-                with suppress(OSError):
-                    Path(entry.socket).unlink()
+        if entry is not None and (old or entry.has_ended):  # killed processes leave their sockets
+            with suppress(OSError):
+                Path(entry.socket).unlink()
     return sorted(found, key=lambda entry: (entry.created, entry.folder))
+
+
+def _files() -> list[Path]:
+    try:
+        return list(_entries_folder().glob("*.json"))
+    except (LaunchError, OSError):
+        return []
 
 
 def _entries_folder() -> Path:

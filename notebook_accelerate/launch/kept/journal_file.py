@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent
 from notebook_accelerate.telemetry import (
     CheckpointEvent,
     DroppedEvent,
+    EpochEvent,
     Event,
     LogEvent,
     MetricEvent,
@@ -137,6 +139,7 @@ class JournalContents:
         sections: The other sections that are no curves, by kind.
         stored: By rank, what its event says about the file of its result.
         latest: The events of ranks of which only the last is of use, by kind, rank and what else tells them apart.
+        run_events: Number of the events of the run itself that were read.
         end: Bytes of the file that were read.
         identity: Device and inode of the file.
     """
@@ -147,6 +150,7 @@ class JournalContents:
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     stored: dict[int, Any] = field(default_factory=dict)
     latest: dict[tuple[Any, ...], Record] = field(default_factory=dict)
+    run_events: int = 0
     end: int = 0
     identity: tuple[int, int] = (0, 0)
 
@@ -223,6 +227,7 @@ class JournalContents:
             self.stored[event.rank] = values.get("stored")
             event.result = self.load_result(event.rank, values.get("stored"))
         self.journal.append(event, record.time)
+        self.run_events += 1
 
     def _note(self, record: Record) -> None:
         event = record.event
@@ -234,6 +239,9 @@ class JournalContents:
             assert isinstance(before.event, DroppedEvent)
             record = record._replace(event=DroppedEvent(before.event.count + event.count))
         self.latest.pop(key, None)
+        if kind is EpochEvent and (before := self.latest.pop((ProgressEvent.__name__, record.rank, True), None)):
+            self.latest.pop(("step before", record.rank), None)
+            self.latest["step before", record.rank] = before
         self.latest[key] = record
         if len(self.latest) > MAX_LATEST:
             del self.latest[next(iter(self.latest))]
@@ -386,7 +394,7 @@ def last_lines(journal: Journal, most_bytes: int) -> Sequence[Record]:
     for index in range(len(found) - 1, -1, -1):
         event = found[index].event
         assert isinstance(event, LogEvent)
-        left -= len(event.text) + 100  # about the JSON around it
+        left -= len(json.dumps(event.text)) + 100  # about the JSON around it
         if left < 0:
             return found[index + 1 :]
     return found

@@ -30,6 +30,7 @@ from notebook_accelerate.telemetry import (
     DeviceMemoryEvent,
     DeviceUseEvent,
     DroppedEvent,
+    EpochEvent,
     Event,
     LogEvent,
     MetricEvent,
@@ -63,7 +64,7 @@ MAX_RANK = 1 << 20
 
 RANK_EVENTS: tuple[type[Event], ...] = (
     MetricEvent, AutomaticMetricEvent, LogEvent, ProgressEvent, StepTimeEvent, ResourceEvent, DeviceMemoryEvent,
-    DeviceUseEvent, DroppedEvent, TraceEvent, ShardingEvent, CheckpointEvent,
+    DeviceUseEvent, DroppedEvent, TraceEvent, ShardingEvent, CheckpointEvent, EpochEvent,
 )  # fmt: skip
 """The events of ranks that a journal holds: those that the store keeps."""
 _KINDS: dict[str, type[Event]] = {
@@ -111,7 +112,34 @@ def encode_rows(rows: Iterable[list[Any]]) -> Iterator[bytes]:
     """Return the frames of events as JSON rows."""
     waiting = iter(rows)
     while part := list(islice(waiting, MAX_ROWS)):
-        yield encode_frame(part)
+        yield from _frames_of(part)
+
+
+def _frames_of(rows: list[list[Any]]) -> Iterator[bytes]:
+    """Return the frames of rows, as few as their lengths allow; in a row that no frame holds, texts are shortened."""
+    frame = encode_frame(rows)
+    if len(frame) <= MAX_JSON_BYTES:
+        yield frame
+    elif len(rows) > 1:
+        yield from _frames_of(rows[: len(rows) // 2])
+        yield from _frames_of(rows[len(rows) // 2 :])
+    elif (longest := _longest(rows[0])) > 80:
+        yield from _frames_of([_shortened(rows[0], max(80, longest // 2))])
+
+
+def _longest(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(map(_longest, items), default=0)
+
+
+def _shortened(value: Any, limit: int) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= limit else value[: limit - 1] + "…"
+    if isinstance(value, dict):
+        return {key: _shortened(item, limit) for key, item in value.items()}
+    return [_shortened(item, limit) for item in value] if isinstance(value, list) else value
 
 
 def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:

@@ -6,12 +6,12 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
@@ -24,9 +24,12 @@ from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
 from notebook_accelerate.launch.state.run_commands import NoCommands
 from notebook_accelerate.launch.state.run_events import RanksReleased, RunLost
-from notebook_accelerate.telemetry import LogEvent, cell_sources, tracebacks
+from notebook_accelerate.telemetry import DroppedEvent, LogEvent, cell_sources, tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.store import Record
+
+if TYPE_CHECKING:
+    from notebook_accelerate.telemetry import Store
 
 FOLLOW_SECONDS = 0.25
 """Seconds between two looks at the journal of a run that goes on."""
@@ -221,26 +224,46 @@ def _read_on(contents: JournalContents, file: Path) -> None:
     again = read_journal(file, contents.load_result)
     _add_news(contents, again)
     contents.end, contents.identity = again.end, again.identity
+    contents.run_events, contents.latest = again.run_events, again.latest
 
 
 def _add_news(contents: JournalContents, again: JournalContents) -> None:
     journal, other = contents.journal, again.journal
-    store, since = journal.store, journal.last_time
-    for record in other.records[len(journal.records) :]:
+    for record in other.records[contents.run_events :]:  # the journal here may have more: what was found from here
         journal.append(record.event, record.time)  # type: ignore[arg-type]
-    for name in other.store.metric_names():
-        for rank in other.store.ranks_of(name):
-            tail = other.store.tail(name, rank)
-            known = store.tail(name, rank).times[-1] if rank in store.ranks_of(name) else 0.0
-            new = tail.times > known
-            store.add_points(name, rank, tail.where(new))
+    _add_points(journal.store, other.store)
+    _add_points(journal.store.automatic, other.store.automatic)
+    known = {rank: max(line.time for line in journal.store.log_chunks(rank)) for rank in journal.store.log_ranks()}
     lines = [
         Record(rank, line.time, LogEvent(line.stream, line.text))
         for rank in other.store.log_ranks()
         for line in other.store.log_chunks(rank)
-        if line.time > since
+        if line.time > known.get(rank, 0.0)
     ]
-    journal.add([*lines, *again.latest.values()])
+    journal.add([*lines, *_newer(contents.latest, again.latest)])
+
+
+def _add_points(store: Store, other: Store) -> None:
+    for name in other.metric_names():
+        for rank in other.ranks_of(name):
+            tail = other.tail(name, rank)
+            known = store.tail(name, rank).times[-1] if rank in store.ranks_of(name) else 0.0
+            store.add_points(name, rank, tail.where(tail.times > known))
+
+
+def _newer(known: Mapping[tuple[Any, ...], Record], latest: Mapping[tuple[Any, ...], Record]) -> list[Record]:
+    """Return the records of ``latest`` that are not known; of counts, the difference."""
+    found = []
+    for key, record in latest.items():
+        before = known.get(key)
+        if before == record:
+            continue
+        if isinstance(record.event, DroppedEvent) and before is not None:
+            assert isinstance(before.event, DroppedEvent)
+            found.append(record._replace(event=DroppedEvent(record.event.count - before.event.count)))
+        else:
+            found.append(record)
+    return found
 
 
 __all__ = ["finished", "journal_path", "open_run"]

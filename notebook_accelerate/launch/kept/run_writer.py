@@ -8,14 +8,21 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalFile, distinguishing, write_file
 from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, WarningAdded
-from notebook_accelerate.telemetry import CheckpointEvent, DroppedEvent, LogEvent, MetricEvent, TraceEvent
+from notebook_accelerate.telemetry import (
+    CheckpointEvent,
+    DroppedEvent,
+    EpochEvent,
+    LogEvent,
+    MetricEvent,
+    ProgressEvent,
+    TraceEvent,
+)
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
 from notebook_accelerate.telemetry.error_text import describe_error
 
@@ -33,13 +40,19 @@ RETRY_SECONDS = 10.0
 """Seconds until the next try after an error of the disk."""
 MAX_WAITING = 300_000
 """Events that wait for a slow disk; beyond, those that a full queue may drop are counted instead."""
+MAX_WAITING_CHARS = 64 << 20
+"""Characters of output that wait for a slow disk; beyond, output is counted instead."""
 MAX_RESULT_BYTES = 64 << 20
 """Largest pickled result that is kept, in bytes, of a run whose kernel has it too."""
 MAX_DETACHED_RESULT_BYTES = 1 << 40
 """Largest pickled result of a detached run: what the disk has room for."""
 END_SECONDS = 60.0
-"""Seconds that the end of a run waits for the disk."""
-_ALL_OF = frozenset({MetricEvent, AutomaticMetricEvent, LogEvent, TraceEvent, CheckpointEvent})
+"""Seconds that the end of a run waits for a slow disk."""
+DETACHED_END_SECONDS = 3600.0
+"""Seconds that the end of a detached run waits for a disk that is full, to write its results and its end."""
+END_PERIOD = 2.0
+"""Seconds between two tries then."""
+_ALL_OF = frozenset({MetricEvent, AutomaticMetricEvent, LogEvent, TraceEvent, CheckpointEvent, EpochEvent})
 """Events of ranks that are all written; of others, the last one of each period."""
 _WRITE_BYTES = 1 << 20
 
@@ -53,7 +66,8 @@ class RunWriter:
         folder: The folder, which exists and is empty.
         header: The journal's first section.
         journal: The run's journal; it has no events yet.
-        max_result_bytes: Largest pickled result that is kept.
+        detached: Whether nothing else has the results: they are kept whatever their size, and the end waits for a disk
+            that is full.
 
     Raises:
         OSError: The file cannot be created.
@@ -62,16 +76,16 @@ class RunWriter:
         folder: The folder.
     """
 
-    def __init__(
-        self, folder: Path, header: dict[str, Any], journal: Journal, max_result_bytes: int = MAX_RESULT_BYTES
-    ) -> None:
+    def __init__(self, folder: Path, header: dict[str, Any], journal: Journal, *, detached: bool = False) -> None:
         self.folder, self._header, self._journal = folder, header, journal
-        self._max_result_bytes = max_result_bytes
+        self._detached, self._patient_until = detached, float("inf") if detached else 0.0
         self._file = JournalFile(folder / JOURNAL_NAME)
         self._file.append(journal_format.encode_frame(header))
         self._lock = threading.Lock()
         self._waiting: list[Record] = []
+        self._waiting_chars = 0
         self._results: dict[int, RankResult] = {}
+        self._stored: dict[int, dict[str, Any] | None] = {}
         self._dropped: dict[int, int] = {}
         self._wake, self._over = threading.Event(), False
         self._code: dict[str, Any] = {}
@@ -97,8 +111,12 @@ class RunWriter:
         with self._lock:
             if len(self._waiting) + len(records) > MAX_WAITING:
                 records = [record for record in records if not self._drop(record)]
+            elif self._waiting_chars > MAX_WAITING_CHARS:
+                records = [record for record in records if type(record.event) is not LogEvent or not self._drop(record)]
             self._waiting.extend(records)
             for record in records:
+                if type(record.event) is LogEvent:
+                    self._waiting_chars += len(record.event.text)
                 if isinstance(record.event, RankReturned):
                     self._results[record.event.rank] = record.event.result
 
@@ -109,9 +127,11 @@ class RunWriter:
 
     def _end(self, run: Run) -> None:
         """Have everything written that was recorded; called before the waiting cell goes on."""
+        patience = DETACHED_END_SECONDS if self._detached else 0.0
+        self._patient_until = time.monotonic() + patience
         self._over = True
         self._wake.set()
-        self._thread.join(END_SECONDS)
+        self._thread.join(END_SECONDS + patience)
         self._unsubscribe()
 
     # ---- on the writer's thread
@@ -126,9 +146,12 @@ class RunWriter:
         while True:
             over = self._over
             self._write(last=over)
-            if over:
+            if over and not (self._problem and time.monotonic() < self._patient_until):
                 return
-            self._wake.wait(PERIOD)
+            if over:
+                time.sleep(END_PERIOD)
+            else:
+                self._wake.wait(PERIOD)
 
     def _write(self, *, last: bool) -> None:
         if not last and time.monotonic() < self._retry_at:
@@ -147,26 +170,37 @@ class RunWriter:
                 self._journal.append(WarningAdded(text))
 
     def _encode_waiting(self) -> None:
-        with self._lock:
-            records, self._waiting = self._waiting, []
-            results, self._results = self._results, {}
-            dropped, self._dropped = self._dropped, {}
-        stored = {rank: self._store_result(rank, result) for rank, result in results.items()}
-        rows = [journal_format.row_of(record) for record in _worth_keeping(records)]
-        for row in rows:
-            if row[0] == RankReturned.__name__:
-                row[3]["stored"] = stored.get(row[3]["rank"])
+        while True:
+            with self._lock:
+                new = {rank: result for rank, result in self._results.items() if id(result) not in self._stored}
+                if not new:
+                    records, self._waiting, self._waiting_chars = self._waiting, [], 0
+                    stored, self._stored, self._results = self._stored, {}, {}
+                    dropped, self._dropped = self._dropped, {}
+                    break
+            for rank, result in new.items():  # before the events that name their files; a full disk may end this
+                self._stored[id(result)] = self._store_result(rank, result)
+        rows = []
+        for record in _worth_keeping(records):
+            row = journal_format.row_of(record)
+            if isinstance(record.event, RankReturned):
+                row[3]["stored"] = stored.get(id(record.event.result))
+            rows.append(row)
         now = records[-1].time if records else 0.0
         rows += [[DroppedEvent.__name__, rank, now, {"count": count}] for rank, count in dropped.items()]
         self._unwritten += journal_format.encode_rows(rows)
 
     def _store_result(self, rank: int, result: RankResult) -> dict[str, Any] | None:
-        with suppress(OSError):  # the events are worth more than a result
-            pickled = result.pickled(self._max_result_bytes)
-            if pickled is not None:
-                write_file(self.folder / result_name(rank), pickled)
-                return {"bytes": len(pickled), "crc32": zlib.crc32(pickled)}
-        return None
+        pickled = result.pickled(MAX_DETACHED_RESULT_BYTES if self._detached else MAX_RESULT_BYTES)
+        if pickled is None:
+            return None
+        try:
+            write_file(self.folder / result_name(rank), pickled)
+        except OSError:
+            if time.monotonic() < self._patient_until:
+                raise
+            return None  # the events are worth more than a result
+        return {"bytes": len(pickled), "crc32": zlib.crc32(pickled)}
 
     def _append(self) -> None:
         while self._unwritten:
@@ -201,6 +235,8 @@ def _worth_keeping(records: Sequence[Record]) -> list[Record]:
             if key not in seen:
                 seen.add(key)
                 kept.append(record)
+        if kind is EpochEvent:  # the steps before it belong to an earlier epoch
+            seen.discard((ProgressEvent, record.rank, True))
     return kept[::-1]
 
 
