@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_the_differences_from_accelerate_are_those_that_are_tested() -> None:
     listed = [line.split("|")[2].strip() for line in table.strip().splitlines()[2:]]
     tested = {reason[0].upper() + reason[1:] for reason in KNOWN_DIFFERENCES.values()}
     assert sorted(listed) == sorted(tested)
+
+
+def test_the_guide_of_launches_lists_every_option() -> None:
+    guide = (pages.DOCS / "guides" / "launch.md").read_text()
+    options = {*inspect.signature(notebook_accelerate.notebook_launcher).parameters} - {"function"}
+    options |= {field.name for field in dataclasses.fields(notebook_accelerate.LaunchConfig)}
+    assert [name for name in sorted(options) if f"`{name}`" not in guide] == []
 
 
 def test_numbers_of_other_machines_differ() -> None:
