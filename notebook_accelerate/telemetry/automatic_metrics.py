@@ -1,8 +1,9 @@
 """Metrics of a rank that nobody logs: the loss given to backward, learning rates, gradient norm and steps per second.
 
-They are sampled at the end of an optimizer's step, about once per ``PERIOD``; a step without a sample costs one reading
-of a clock. A number on a CUDA device is copied without waiting for the device, and sent with a later sample.
-Numbers on devices other than the CPU and CUDA are left out: reading them would wait for the device, or compile a graph.
+They are sampled at the end of an optimizer's step, a few times a second, at steps that are multiples of a power of two:
+ranks sample the same steps. A step without a sample costs one reading of a clock. A number on a CUDA device is copied
+without waiting for the device, and sent with a later sample. Numbers on devices other than the CPU and CUDA are left
+out: reading them would wait for the device, or compile a graph.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from notebook_accelerate.telemetry.events import Event
 from notebook_accelerate.telemetry.sink import emit
 
 PERIOD = 0.25
-"""Seconds between two samples."""
+"""Least seconds between two samples; most samples come within twice as long."""
+LATEST = 4 * PERIOD
+"""Seconds after which any step is sampled: the training has become slower."""
 LOSS, RATE, NORM, SPEED = "auto/loss", "auto/lr", "auto/grad_norm", "auto/steps_per_second"
 CPU, MEMORY, GPU, GPU_MEMORY = "system/cpu_percent", "system/memory_gb", "system/gpu_percent", "system/gpu_memory_gb"
 """Samples of the ranks' hosts, and of the ranks' devices; sizes in 1e9 bytes."""
@@ -51,6 +54,7 @@ class Sampler:
 
     _armed: bool = False  # whether the numbers of the current step are noted
     _due: float = math.inf
+    _stride: int = 1  # a sampled step is a multiple of it
     _before: float = 0.0
     _since: float = 0.0
     _step: int | None = None
@@ -59,7 +63,7 @@ class Sampler:
 
     def start(self, *, enabled: bool) -> None:
         """Start to sample a new run, or stop."""
-        self._armed, self._due, self._step = enabled, math.inf, None
+        self._armed, self._due, self._step, self._stride = enabled, math.inf, None, 1
         self._before = perf_counter()
         self._numbers, self._readings = {}, []
 
@@ -82,18 +86,19 @@ class Sampler:
         """
         now = perf_counter()
         if not self._armed:
-            if now >= self._due:
+            if now >= self._due and ((step + 1) % self._stride == 0 or now >= self._since + LATEST):
                 self._armed, self._before = True, now
             return
         values = learning_rates(optimizer)
         if self._step is not None and step > self._step:
-            values[SPEED] = (step - self._step) / (now - self._since)
+            values[SPEED] = rate = (step - self._step) / (now - self._since)
+            self._stride = 1 << (math.ceil(rate * PERIOD) - 1).bit_length()
         for name, number in self._numbers.items():
             if (value := _on_host(number)) is not None:
                 values[name] = value
         self._read_devices(step)
         self._numbers = {}
-        self._step, self._since, self._due = step, now, now + PERIOD
+        self._step, self._since, self._due = step, now, now + PERIOD / 2
         self._armed, self._before = now - self._before >= PERIOD, now
         if values:
             emit(AutomaticMetricEvent(values, step))

@@ -98,6 +98,30 @@ def test_a_loss_is_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sent[-1] is last
 
 
+@pytest.mark.parametrize("seconds", [0.001, 0.0237, 0.2, 0.7])
+def test_ranks_of_another_speed_sample_the_same_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    sampled: list[list[int]] = []
+    for factor in (1.0, 1.04):
+        sent: list[AutomaticMetricEvent] = []
+        clock = [0.0]
+        monkeypatch.setattr(automatic_metrics, "emit", sent.append)
+        monkeypatch.setattr(automatic_metrics, "perf_counter", lambda clock=clock: clock[0])
+        sampler, optimizer = Sampler(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        sampler.start(enabled=True)
+        for step in range(1, 1 + int(30 / seconds)):
+            clock[0] += factor * seconds
+            sampler.end_step(step, optimizer)
+        sampled.append([event.step for event in sent])
+    one, other = map(set, sampled)
+    assert len(one & other) >= 0.9 * len(one)
+    apart = max(2 * automatic_metrics.PERIOD, seconds)
+    assert len(one) >= 30 / apart - 2
+    for later in (1, 2):  # the training has become slower
+        clock[0] += 2.0
+        sampler.end_step(step + later, optimizer)
+    assert sent[-1].step == step + 2
+
+
 def test_numbers_that_cannot_be_read_without_waiting_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Event] = []
     monkeypatch.setattr(automatic_metrics, "emit", sent.append)
