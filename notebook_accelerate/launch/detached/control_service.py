@@ -65,7 +65,9 @@ class ControlService:
         self._wake.set()
         self._thread.join()
         self._captures.shutdown()
+        self._selector.close()
         self._listener.close()
+        self._wake.close()
         with suppress(OSError):
             self._path.unlink()
 

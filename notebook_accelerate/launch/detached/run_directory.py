@@ -60,7 +60,8 @@ def state_folder() -> Path:
     Raises:
         LaunchError: The user has no home, and XDG_STATE_HOME is not set.
     """
-    base, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111 - "~" where there is none
+    base = os.environ.get("XDG_STATE_HOME", "")
+    home = os.environ.get("HOME", os.path.expanduser("~"))  # noqa: PTH111 - "~" where the user database has none
     if base.startswith("/"):
         return Path(base) / "notebook-accelerate"
     if not home.startswith("/"):
