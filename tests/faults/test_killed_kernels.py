@@ -97,6 +97,7 @@ def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
             lines = [each[:fails_at] + each[fails_at - 5 :] for each in lines]
         assert kernel.value("run.results") == list(results), "equal to the last bit"
         assert kernel.value("[run.metrics['loss'].rank(rank).steps.tolist() for rank in (0, 1)]") == steps
-        assert kernel.value("[run.logs(rank) for rank in (0, 1)]") == lines
+        found = kernel.value("[run.logs(rank) for rank in (0, 1)]")  # on a slow machine a rank says that it waits
+        assert [[line for line in each if "waited" not in line] for each in found] == lines
         pids = kernel.value("[info.pid for info in run.ranks]")
     assert not any(map(psutil.pid_exists, pids))
