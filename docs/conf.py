@@ -132,7 +132,7 @@ def _link_tutorials(_app: Sphinx, name: str, source: list[str]) -> None:
     if name.startswith("tutorials/"):
         source[0] = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", source[0])
     else:
-        source[0] = re.sub(r"\]\((\.\./)?\.\./examples/([\w/]+\.ipynb)\)", r"](\1tutorials/\2)", source[0])
+        source[0] = re.sub(r"\]\(((?:\.\./)*)\.\./examples/([\w/]+\.ipynb)\)", r"](\1tutorials/\2)", source[0])
 
 
 def setup(app: Sphinx) -> None:

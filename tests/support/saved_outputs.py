@@ -55,8 +55,8 @@ _ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
 _CELL = re.compile(r"(<t([hd])[^>]*>)(.*?)(</t\2>)", re.DOTALL)
 _RULE = re.compile(r"^─+(?:  ─+)*$")
 _IMAGE = re.compile(r'src="data:image/[^"]*"')
-_LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load .*\.so:).*\n?", re.MULTILINE)
-"""What torch and torchao log on stderr when they are imported on some machines."""
+_LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load ).*\n?", re.MULTILINE)
+"""What torch, torchao and bitsandbytes log on stderr when they are imported on some machines."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -210,7 +210,7 @@ def gist(cell: dict[str, Any], *, varies: bool) -> list[str]:
     if varies:
         return sorted({shown.partition("\n")[0] for shown in _shown(cell)})
     lines = []
-    shown = _ANSI.sub("", _IMAGE.sub("", "\n".join(_shown(cell)))).replace(MEASURED, "")
+    shown = _ANSI.sub("", _IMAGE.sub("", "\n".join(_shown(cell)))).replace(MEASURED, "").replace("><", ">\n<")
     for line in shown.splitlines():
         words = re.sub(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|\bnan\b|\binf\b", "#", line)
         lines.append(re.sub(r"\s+", " ", re.sub(r"[▁▂▃▄▅▆▇█]+", "▁", re.sub("─+", "─", words))).strip())
