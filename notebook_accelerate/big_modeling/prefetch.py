@@ -284,6 +284,8 @@ class Prefetcher:
 
     def _can_read(self) -> bool:
         plan = self._plan
+        if self._reading is not None:  # by the other thread: what changes the plan or the step waits for one read only
+            return False
         if plan is None or self._failure is not None or self._next_read >= self._next_use + len(plan.order):
             return False
         position = self._next_read % len(plan.order)

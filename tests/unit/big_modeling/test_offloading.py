@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import pickle
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from notebook_accelerate.utils import (
     save_offload_index,
 )
 from notebook_accelerate.utils.modeling import get_state_dict_offloaded_model
+from tests.support.waiting import until
 from tests.unit.big_modeling.models import Deep, devices
 
 TOKENS = torch.arange(12).reshape(3, 4)
@@ -93,6 +95,34 @@ def test_other_orders_than_the_first_are_right_too(tmp_path: Path) -> None:
         backwards = model(TOKENS)
         for _ in range(3):
             assert torch.equal(model(TOKENS), backwards)
+
+
+def test_weights_in_use_are_not_overwritten_where_the_reading_thread_was_late(tmp_path: Path) -> None:
+    model = Deep(blocks=6, width=32).eval()
+    weight = model.h[2].b.weight.detach().clone()
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        _run(model, 2)
+        prefetcher = _prefetcher(model)
+        first, other = (cast("Any", module)._hf_hook._unit for module in (model.h[4].a, model.h[2].b))
+        read, begun, go = prefetcher._transfer.read, threading.Event(), threading.Event()
+
+        def read_late(*arguments: Any) -> None:
+            if threading.current_thread() is threading.main_thread():
+                prefetcher._start_thread()
+                begun.wait(0.5)
+            else:
+                begun.set()
+                go.wait(60.0)
+            read(*arguments)
+
+        prefetcher._transfer.read = read_late
+        prefetcher.fetch(first)  # by this thread, and the next unit by the other one, which takes until `go`
+        prefetcher.release(first)
+        threading.Timer(1.0, go.set).start()
+        used = prefetcher.fetch(other)[0]  # its place is where the next unit is read to
+        until(lambda: go.is_set() and prefetcher._thread is None)
+        assert torch.equal(used, weight)
 
 
 def test_an_error_in_a_forward_does_not_stop_the_next(tmp_path: Path) -> None:
