@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from statistics import median
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
@@ -19,6 +21,9 @@ _LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME = (
 )
 SMALL = 50.0
 """Microseconds: a shorter operation is small."""
+LOOP = 500.0
+"""Microseconds: shorter times between two small operations, or two reads, belong to them."""
+READS = re.compile(r"\.item\(|\.tolist\(|\bfloat\(|\bint\(|\bbool\(|\bif |\bwhile ")
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_scaled_dot_product")
 OUTER = ("aten::linear", "aten::matmul", "aten::conv1d", "aten::conv2d", "aten::conv3d")
 """Operations that consist of those above, with the input as the module got it."""
@@ -79,8 +84,8 @@ class RankFacts:
         saving: Time in saving checkpoints.
         saving_line: Its line.
         saving_steps: The share of steps in which there was a save.
-        threads: Other Python threads: name, share of the time on a processor, line.
-        late: The mean delay of a sample.
+        threads: Other Python threads: name, processor time as a share of theirs and the main thread's, line.
+        late: How long a sample waited for the interpreter lock, on average.
         delay: The share of the time that the main thread waited for a processor.
         grown: Tensors with graphs that variables hold: name, count, growth over all steps.
         retained: Activations that variables keep between steps: name, bytes.
@@ -183,7 +188,9 @@ class RankReader:
         count = smalls = optimizer_ops = items = 0
         spans: list[tuple[float, float]] = []
         rows: dict[int, int] = {}
-        for event in self._main_events():
+        events = self._main_events()
+        small_names = self._small_names(events)
+        for event in events:
             start, end, category, name = trace.start[event], trace.end(event), trace.category[event], trace.text(event)
             if category in outside:
                 if start >= outside[category]:
@@ -207,9 +214,9 @@ class RankReader:
                 continue
             leaf_end, count = end, count + 1
             busy += end - start
-            if end - start < SMALL:
+            if small_names[trace.name[event]]:
                 smalls += 1
-                small += end - start + min(SMALL, max(0.0, start - last_end))
+                small += end - start + (start - last_end if start - last_end < LOOP else 0.0)
             last_end = end
         facts.loader, facts.optimizer = (sums[each] / self._per_step for each in (_LOADER, _OPTIMIZER))
         facts.compute, facts.small_seconds = busy / self._per_step, small / self._per_step
@@ -217,6 +224,13 @@ class RankReader:
         facts.ops, facts.small_ops, facts.optimizer_ops = count / steps, smalls / steps, optimizer_ops / steps
         facts.rows = sum(rows.values()) / max(1, len(rows))
         self._read_items(items, spans)
+
+    def _small_names(self, events: Sequence[int]) -> dict[int, bool]:
+        """Return which operations are small, by name: a single one may be long where the thread is interrupted."""
+        durations: dict[int, list[float]] = {}
+        for event in events:
+            durations.setdefault(self._trace.name[event], []).append(self._trace.duration[event])
+        return {name: median(each) < SMALL for name, each in durations.items()}
 
     def _read_matrix(self, event: int, name: str, rows: dict[int, int]) -> None:
         """Add a matrix product: its type of element, and the rows of the first one of each step."""
@@ -235,18 +249,20 @@ class RankReader:
             rows.setdefault(step, dims[0] if "conv" in name else prod(dims[:-1]))
 
     def _read_items(self, items: int, spans: Sequence[tuple[float, float]]) -> None:
-        facts, totals = self.facts, dict[Line, float]()
-        for start, end in spans:
-            if (line := self._lines.at(start - 50, end + 50)) is not None:
-                totals[line] = totals.get(line, 0.0) + 1
+        """Add up the calls of ``item()``, with the time between two of them in a row: that of a loop over values."""
+        facts = self.facts
         facts.items = items / max(1, facts.steps)
-        facts.item_seconds = sum(end - start for start, end in spans) / self._per_step
-        facts.item_line = max(totals, key=lambda each: totals[each], default=None)
-        if facts.item_line is not None and items >= 5 * max(1, facts.steps) and ".item()" in facts.item_line.source:
-            # Lines of a loop that does little else: their time is that of the calls.
-            line = facts.item_line
-            seconds = sum(b - a for i, a, b in self._lines.spans(self._begin, self._end) if self._lines.line(i) == line)
-            facts.item_seconds = max(facts.item_seconds, seconds / self._per_step)
+        total, last = 0.0, -1e18
+        for start, end in spans:
+            total += end - start + (start - last if start - last < LOOP else 0.0)
+            last = end
+        facts.item_seconds = total / self._per_step
+        known: dict[Line, int] = {}
+        for start, end in spans:
+            if (line := self._lines.at(start, end)) is not None:
+                known[line] = known.get(line, 0) + 1
+        reading = [line for line in known if READS.search(line.source)] or list(known)
+        facts.item_line = max(reading, key=lambda each: known[each], default=None)
 
     def _read_device(self) -> None:
         trace, facts = self._trace, self.facts
@@ -296,7 +312,7 @@ class RankReader:
         facts.late = lines.late
         for thread in lines.threads:
             line = lines.named(FrameInfo(*thread["frame"]))
-            facts.threads.append((thread["name"], thread["cpu"] / max(1e-9, lines.seconds), line))
+            facts.threads.append((thread["name"], thread["cpu"] / max(1e-9, lines.cpu + thread["cpu"]), line))
         marks = self._trace.facts.get("marks") or []
         if len(marks) > 1:
             wall = (marks[-1]["time"] - marks[0]["time"]) / 1e9
@@ -318,9 +334,10 @@ class RankReader:
             key = "nodes" if row["kind"] == "tensor" else "count"
             growth = row.get(key, 0) - earlier.get(key, 0)
             # A list may be new, and a sum of losses begins anew; what has grown by a multiple of the steps has not.
-            if earlier and growth >= self.facts.steps and growth % self.facts.steps == 0:
+            same = row["kind"] != "container" or earlier.get("id") == row.get("id")
+            if earlier and same and growth >= self.facts.steps and growth % self.facts.steps == 0:
                 self.facts.grown.append((name, row.get(key, 0), growth))
-            elif row["bytes"] and (row["kind"] != "container" or earlier.get("id") == row.get("id")) and earlier:
+            elif row["bytes"] and same and earlier:
                 self.facts.retained.append((name, row["bytes"]))
 
     def _read_memory(self) -> None:

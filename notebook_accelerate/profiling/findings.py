@@ -122,8 +122,10 @@ def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
         often = each.items >= 1 if each.kernels else each.items >= MANY_ITEMS
         return often and cost(each) >= LEAST_SHARE * each.step
 
+    if not any(costly(each) for each in ranks):
+        return []
     found = []
-    for group in _together([each for each in ranks if costly(each)]):
+    for group in _together([each for each in ranks if each.items >= (1 if each.kernels else MANY_ITEMS)]):
         first = max(group, key=cost)
         waits = "wait for the device" if first.kernels else "stop the training for one number each"
         text = (
@@ -270,7 +272,8 @@ def interpreter_lock(ranks: Sequence[RankFacts]) -> list[Finding]:
             continue
         name, share, line = max(busy, key=lambda row: row[1])
         text = (
-            f"on rank {each.rank} the thread {name!r} runs Python for {_percent(share)} of the time at {line.text()}: "
+            f"on rank {each.rank} the thread {name!r} takes {_percent(share)} of the processor time, in Python at "
+            f"{line.text()}: "
             "it holds the interpreter lock, and the training waits; use a process"
         )
         found.append(Finding("interpreter_lock", text, (each.rank,), (line.text(),), min(share, 1.0) * each.step))

@@ -74,7 +74,7 @@ def held_graphs() -> dict[str, Any]:
             row = _of_tensor(value, attribute="." in name)
         elif isinstance(value, _CONTAINERS) or type(value).__name__ in ("deque", "defaultdict", "OrderedDict"):
             row = _of_container(value)
-        if row is not None and len(found) < MAX_FOUND:
+        if row is not None and len(found) < (MAX_FOUND if row["count"] else MAX_FOUND // 2):
             found[name] = {**row, "function": function}
     return found
 
@@ -83,7 +83,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
     torch: Any = sys.modules["torch"]
     items = value.values() if isinstance(value, dict) else value
     tensors = [each for each in islice(items, MAX_ITEMS) if isinstance(each, torch.Tensor) and _has_graph(each)]
-    if not tensors:
+    if not tensors and value:
         return None
     return {"count": len(tensors), "bytes": sum(each.nbytes for each in tensors), "kind": "container", "id": id(value)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import gzip
 import json
 import os
@@ -10,8 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.worker import held_tensors
-from notebook_accelerate.worker.timed_samples import TimedSamples
+from notebook_accelerate.worker.timed_samples import TimedSamples, thread_delay
 
 BEGIN_SECONDS = 60.0
 """How long a request waits for a first step."""
@@ -113,7 +114,8 @@ class StepProfiler:
         try:
             self._profiler = self._make()
             self._look_at_variables()
-            self._profiler.start()
+            with quiet_stdio():
+                self._profiler.start()
         except Exception as error:  # noqa: BLE001 - the function itself may be profiling
             self.fail(f"torch's profiler does not start ({describe_error(error, 300)})")
             return
@@ -146,7 +148,7 @@ class StepProfiler:
 
     def _mark(self) -> None:
         """Record the memory in use at a step boundary."""
-        mark = {"time": float(time.time_ns()), "rss": float(resident_bytes()), "delay": run_delay()}
+        mark = {"time": float(time.time_ns()), "rss": float(resident_bytes()), "delay": thread_delay(os.getpid())}
         torch: Any = sys.modules["torch"]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             mark["cuda"] = float(torch.cuda.memory_allocated())
@@ -261,11 +263,26 @@ def resident_bytes() -> int:
     return 0
 
 
-def run_delay() -> float:
-    """Return the seconds that the main thread was ready to run and waited for a processor; 0.0 where unknown."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
+@contextmanager
+def quiet_stdio() -> Iterator[None]:
+    """Discard what C code writes to its ``stderr`` meanwhile: torch complains of ranks that are forked.
+
+    The descriptor is untouched: what Python and other processes write arrives.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p.in_dll(libc, "stderr")
+    before, null = stream.value, libc.fopen(b"/dev/null", b"w")
+    stream.value = null or before
+    try:
+        yield
+    finally:
+        stream.value = before
+        if null:
+            libc.fclose(ctypes.c_void_p(null))
 
 
 def asked_for() -> dict[str, Any]:
@@ -281,4 +298,4 @@ def asked_for() -> dict[str, Any]:
     return {**found, "compiled": found["compiled"] or held_tensors.compiled_variable()}
 
 
-__all__ = ["KEY", "StepProfiler", "asked_for", "resident_bytes", "run_delay"]
+__all__ = ["KEY", "StepProfiler", "asked_for", "quiet_stdio", "resident_bytes"]

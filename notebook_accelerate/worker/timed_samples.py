@@ -6,7 +6,9 @@ import linecache
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,7 +32,7 @@ class TimedSamples:
         self._stacks: dict[tuple[int, ...], int] = {}
         self._times: list[int] = []
         self._which: list[int] = []
-        self._late = 0.0
+        self._late = self._delay = 0.0
         self._threads: dict[int, dict[Place, int]] = {}
         self._cpu = _processor_seconds()
         self._begin = time.perf_counter()
@@ -39,10 +41,15 @@ class TimedSamples:
         self._thread.start()
 
     def stop(self) -> dict[str, Any]:
-        """Stop, and return the samples: times in nanoseconds since the epoch, stacks as indices, outermost first."""
+        """Stop, and return the samples: times in nanoseconds since the epoch, stacks as indices, outermost first.
+
+        ``late`` is the mean delay of a sample in seconds, without the time in which its thread waited for a processor:
+        what is left is the time in which another thread held the interpreter lock.
+        """
         self._stopping.set()
         self._thread.join(1.0)
         seconds = time.perf_counter() - self._begin
+        main = threading.main_thread().ident or 0
         frames = [[*place, linecache.getline(place[0], place[1]).strip()] for place in self._places]
         return {
             "frames": frames,
@@ -50,7 +57,8 @@ class TimedSamples:
             "times": self._times,
             "which": self._which,
             "seconds": seconds,
-            "late": self._late / max(1, len(self._times)),
+            "late": max(0.0, self._late - self._delay) / max(1, len(self._times)),
+            "cpu": _processor_seconds().get(main, 0.0) - self._cpu.get(main, 0.0),
             "threads": self._other_threads(),
         }
 
@@ -63,6 +71,7 @@ class TimedSamples:
             self._late += max(0.0, now - due)
             self._sample()
             due = max(due + period, now)
+        self._delay = thread_delay(threading.get_native_id())
 
     def _sample(self) -> None:
         frames = sys._current_frames()
@@ -93,6 +102,13 @@ class TimedSamples:
             source = linecache.getline(place[0], place[1]).strip()
             rows.append({"name": name, "cpu": cpu, "frame": [*place, source]})
         return rows
+
+
+def thread_delay(number: int) -> float:
+    """Return the seconds that a thread was ready to run and waited for a processor; 0.0 where unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _place(frame: FrameType) -> Place:
