@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.report import findings
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.actions import Action, ActionRow
@@ -19,12 +19,9 @@ RESUME = Action(id="resume", label="Resume", hint="Continue the paused ranks", t
 PAUSE = Action(id="pause", label="Pause", hint="Hold all ranks before their next step")
 ERRORS = Action(id="errors", label="Show error", hint="Open the Errors tab")
 RELEASE = Action(id="stop", label="Release ranks", hint="End the ranks that are kept for the debugger")
-MAX_WARNINGS = 5
-MAX_NAMES = 4
-"""Metrics that are named in one sentence."""
 
 
-def findings(run: Run, now: float, stop: Action) -> list[ActionRow]:
+def needs(run: Run, now: float, stop: Action) -> list[ActionRow]:
     """Return what the user should know or do, the most urgent first.
 
     Args:
@@ -33,8 +30,8 @@ def findings(run: Run, now: float, stop: Action) -> list[ActionRow]:
         stop: The button that stops the run.
     """
     if run.ended is not None:
-        return [*_failed(run), *_warnings(run)]
-    return [*_stuck(run, now, stop), *_prompts(run), *_paused(run), *not_finite(run), *_warnings(run)]
+        return [*_failed(run), *_not_finite(run), *_warnings(run)]
+    return [*_stuck(run, now, stop), *_prompts(run), *_paused(run), *_not_finite(run), *_warnings(run)]
 
 
 def _failed(run: Run) -> Iterator[ActionRow]:
@@ -74,25 +71,11 @@ def _paused(run: Run) -> Iterator[ActionRow]:
     yield ActionRow(key="paused", text=f"{who}{at}", actions=(RESUME, DEBUG), tone="warn")
 
 
-def not_finite(run: Run) -> Iterator[ActionRow]:
-    """Yield a row for the metrics that are NaN or infinite now, with the step at which they became so."""
-    groups: dict[tuple[str, int], dict[str, list[int]]] = {}
-    for (name, rank), (step, value) in list(run.store.not_finite.items()):
-        kind = "NaN" if math.isnan(value) else "Infinite"
-        groups.setdefault((kind, step), {}).setdefault(name, []).append(rank)
-    for (kind, step), found in sorted(groups.items(), key=lambda group: group[0][1])[:1]:
-        ranks = sorted({rank for each in found.values() for rank in each})
-        since = f" since step {step:,}" if step >= 0 else ""
-        where = f" on {rank_names(ranks)}" if len(ranks) < len(run.ranks) else " on all ranks" if len(ranks) > 1 else ""
-        text = f"{kind}{since}{where}: {_few(sorted(found))}"
-        yield ActionRow(key="finite", text=text, actions=(DEBUG,), tone="bad")
+def _not_finite(run: Run) -> Iterator[ActionRow]:
+    if text := findings.not_finite(run):
+        yield ActionRow(key="finite", text=text, actions=() if run.ended is not None else (DEBUG,), tone="bad")
 
 
 def _warnings(run: Run) -> Iterator[ActionRow]:
-    for index, text in enumerate(run.warnings[-MAX_WARNINGS:]):
+    for index, text in enumerate(findings.latest_warnings(run)):
         yield ActionRow(key=f"warning {index}", text=text, tone="warn")
-
-
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.report.findings import few_names
 from notebook_accelerate.launch.report.node_summary import (
     SHOWN_NODES,
     SHOWN_RANKS,
@@ -14,7 +15,6 @@ from notebook_accelerate.launch.report.node_summary import (
     state_counts,
 )
 from notebook_accelerate.launch.report.number_format import byte_size, number
-from notebook_accelerate.widgets.run_summary import few_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.widgets.run_summary import RankSnapshot, RunSnapshot

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.report.findings import few_names, stragglers
 from notebook_accelerate.launch.report.rank_rows import own_seconds, step_time
-from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -25,10 +25,6 @@ SILENT_SECONDS = 10.0
 """A running rank that sends nothing for longer is silent."""
 SETTLE_SECONDS = 2.0
 """Before that the ranks' pace is not known, and so neither is how many steps mean that a rank is behind."""
-SLOW = 1.25
-"""A rank whose own work takes this many times the others' median is a straggler."""
-MAX_NAMED = 60
-"""Characters of the ranks in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +276,9 @@ def _verdict(ranks: list[RankSnapshot], *, active: bool, settled: bool) -> tuple
     late: set[int] = set()
     sentences = []
     # The ranks of an ended run stopped at different steps: only the step times that they measured still count.
-    for found, text in (_slow(ranks), _behind(ranks) if active and settled else _NONE):
+    own = {rank.rank: rank.own_seconds for rank in ranks if rank.own_seconds is not None}
+    slow = stragglers(own) if len(own) == len(ranks) else _NONE  # of ranks that have all measured their own
+    for found, text in (slow, _behind(ranks) if active and settled else _NONE):
         late |= found
         sentences += [text] if text else []
     if late:
@@ -307,38 +305,6 @@ def _behind(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
     if len(far) == 1:
         return set(far), f"Rank {worst} is {far[worst]:,} steps behind."
     return set(far), f"{few_names(far)} are behind, rank {worst} by {far[worst]:,} steps."
-
-
-def _slow(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
-    """Return the ranks whose own work takes longer than the others', if every rank has measured its own."""
-    own = {rank.rank: rank.own_seconds for rank in ranks if rank.own_seconds is not None}
-    if len(own) < len(ranks):
-        return _NONE
-    worst = max(own, key=lambda rank: own[rank])
-    others = sorted(seconds for rank, seconds in own.items() if rank != worst)
-    usual = others[len(others) // 2]
-    if own[worst] <= SLOW * usual or own[worst] - usual <= 1e-3:
-        return _NONE
-    mine, theirs = _milliseconds(own[worst]), _milliseconds(usual)
-    found = {rank for rank, seconds in own.items() if seconds > SLOW * usual and seconds - usual > 1e-3}
-    if len(found) == 1:
-        return found, f"Rank {worst} is a straggler: {mine} of its own work per step, {theirs} on the other ranks."
-    text = f"{few_names(found)} are stragglers: up to {mine} of their own work per step, {theirs} on the other ranks."
-    return found, text
-
-
-def few_names(ranks: Iterable[int]) -> str:
-    """Return "Ranks 0–5, 8", or a shortened list such as "Ranks 3, 9, 17, 31 and 40 more"."""
-    ordered = sorted(ranks)
-    name = rank_names(ordered).capitalize()
-    if len(name) <= MAX_NAMED:
-        return name
-    shown = ordered[: MAX_NAMED // 10]
-    return f"{rank_names(shown).capitalize()} and {len(ordered) - len(shown)} more"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:,.0f} ms"
 
 
 def duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.report import device_rows, mesh_diagram, rank_rows, sharding_table, svg_curves
+from notebook_accelerate.launch.report.findings import findings
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.number_format import byte_size
 from notebook_accelerate.launch.report.tables import Rows, html_table, text_table
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MAX_CURVES = 24
 """Further metrics are listed in the table only: a saved notebook stores every image."""
 METRICS = "Metrics"
-_FOLDED = ("Configuration", "Environment")
+_FOLDED = ("Configuration", "Environment", "Launch")
 """The captions of the tables behind a closed fold while the run goes on, too: an update would close what is opened."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
@@ -121,7 +122,7 @@ class Report:
     # ---- text
 
     def _text(self, tables: list[tuple[str, Rows]]) -> str:
-        blocks = [" · ".join(filter(None, self._head())), *self.run.notes]
+        blocks = [" · ".join(filter(None, self._head())), *self.run.notes, "\n".join(findings(self.run))]
         blocks += [self._text_table(caption, rows) for caption, rows in tables]
         if self.run.failures:
             blocks.append("\n".join(error_messages.failure_lines(self.run.failures)))
@@ -147,10 +148,11 @@ class Report:
         )
         name = f" {run.function_name} · run {run.id} · {run.elapsed:.1f} s"
         parts: list[str] = [_PRINT_STYLE, element("p", state, element("strong", name))]
-        parts += [element("p", line) for line in (plan, *run.notes) if line]
-        parts.append(errors_html(run))
+        parts += [element("p", plan)] if plan else []
+        parts += [errors_html(run), self._findings_html()]
         parts.append(self._curves_html())
-        parts += [self._folded_table(caption, rows) for caption, rows in tables]
+        launch = launch_rows(run)
+        parts += [self._folded_table(caption, rows) for caption, rows in [*tables, ("Launch", launch)] if len(rows) > 1]
         return element("div", *parts, class_="notebook-accelerate-report")
 
     def _folded_table(self, caption: str, rows: Rows) -> Markup:
@@ -164,9 +166,17 @@ class Report:
             inside.append(element("div", mesh_diagram.image(reports)))
         return element("details", element("summary", caption), _report_table(rows), *inside, open=is_open)
 
+    def _findings_html(self) -> Markup:
+        found = findings(self.run)
+        return element("ul", *(element("li", text) for text in found)) if found else Markup()
+
     def _curves_html(self) -> Markup:
+        """Return the curves of what the run has logged; of a run that has logged nothing, the automatic ones."""
         store, failed = self.run.store, [failure.rank for failure in self.run.failures]
         names = store.metric_names()
+        if not names and self.run.config.automatic_metrics:
+            store = store.automatic
+            names = [name for name in store.metric_names() if name.startswith("auto/")]
         if not names:
             return Markup()
         images = element("div", join([svg_curves.metric_image(store, n, failed) for n in names[:MAX_CURVES]], " "))

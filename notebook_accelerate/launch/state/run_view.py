@@ -45,6 +45,10 @@ class RunView(Protocol):
         """See ``Run.notes``."""
 
     @property
+    def warnings(self) -> Sequence[str]:
+        """See ``Run.warnings``."""
+
+    @property
     def store(self) -> Store:
         """See ``Run.store``."""
 

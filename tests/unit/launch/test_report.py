@@ -14,7 +14,11 @@ import pytest
 
 from notebook_accelerate import Run, WorkerError, notebook_launcher, telemetry
 from notebook_accelerate.launch.report.run_report import sparkline
+from notebook_accelerate.launch.state.run_events import NoteAdded, WarningAdded
 from notebook_accelerate.telemetry import MetricEvent
+from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
+from notebook_accelerate.telemetry.step_time import PARTS, StepTimeEvent
+from tests.support.runs import feed, make_run
 
 EVIL = "<script>alert('&')</script>"
 
@@ -113,6 +117,37 @@ def test_a_running_run_has_a_report() -> None:
 def test_metrics_without_finite_values() -> None:
     run = _launch(lambda: [telemetry.emit(MetricEvent({"loss": math.nan}, s)) for s in range(3)] and None)
     assert "nan" in run.report().text
+    assert "<li>NaN since step 0 on all ranks: loss</li>" in run.report().html
+
+
+def test_findings_are_in_the_report() -> None:
+    run = make_run()
+    for rank, own in ((0, 0.05), (1, 0.2)):
+        parts = dict(zip(PARTS, (0.05, 0.1, 0.05, 0.01, 0.04), strict=True))
+        feed(run, MetricEvent({"loss": 1.0}, 1), StepTimeEvent(parts, 7, 10, own), rank=rank)
+    run.journal.append(WarningAdded(f"the data are the same: {EVIL}"))
+    run.journal.append(NoteAdded("port 29500 is taken"))
+    feed(run, MetricEvent({"loss": math.inf}, 2), rank=1)
+    html, text = run.report().html, run.report().text
+    for line in (
+        "Infinite since step 2 on rank 1: loss",
+        "Rank 1 is a straggler: 20 ms of its own work per step, 5.0 ms on the other ranks.",
+        "the data are the same: &lt;script&gt;",
+    ):
+        assert f"<li>{line}" in html
+        assert line.partition("&")[0] in text
+    assert re.search(r"<details><summary>Launch</summary>.*port 29500 is taken", html), "folded"
+    assert _Tags(html).open == []
+
+
+def test_a_run_that_logged_nothing_shows_its_automatic_curves() -> None:
+    run = make_run()
+    assert "<img" not in run.report().html
+    feed(run, *(AutomaticMetricEvent({"auto/loss": 1 / step}, step) for step in (1, 2, 3)))
+    assert run.report().html.count("<img") == 1
+    feed(run, MetricEvent({"accuracy": 1.0}, 1), MetricEvent({"accuracy": 0.5}, 2))
+    assert 'alt="Curve of accuracy' in run.report().html
+    assert "auto/loss" not in run.report().html
 
 
 @pytest.mark.parametrize(
