@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -23,12 +24,14 @@ from notebook_accelerate.widgets.panel_elements import card, row, widget_bundle,
 from notebook_accelerate.widgets.plot import Plot, run_sources
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
+from notebook_accelerate.widgets.resume_offer import ResumeOffer
 from notebook_accelerate.widgets.run_summary import RunWatcher, loss_name
 from notebook_accelerate.widgets.sharding_view import ShardingPage
 from notebook_accelerate.widgets.stop_button import kernel_state, stopping
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
+    from notebook_accelerate.launch.output.replaceable_outputs import Output
     from notebook_accelerate.widgets.run_summary import RunSnapshot
     from notebook_accelerate.widgets.stop_button import KernelState
 
@@ -56,6 +59,7 @@ class RunPanel(LivePanel):
         self._rendered_errors: tuple[int, object] | None = None
         self._rendered_setup: tuple[object, int] | None = None
         self._request: threading.Thread | None = None
+        self._resume_offer = ResumeOffer()
         super().__init__(run, clock)
 
     # ---- the widget
@@ -117,13 +121,20 @@ class RunPanel(LivePanel):
         """Show the buttons of the header, and what needs the user; a click may have to wait for the running cell."""
         run, how = self.run, stopping(self.run, kernel)
         reached = kernel is None or kernel.handles_clicks
-        rows = [*attention.needs(run, now, how.action), *self._still_running()]
+        rows = [*attention.findings(run, now, how.action), *self._still_running(), *self._resume_offer.rows(run)]
         server_id = kernel.id if kernel is not None else ""
         self.attention.show([_reached(row, reached=reached) for row in rows], server_id, how.note, how.unreachable)
         actions = [] if run.ended is not None else [how.action]
         if run.ended is None and not _is_inline(run):
             actions = [attention.RESUME if status == "paused" else attention.PAUSE, attention.DEBUG, how.action]
         self.buttons.show([_reached(ActionRow(key="run", actions=tuple(actions)), reached=reached)], server_id)
+
+    def show(self, output: Output | None = None) -> Output | None:
+        """See `LivePanel.show`."""
+        target = super().show(output)
+        if target is not None:
+            self._resume_offer.parent = target.parent
+        return target
 
     def _still_running(self) -> list[ActionRow]:
         """Return the runs of earlier executions of the cell that go on, with buttons that stop them."""
@@ -183,6 +194,8 @@ class RunPanel(LivePanel):
             self.run.request_stop()
         elif name in ("pause", "resume"):
             self._start(getattr(self.run, name))
+        elif name == "continue":
+            self._start(partial(self._resume_offer.launch, self.run))
         elif name in ("debug", "answer"):
             self.debug_section.toggle(name)
         elif name == "errors":

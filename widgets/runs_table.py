@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 MAX_IMAGES = 24
 """Metrics whose curves are in the static form."""
-MAX_OVERLAID = 8
-"""Runs whose curves are drawn: as many as there are colours."""
+MAX_OVERLAID = 16
+"""Runs whose curves are drawn: as many as can be told apart, by eight colours, solid and dashed."""
 TABLE_SECONDS = 1.0
 """Seconds between two updates of the table while no run starts, ends or changes its state."""
 
@@ -43,7 +43,7 @@ class RunsTable:
 
     Args:
         chosen: The runs to show, or their ids; None: all runs of this kernel, also those launched later. Any object
-            with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest eight of them; a
+            with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest 16 of them; a
             button hides or shows each.
         clock: Seconds since the epoch; a fake one in tests.
 
@@ -217,7 +217,8 @@ class RunsTable:
         overlaid = list(reversed(self.runs[-MAX_OVERLAID:]))
         for place, row in enumerate(cells[: len(overlaid)]):
             colour = svg_curves.COLOURS[(len(overlaid) - 1 - place) % len(svg_curves.COLOURS)]
-            row[0] = join([element("span", "● ", style=f"color:{colour}"), row[0]])
+            dot = "● " if len(overlaid) - 1 - place < len(svg_curves.COLOURS) else "○ "
+            row[0] = join([element("span", dot, style=f"color:{colour}"), row[0]])
         note = "Runs, the latest first; metrics are the last and the best values of the lowest rank"
         caption = element("caption", note, **LEFT)
         table = html_table(titles, cells, caption=caption, columns=[LEFT] * len(head), **attributes)

@@ -85,7 +85,8 @@ class RunsView {
   cell(kind, text, row) {
     if (kind === "run") {
       const colours = PALETTE[this.dark ? "dark" : "light"];
-      const swatch = make("i", { class: "na-run-colour", style: row.colour < 0 ? "background:transparent" : `background:${colours[row.colour % colours.length]}` });
+      const colour = row.colour < 0 ? "transparent" : colours[row.colour % colours.length];  // dashed after the eighth
+      const swatch = make("i", { class: "na-run-colour", style: row.colour < colours.length ? `background:${colour}` : `box-sizing:border-box;border:2px solid ${colour}` });
       return make("th", { scope: "row" }, swatch, text);
     }
     if (kind === "state") return make("td", {}, make("span", { class: `na-state na-state-${text}` }, capitalized(text)));

@@ -148,7 +148,7 @@ def svg(title: str, tracks: Sequence[Track]) -> Markup:
     heading = svg_text(frame.left, 16, _shortened(title, 34), INK, font_weight=600, font_size=12.5)
     coloured = [(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
     envelopes = [frame.envelope(track, colour) for track, colour in coloured]
-    lines = [frame.line(track, colour) for track, colour in coloured]
+    lines = [frame.line(track, colour, **_dashes(index)) for index, (track, colour) in enumerate(coloured)]
     return markup.svg(WIDTH, HEIGHT, heading, *_legend(tracks), *frame.axes(), *envelopes, *lines)
 
 
@@ -191,7 +191,7 @@ class _Frame:
         path = self._path(above + below) + "Z"
         return element("path", d=path, fill=colour, fill_opacity=".22") if inside else Markup()
 
-    def line(self, track: Track, colour: str) -> Markup:
+    def line(self, track: Track, colour: str, **attributes: str) -> Markup:
         pieces: list[list[tuple[float, float]]] = [[]]
         for x, y in zip(track.x.tolist(), track.y.tolist(), strict=True):
             if math.isfinite(y):
@@ -200,7 +200,7 @@ class _Frame:
                 pieces.append([])
         path = "".join(self._path(piece) + ("h.01" if len(piece) == 1 else "") for piece in pieces if piece)
         stroke = {"stroke": colour, "stroke_width": 1.6, "stroke_linejoin": "round", "stroke_linecap": "round"}
-        return element("path", d=path, fill="none", **stroke)
+        return element("path", d=path, fill="none", **stroke, **attributes)
 
 
 def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]:
@@ -217,10 +217,21 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
     return low - margin * (high - low), high + margin * (high - low)
 
 
+def _dashes(index: int) -> dict[str, str]:
+    """Return how the line of a track is dashed: the colours repeat after the eighth."""
+    return {"stroke_dasharray": "5 3"} if index // len(COLOURS) % 2 else {}
+
+
+MAX_NAMED = 8
+"""Lines that the legend names: more names have no room beside the title."""
+
+
 def _legend(tracks: Sequence[Track]) -> list[Markup]:
     enveloped = any(track.low is not None for track in tracks)
     if len(tracks) < 2 and not enveloped:
         return []
+    if len(tracks) > MAX_NAMED:
+        return [svg_text(WIDTH - RIGHT, 16, f"{len(tracks)} runs", INK, "end")]
     parts, right = [], float(WIDTH - RIGHT)
     for index in reversed(range(len(tracks))):
         label = _shortened("mean, range" if tracks[index].low is not None else tracks[index].label, 12)

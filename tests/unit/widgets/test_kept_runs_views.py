@@ -1,0 +1,101 @@
+"""Views of kept runs: ten in one plot, and the offer of an ended run's panel to go on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from notebook_accelerate import notebook_launcher, open_run, runs
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
+from notebook_accelerate.telemetry import MetricEvent
+from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.widgets.live_panel import close_all
+from notebook_accelerate.widgets.run_panel import RunPanel
+from notebook_accelerate.widgets.runs_table import RunsTable
+from tests.faults.test_kept_runs import check_history, train
+from tests.support.runs import START, end, make_run
+from tests.support.waiting import until
+
+
+def _keep(folder: Path, name: str, rate: float) -> None:
+    """Write a kept run that has ended."""
+    folder.mkdir(parents=True)
+    run = make_run()
+    metrics = [Record(0, START + step, MetricEvent({"loss": rate / (step + 1)}, step)) for step in range(30)]
+    end(run, at=START + 30)
+    config = LaunchConfig(name=name, save=folder.parent)
+    frames = [journal_format.encode_frame(run_folder.header(name, 1, train, (), config, START))]
+    records = run.journal.records
+    frames += journal_format.encode_records([*records[:-4], *metrics, *records[-4:]])
+    journal_file.JournalFile(folder / journal_file.JOURNAL_NAME).append(b"".join(frames))
+
+
+def test_ten_kept_runs_are_laid_over_each_other(tmp_path: Path) -> None:
+    for number in range(10):
+        _keep(tmp_path / f"run-{number}", f"rate-{number}", 1.0 + number)
+    opened = runs(tmp_path).open()
+    assert [run.status for run in opened] == ["succeeded"] * 10
+    table = RunsTable(opened)
+    try:
+        names = [row[table.rows[0].index("name")] for row in table.rows[1:]]
+        assert names == [f"rate-{number}" for number in range(9, -1, -1)]
+        assert "save" not in table.rows[0]
+        assert table.plot.order == [f"run {run.id}" for run in opened]
+        assert [row["colour"] for row in table.grid.table["rows"]] == list(range(9, -1, -1))
+        (image,) = re.findall(r"<img[^>]*>", str(table.html))
+        assert all(f"run {run.id}: " in image for run in opened)
+        assert (str(table.html).count("● "), str(table.html).count("○ ")) == (8, 2)
+    finally:
+        table.close()
+        close_all(table.widget)
+
+
+def test_the_panel_of_a_failed_run_offers_to_go_on(tmp_path: Path) -> None:
+    run = notebook_launcher(
+        train, (str(tmp_path / "project"), 0.0, 40, 25), num_processes=2, use_port=0, start_method="fork", panel=False,
+        block=False, save=tmp_path / "runs",
+    )  # fmt: skip
+    assert run.wait(120)
+    panel = RunPanel(run)
+    try:
+        panel.binding.tick()
+        assert "Can go on from checkpoint_1 [Resume training]" in panel.attention.text
+        panel.attention.click("continue")
+        until(lambda: "goes on with this training" in panel.attention.text)
+        resumed = run_registry.runs()[-1]
+        assert resumed.wait(120)
+        check_history(resumed, 40)
+        assert not resumed.config.block
+        panel.attention.click("continue")
+        until(lambda: panel._request is None or not panel._request.is_alive())
+        assert run_registry.runs()[-1].id == resumed.id, "once"
+    finally:
+        panel.close()
+        close_all(panel.widget)
+    assert run.folder is not None
+    opened = RunPanel(open_run(run.folder))
+    try:
+        opened.binding.tick()
+        line = "notebook_launcher(train, args, config=run.config, resume=run)"
+        assert f"execute the cells that define train, then {line}" in opened.attention.text
+        assert "[Resume" not in opened.attention.text
+    finally:
+        opened.close()
+        close_all(opened.widget)
+
+
+@pytest.mark.parametrize("status", ["succeeded", "stopped"])
+def test_without_a_checkpoint_nothing_is_offered(status: str) -> None:
+    run = make_run()
+    end(run, status)
+    panel = RunPanel(run)
+    try:
+        panel.binding.tick()
+        assert "go on" not in panel.attention.text
+    finally:
+        panel.close()
+        close_all(panel.widget)
