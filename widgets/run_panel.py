@@ -121,7 +121,7 @@ class RunPanel(LivePanel):
         """Show the buttons of the header, and what needs the user; a click may have to wait for the running cell."""
         run, how = self.run, stopping(self.run, kernel)
         reached = kernel is None or kernel.handles_clicks
-        rows = [*attention.findings(run, now, how.action), *self._still_running(), *self._resume_offer.rows(run)]
+        rows = [*attention.needs(run, now, how.action), *self._still_running(), *self._resume_offer.rows(run)]
         server_id = kernel.id if kernel is not None else ""
         self.attention.show([_reached(row, reached=reached) for row in rows], server_id, how.note, how.unreachable)
         actions = [] if run.ended is not None else [how.action]
