@@ -18,6 +18,8 @@ from tests.support.browser import Browser, NotebookPage, Server, missing
 ROUNDS, SECONDS = 10, 4.0
 """Trainings of so many seconds, in turns with and without a panel."""
 TRACES, TRACE_SECONDS = 5, 10.0
+TIMELINES, SCALES = 5, (1.0, 1 / 8, 1 / 64)
+"""Timelines that are opened, and the parts of each that are visible while it is dragged."""
 FRAME = 16.7
 """Milliseconds between two frames of a screen of 60 Hz."""
 LONG_TASK = 50.0
@@ -50,6 +52,48 @@ _RESULT = "result.json"
 _DRAWN = """() => {
     document.querySelector('.na-charts')?.scrollIntoView({ block: 'start' });  // curves out of sight are not drawn
     return document.querySelectorAll('.na-chart canvas').length >= 9;
+}"""
+
+_TIMELINE = """
+from notebook_accelerate.widgets.timeline_view import TimelineView
+from tests.support.timelines import large
+data = large(8, 200_000)
+"""
+_NOTE_DRAWING = """() => {
+    const begin = performance.now();
+    const look = () => {
+        if (document.querySelector('.na-tl')?.dataset.to) window.drawnAfter = performance.now() - begin;
+        else requestAnimationFrame(look);
+    };
+    look();
+}"""
+# Zooms with the keys W and S, then moves the pointer by some pixels in each of 150 frames.
+_DRAG = """async (share) => {
+    const root = document.querySelector('.na-tl'), canvas = root.querySelector('.na-tl-canvas');
+    root.scrollIntoView({ block: 'center' });
+    const frame = () => new Promise(requestAnimationFrame), scroll = root.querySelector('.na-tl-scroll');
+    const press = (key) => scroll.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }));
+    const visible = () => root.dataset.to - root.dataset.from;
+    press('0');
+    for (let i = 0; i < 60; i++) await frame();
+    const whole = visible();
+    while (visible() > 1.2 * share * whole) { press('w'); for (let i = 0; i < 12; i++) await frame(); }
+    const box = canvas.getBoundingClientRect(), y = box.top + 60;
+    const at = (name, x) => canvas.dispatchEvent(new PointerEvent(name, {
+        pointerId: 1, pointerType: 'mouse', clientX: x, clientY: y, button: 0, bubbles: true, isPrimary: true,
+    }));
+    canvas.setPointerCapture = () => {};
+    at('pointerdown', box.left + 700);
+    const intervals = [];
+    let last = await frame();
+    for (let i = 0; i < 150; i++) {
+        at('pointermove', box.left + 700 - 4 * (i < 75 ? i : 150 - i));
+        const now = await frame();
+        intervals.push(now - last);
+        last = now;
+    }
+    at('pointerup', box.left + 700);
+    return intervals;
 }"""
 
 
@@ -115,6 +159,37 @@ def main_thread() -> Iterator[Figure]:
         yield compared(what, [each.frame for each in found], unit="ms", limit=FRAME)
         what = f"main thread: tasks of more than {LONG_TASK:.0f} ms{name}"
         yield compared(what, [each.long for each in found], unit="per s")
+
+
+@row("browser", "timeline in the browser")
+def timeline() -> Iterator[Figure]:
+    """Open the timeline of 8 ranks with 200,000 events each, and drag it along at three scales."""
+    if reason := missing():
+        yield Figure(what="timeline: opened", unit="ms", ours=None, note=reason)
+        return
+    found = [_timeline_times() for _ in range(TIMELINES)]
+    what = "timeline of 8 × 200,000 events: from the cell to the drawing"
+    yield compared(what, [times[0] for times in found], unit="ms", limit=2000)
+    for index, share in enumerate(SCALES, 1):
+        part = f"1/{1 / share:.0f}" if share < 1 else "all"
+        what = f"timeline, {part} of it visible, dragged: of 20 frames the slowest"
+        yield compared(what, [times[index] for times in found], unit="ms", limit=1000 / 30)
+
+
+def _timeline_times() -> list[float]:
+    """Return milliseconds until the timeline is drawn, then of the slowest frame of 20 at each scale."""
+    with _page(_TIMELINE, "TimelineView(data)") as page:
+        page.run(1)
+        page.idle()
+        page.page.evaluate(_NOTE_DRAWING)
+        page.run(2)
+        page.wait_for("() => window.drawnAfter")
+        times = [float(page.page.evaluate("() => window.drawnAfter"))]
+        page.idle()
+        for share in SCALES:
+            intervals = sorted(page.page.evaluate(_DRAG, share))
+            times.append(intervals[int(0.95 * len(intervals))])
+    return times
 
 
 def _trace() -> list[dict[str, Any]]:

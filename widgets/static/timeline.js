@@ -264,7 +264,7 @@ class TimelineView {
     this.canvas.classList.remove("na-tl-moving");
     const { drag } = this;
     if (!drag.moved && event.type === "pointerup") { this.range = null; this.choose(this.eventAt(event)); }
-    else if (drag.measures) this.describe();
+    else if (drag.measures) { this.chosen = -1; this.describe(); }
     const [left] = this.pointers.values();
     if (left) this.drag = { ...drag, x: left.clientX, y: left.clientY, from: this.from, to: this.to, moved: true };
   }

@@ -198,7 +198,7 @@ class Painter {
     const { data } = this, name = data.name[event], text = data.labels[name];
     const width = (data.widths[name] ||= this.context.measureText(text).width);
     if (width <= room) return text;
-    const letters = Math.floor((text.length * room) / width) - 1;
+    const letters = Math.floor((text.length * room) / width) - 2;
     return letters < 3 ? "" : `${text.slice(0, letters)}…`;
   }
   steps(row) {
