@@ -51,8 +51,8 @@ class DebugPanel(LivePanel):
         self._head, self._verdict = (ipywidgets.HTML() for _ in range(2))
         self._ranks, self._stacks, self._history = (ipywidgets.HTML() for _ in range(3))
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
-        self.pause_button = self._button("Pause", "Stop all ranks before their next step", self._pause)
-        self.resume_button = self._button("Resume", "Continue paused ranks", self._resume)
+        self.pause_button = self._button("Pause", "Hold all ranks before their next step", self._pause)
+        self.resume_button = self._button("Resume", "Continue the paused ranks", self._resume)
         # The descriptions are labels for screen readers; the style sheet hides them.
         options = [ALL, *(f"rank {info.rank}" for info in self.run.ranks)]
         self.target = ipywidgets.Dropdown(options=options, description="Ranks to ask", layout={"width": "120px"})

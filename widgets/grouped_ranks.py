@@ -72,17 +72,16 @@ def head(loss: str, *, gpu: bool) -> list[str]:
     return ["step", "behind", "steps/s", loss or "loss", "CPU", "memory", *accelerator, "last message"]
 
 
-def rank_row(rank: RankSnapshot, *, gpu: bool, steady: bool = False) -> TableRow:
+def rank_row(rank: RankSnapshot, *, gpu: bool) -> TableRow:
     """Return the row of one rank.
 
     Args:
         rank: The rank.
         gpu: Whether the table has columns for accelerators.
-        steady: Whether to leave out numbers that flicker: of hundreds of ranks only changed cells are sent.
     """
     kind = "dead" if rank.state == "failed" else "late" if rank.late else ""
     badge = ("silent" if rank.silent else "straggler") if rank.late else ""
-    last = rank.exit or _ago(rank.silence, steady=steady)
+    last = rank.exit or _ago(rank.silence)
     behind = rank.behind if rank.step is not None else None
     cells = [_count(rank.step), _count(behind), rate(rank.rate), _number(rank.loss)]
     cells += [usage(rank.cpu), byte_size(rank.memory)]
@@ -109,7 +108,7 @@ def node_row(ranks: Sequence[RankSnapshot], *, gpu: bool, several: bool) -> Tabl
         cells += [usage(_mean(rank.gpu for rank in ranks)), byte_size(_total(rank.gpu_memory for rank in ranks))]
     late = [rank.rank for rank in ranks if rank.late]
     badge = f"{few_names(late).lower()} late" if late else ""
-    name, last = node_name(ranks, several=several), _ago(silence, steady=True)
+    name, last = node_name(ranks, several=several), _ago(silence)
     return TableRow(f"n{ranks[0].node}", name, kind, badge, state_counts(ranks), (*cells, last))
 
 
@@ -134,9 +133,9 @@ def sections(run: RunSnapshot, *, with_others: bool = True) -> list[Section]:
     if listed:
         some = f"The first {len(listed)} of {len(all_outliers):,} outliers"
         title = "Outliers" if len(listed) == len(all_outliers) else some
-        found.append(Section("outliers", title, [rank_row(rank, gpu=gpu, steady=True) for rank in listed]))
+        found.append(Section("outliers", title, [rank_row(rank, gpu=gpu) for rank in listed]))
     title = f"{'The other' if listed else 'All'} {len(others):,} ranks"
-    rows = [rank_row(rank, gpu=gpu, steady=True) for rank in others] if with_others else None
+    rows = [rank_row(rank, gpu=gpu) for rank in others] if with_others else None
     return [*found, Section("others", title, rows, folded=True)]
 
 
@@ -146,10 +145,10 @@ def outliers(ranks: Iterable[RankSnapshot]) -> list[RankSnapshot]:
     return sorted(found, key=lambda r: (r.state != "failed", not r.silent, -r.behind, -(r.own_seconds or 0.0), r.rank))
 
 
-def _ago(seconds: float | None, *, steady: bool) -> str:
+def _ago(seconds: float | None) -> str:
     if seconds is None:
         return "–"
-    return "just now" if steady and seconds < JUST_NOW_SECONDS else f"{seconds:.0f} s ago"
+    return "just now" if seconds < JUST_NOW_SECONDS else f"{seconds:.0f} s ago"
 
 
 def rate(value: float | None) -> str:

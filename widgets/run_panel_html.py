@@ -129,7 +129,7 @@ def devices(now: RunSnapshot) -> Markup:
     table = html_table(
         titles,
         found,
-        caption="Devices: memory of the rank itself, as its torch counts it; use, and memory in use, by all processes",
+        caption="Devices: allocated, reserved and peak are the rank's own; use and in use are of all processes",
         columns=[NUMBER if title in _DEVICE_NUMBERS else {} for title in titles],
         class_="na-table",
     )
@@ -168,7 +168,7 @@ def step_times(now: RunSnapshot) -> Markup:
     bars = _bars(measured)
     longest = max(bar.seconds for bar in bars)
     legend = [element("li", swatch(index), part) for index, part in enumerate(PARTS)]
-    note = "Own work is all but collectives and backward, in which a rank may wait for other ranks."
+    note = "Own work leaves out collectives and backward, where a rank may wait for other ranks."
     return join([
         element("ul", *legend, class_="na-legend"),
         element("div", *(_stack(bar, longest) for bar in bars), class_="na-stacks"),

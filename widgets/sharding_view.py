@@ -19,8 +19,8 @@ _EMPTY = (
     "state of each rank."
 )
 _NOTE = (
-    "A bar is the whole model, its filled part what the rank holds between steps. Gradients exist from backward to "
-    "step, optimizer state from the first step on."
+    "A bar stands for the whole model, its filled part for what the rank holds between steps. Gradients exist from "
+    "backward to step, optimizer state from the first step on."
 )
 
 

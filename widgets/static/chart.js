@@ -36,7 +36,7 @@ class Chart {
     this.plot = make("div", { class: "na-chart-plot" });
     this.node = make("figure", { class: "na-chart", tabindex: "0", role: "group" },
       make("figcaption", {}, make("div", { class: "na-chart-head" }, this.title, this.flag, this.tools()), this.readout), this.plot);
-    if (isAutomatic(metric)) this.title.after(make("span", { class: "na-auto", title: "Sampled without a call of log" }, "auto"));
+    if (isAutomatic(metric)) this.title.after(make("span", { class: "na-auto", title: "Sampled automatically, without a call of log" }, "auto"));
     this.large = this.wide = false;
     this.node.addEventListener("keydown", (event) => this.moveByKey(event));
     this.node.addEventListener("blur", () => this.u && this.u.setCursor({ left: -10, top: -10 }));
