@@ -286,7 +286,9 @@ def test_a_metric_that_stays_nan_has_one_mark_to_its_end(blank: Any) -> None:
     blank.add_style_tag(content=asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
     rising = [float(step) for step in range(900)]
     blank.evaluate(_CARDS, [["loss", "rank 0", rising], ["loss", "rank 1", [*rising[:300], *["NaN"] * 600]]])
-    blank.wait_for_function("() => card('loss')?.u")
+    blank.wait_for_function("() => card('loss')?.u?.height === 240")
+    across = "() => card('loss').node.offsetWidth === document.querySelector('.na-sections').offsetWidth"
+    assert blank.evaluate(across), "one metric has a wide card"
     marks = "() => card('loss').marks.map(mark => [mark.label, mark.x, mark.until])"
     assert blank.evaluate(marks) == [["rank 1", 300, 899]]
     values = blank.locator("figure[data-metric='loss'] .na-chart-value span")
