@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.debugging.diagnosis import Diagnosis
 from notebook_accelerate.debugging.session import Session, Stacks
 from notebook_accelerate.launch.output.standard_streams import StandardStream, escape
+from notebook_accelerate.launch.report.memory_table import RunMemory
 from notebook_accelerate.launch.report.profile import Profile, ProfileFolder
 from notebook_accelerate.launch.report.samples import Samples
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")
 MAX_SAMPLE_SECONDS, MAX_SAMPLE_RATE = 600, 1000
 MAX_PROFILE_STEPS = 1000
+MEMORY_SECONDS = 30.0
+"""Seconds that a rank has to count its memory."""
 STOP_SECONDS = 5.0
 """Seconds that a rank has to reach the debugger after the request to stop."""
 
@@ -144,6 +147,27 @@ class RunDebugging:
         folder = ProfileFolder()
         replies = self._session().profile(folder.request(steps, seconds or 0.0, memory=memory), ranks)
         return Profile(folder, folder.traces(replies), tracebacks.frame_location)
+
+    def memory(self, ranks: Iterable[int] | None = None, estimate: Any = None, seconds: float = 30.0) -> RunMemory:
+        """Find out what the memory of live ranks holds, and what would fit.
+
+        One step is recorded for the activations at the peak; without a step within ``seconds`` they are not known.
+
+        Args:
+            ranks: Global indices; None means all.
+            estimate: What ``estimate_memory`` has returned for this training, to compare with.
+            seconds: How long to wait for a step; 0 means not at all.
+
+        Returns:
+            Bytes by rank: parameters, gradients, optimizer state, activations, other tensors, cache and process; by
+            module, by variable and by line. As the last line of a cell it is shown as tables.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        replies = self._session().memory(ranks, MEMORY_SECONDS)
+        profile = self.profile(1, ranks, memory=True, seconds=seconds) if seconds > 0 else None
+        return RunMemory(replies, profile, estimate, len(self.ranks), tracebacks.frame_location)
 
     def ask(
         self, expression: str, ranks: Iterable[int] | None = None, frame: str | None = None, timeout: float = 5.0

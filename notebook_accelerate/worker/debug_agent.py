@@ -33,6 +33,8 @@ from notebook_accelerate.telemetry.debug_protocol import (
     DoneReply,
     DumpReadyEvent,
     HeartbeatEvent,
+    MemoryReply,
+    MemoryRequest,
     PausedEvent,
     PauseRequest,
     ProfileReply,
@@ -43,6 +45,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
     StacksReply,
     StacksRequest,
 )
+from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
 from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stack_sampler, stacks
 from notebook_accelerate.worker.agent import Agent
@@ -112,6 +115,7 @@ class DebugAgent:
         agent.on(CellRequest, cell_requests.put)
         agent.on(SampleRequest, self._on_sample)
         agent.on(ProfileRequest, self._on_profile)
+        agent.on(MemoryRequest, self._on_memory)
         agent.every_tick(self._tick)
         self.exit_watch = ExitWatch(agent)
 
@@ -248,6 +252,18 @@ class DebugAgent:
             return
         self._profiler = step_profiler.StepProfiler(request, self._agent.sink.emit, self._end_profile)
         self._agent.sink.on_step = self._at_boundary
+
+    def _on_memory(self, request: MemoryRequest) -> None:
+        if "torch" not in sys.modules:
+            self._agent.sink.send(MemoryReply(request.number, error="it has not imported torch"))
+            return
+        from notebook_accelerate.worker import memory_report
+
+        try:
+            reply = MemoryReply(request.number, memory_report.take())
+        except Exception as error:  # noqa: BLE001 - the objects of a live process change while they are counted
+            reply = MemoryReply(request.number, error=f"its memory was not counted ({describe_error(error, 300)})")
+        self._agent.sink.send(reply)
 
     def _end_profile(self) -> None:
         self._profiler = None

@@ -222,6 +222,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
     except KeyboardInterrupt as stop:
         return Outcome(failure_event(stop, "interrupted"))
     except BaseException as error:  # noqa: BLE001 - the kernel handles what the user's function raises
+        note_memory(error)
         event = failure_event(error, "exception")
         if order.hold and error.__traceback__ is not None:
             state_resets.require_sink().send(event)
@@ -299,6 +300,14 @@ def returned(value: object, in_channel: int | None) -> Outcome:
     except SerializationError as error:
         return Outcome(ResultEvent(b"", error=str(error)))
     return Outcome(ResultEvent(found.payload, found.sizes, advice=advice(value)), found.descriptors)
+
+
+def note_memory(error: BaseException) -> None:
+    """Add what the memory holds to an error that says that it is exhausted, while the frames still hold it."""
+    if isinstance(error, (MemoryError, RuntimeError)):
+        from notebook_accelerate.worker import memory_report
+
+        memory_report.note_failure(error)
 
 
 def failure_event(error: BaseException, kind: str) -> FailureEvent:

@@ -20,6 +20,7 @@ from notebook_accelerate.launch.report.tables import LEFT, html_table, text_tabl
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
 from notebook_accelerate.profiling.analysis import Analysis
 from notebook_accelerate.profiling.findings import Finding
+from notebook_accelerate.profiling.memory_facts import PeakMemory, peak_of
 from notebook_accelerate.profiling.op_table import LineSeconds, OpTime
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.profiling.trace import RankTrace, read_trace
@@ -106,6 +107,11 @@ class Profile:
         self._analysis = Analysis(read, clocks, where)
 
     @classmethod
+    def of(cls, paths: Mapping[int, str | Path]) -> Profile:
+        """Return the profile of traces by rank; the files belong to the caller."""
+        return cls(None, Traces({rank: Path(path) for rank, path in paths.items()}), frame_location)
+
+    @classmethod
     def load(cls, *paths: str | Path) -> Profile:
         """Read traces: files of torch's profiler, or folders with such files, as ``save`` writes them.
 
@@ -157,6 +163,10 @@ class Profile:
     def lines(self) -> list[LineSeconds]:
         """Return the lines of your code by time, the longest first; from samples, 250 a second."""
         return self._analysis.lines
+
+    def peaks(self) -> dict[int, PeakMemory]:
+        """Return, by rank, the allocations at the peak of the recorded steps; of ``run.profile(memory=True)``."""
+        return {trace.rank: peak_of(trace, self._analysis.samples[trace.rank]) for trace in self._analysis.traces}
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the traces, for Perfetto, TensorBoard, HTA and ``Profile.load``: one file per rank, and one of all.

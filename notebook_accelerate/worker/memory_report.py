@@ -1,0 +1,164 @@
+"""What a rank's memory holds: parameters, gradients, optimizer state and other tensors, by module and by variable."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import tracemalloc
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size
+from notebook_accelerate.telemetry import memory_text
+from notebook_accelerate.telemetry.tracebacks import is_user_code
+from notebook_accelerate.worker.held_tensors import user_frames
+
+MAX_ROWS = 20
+_NO_MEMORY = ("can't allocate memory", "not enough memory")
+
+
+class _Held:
+    """Counts each storage once, by its device."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, int]] = set()
+
+    def add(self, tensors: Iterable[Any]) -> int:
+        """Return the bytes of the storages that were not counted before."""
+        total = 0
+        for tensor in tensors:
+            with suppress(Exception):  # of a subclass without storage
+                local = getattr(tensor, "_local_tensor", tensor)
+                storage = local.untyped_storage()
+                key = str(local.device), storage.data_ptr()
+                if key[1] and key not in self._seen:
+                    self._seen.add(key)
+                    total += storage.nbytes()
+        return total
+
+
+def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
+    """Return the report; from any thread.
+
+    Args:
+        frames: The frames whose variables are looked at; None: those of the user's code on the main thread.
+
+    Returns:
+        ``parts``: bytes by kind; ``modules``: name, parameters, gradients, optimizer state; ``variables``: name,
+        function, bytes; ``process``: bytes of the process; ``devices``: bytes by device; ``lines``: file, line, bytes.
+    """
+    torch: Any = sys.modules["torch"]
+    objects = [each for each in gc.get_objects() if isinstance(each, (torch.nn.Module, torch.optim.Optimizer))]
+    roots, optimizers = _roots(objects), [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    state = {id(p): held for each in optimizers for p, held in list(each.state.items())}
+    held = _Held()
+    rows: list[list[Any]] = []
+    totals = dict.fromkeys(memory_text.KINDS, 0)
+    for root in roots:
+        for name, module in [(name, child) for name, child in root.named_modules() if not any(child.children())]:
+            row = _module_row(module, state, held)
+            for kind, size in zip(memory_text.KINDS, row, strict=False):
+                totals[kind] += size
+            if any(row):
+                rows.append([name or type(module).__name__, *row])
+    totals["parameters"] += held.add(p for root in roots for p in root.parameters())
+    totals["optimizer state"] += held.add(t for each in state.values() for t in _tensors(each))
+    variables = _variables(held, user_frames() if frames is None else frames)
+    rest = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    totals["activations now"] = held.add(each for each in rest if each.grad_fn is not None)
+    totals["other tensors"] = sum(size for _, _, size in variables) + held.add(rest)
+    rows.sort(key=lambda row: -sum(row[1:]))
+    return {
+        "parts": totals, "modules": rows[:MAX_ROWS], "variables": variables[:MAX_ROWS], "process": _process(),
+        "devices": _devices(), "lines": _lines(),
+    }  # fmt: skip
+
+
+def _roots(objects: list[Any]) -> list[Any]:
+    """Return the modules that are in no other one."""
+    torch: Any = sys.modules["torch"]
+    modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _module_row(module: Any, state: dict[int, Any], held: _Held) -> list[int]:
+    parameters = list(module.parameters(recurse=False))
+    grads = [p.grad for p in parameters if p.grad is not None]
+    states = [tensor for p in parameters for tensor in _tensors(state.get(id(p), {}))]
+    return [held.add([*parameters, *module.buffers(recurse=False)]), held.add(grads), held.add(states)]
+
+
+def _tensors(value: Any) -> list[Any]:
+    torch: Any = sys.modules["torch"]
+    return [each for each in (value.values() if isinstance(value, dict) else ()) if isinstance(each, torch.Tensor)]
+
+
+def _variables(held: _Held, frames: Iterable[FrameType]) -> list[list[Any]]:
+    """Return the variables of the user's functions that hold tensors which are no part of a model."""
+    torch: Any = sys.modules["torch"]
+    rows = []
+    for frame in frames:
+        for name, value in list(frame.f_locals.items()):
+            items = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            size = held.add(each for each in list(items)[:100_000] if isinstance(each, torch.Tensor))
+            if size:
+                rows.append([name, frame.f_code.co_name, size])
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def _process() -> dict[str, int]:
+    from notebook_accelerate.worker.step_profiler import resident_bytes
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"resident": resident_bytes(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if tracemalloc.is_tracing():
+        found["python"] = tracemalloc.get_traced_memory()[0]
+    return found
+
+
+def _devices() -> dict[str, dict[str, int]]:
+    """Return the counters of each CUDA device: the rest of the cache is fragmented where it cannot be used."""
+    cuda: Any = sys.modules["torch"].cuda
+    found = {}
+    if cuda.is_available() and cuda.is_initialized():
+        for index in range(cuda.device_count()):
+            stats = cuda.memory_stats(index)
+            if not stats.get("reserved_bytes.all.peak", 0):
+                continue
+            found[f"cuda:{index}"] = {
+                "allocated": stats["allocated_bytes.all.current"],
+                "peak": stats["allocated_bytes.all.peak"],
+                "cache": stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"],
+                "fragmented": stats.get("inactive_split_bytes.all.current", 0),
+                "total": cuda.mem_get_info(index)[1],
+            }
+    return found
+
+
+def _lines() -> list[list[Any]]:
+    """Return the lines with most memory of Python's own, where tracemalloc is on."""
+    if not tracemalloc.is_tracing():
+        return []
+    found = tracemalloc.take_snapshot().statistics("lineno")[:MAX_ROWS]
+    return [[each.traceback[0].filename, each.traceback[0].lineno, each.size] for each in found]
+
+
+def note_failure(error: BaseException) -> None:
+    """Add the report to an error that says that memory is exhausted, as a note: it is shown with the error."""
+    memory = isinstance(error, Exception) and should_reduce_batch_size(error)
+    if "torch" not in sys.modules or not (memory or any(text in str(error) for text in _NO_MEMORY)):
+        return
+    with suppress(Exception):  # the error itself is what counts
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame.f_code.co_filename)]
+        notes = [*getattr(error, "__notes__", ()), memory_text.table(take(frames[::-1]))]
+        error.__notes__ = notes  # type: ignore[attr-defined]  # add_note comes with Python 3.11
+
+
+__all__ = ["note_failure", "take"]
