@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
 
-from notebook_accelerate import LaunchError, RunLostError, attach, notebook_launcher, open_run, runs
+from notebook_accelerate import LaunchError, Run, RunLostError, attach, notebook_launcher, open_run, runs
 from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import run_directory
@@ -198,3 +202,115 @@ def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.Monke
     run = attach("interrupted")
     assert run.wait(120)
     assert run.status == "stopped"
+
+
+def test_a_wait_that_ends_leaves_the_run_alone(state: Path) -> None:
+    """By an interrupt, and by the end of the kernel, which cancels a cell that awaits."""
+    with Kernel() as kernel:
+        kernel.check(_TRAIN)
+        kernel.check(
+            "run = notebook_launcher(time.sleep, (600,), num_processes=1, detach=True, name='waits', panel=False)"
+        )
+        kernel.until("run.status == 'running'", 120)
+        for code in ("await run", "run.wait()"):
+            cell = kernel.submit(code)
+            kernel.wait_for(lambda cell=cell: cell.busy)  # type: ignore[misc]
+            kernel.pump(1.0)
+            kernel.interrupt()
+            error = kernel.finish(cell, 60).error
+            assert error is not None
+            assert error.ename in ("KeyboardInterrupt", "CancelledError")
+        cell = kernel.submit("await run")
+        kernel.wait_for(lambda: cell.busy)
+        kernel.pump(1.0)
+        kernel.client.shutdown()
+        until(lambda: not kernel.alive(), seconds=60)
+    run = attach("waits")
+    time.sleep(1.0)
+    assert run.status == "running"
+    run.stop(grace=1.0)
+    assert run.status == "stopped"
+
+
+def _prints(lines: int) -> int:
+    for line in range(lines):
+        print("line", line, "é" * (line % 300))
+    breakpoint()  # noqa: T100 - what is tested
+    return lines
+
+
+def test_two_kernels_at_one_breakpoint_after_much_output(state: Path) -> None:
+    options = {"num_processes": 2, "use_port": 0, "detach": True, "panel": False}
+    run = notebook_launcher(_prints, (20_000,), name="two", **options)  # type: ignore[arg-type]
+    assert run.folder is not None
+    until(lambda: run.prompts == (0, 1), seconds=300)
+    others = [open_run(run.folder), open_run(run.folder)]
+    assert [each.commands.prompts.debugged() for each in others] == [[0, 1], [0, 1]]
+
+    def go_on(each: Run) -> None:
+        for rank in (0, 1):
+            if (prompt := each.commands.prompts.take(5.0, rank=rank)) is not None:
+                prompt.answer("c")
+
+    threads = [Thread(target=go_on, args=(each,)) for each in others]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in (run, *others):
+        assert each.wait(120)
+        assert each.status == "succeeded"
+        assert each.results == each.results == (20_000, 20_000)
+        for rank in (0, 1):
+            assert each.logs(rank)[0] == "line 0 "
+            assert each.logs(rank)[-1] == "line 19999 " + "é" * 199
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of a few megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if (
+        os.getuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=False).returncode
+    ):
+        pytest.skip("a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def _waits_for(path: str) -> bytes:
+    while not Path(path).exists():
+        time.sleep(0.05)
+    print("goes on")
+    return b"result" * 1000
+
+
+def test_a_full_disk_loses_neither_results_nor_the_end(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"num_processes": 2, "use_port": 0, "detach": True, "panel": False}
+    filler = small_disk / "filler"
+    with user_folder(small_disk / "state", monkeypatch):
+        run = notebook_launcher(_waits_for, (str(tmp_path / "go"),), **options)  # type: ignore[arg-type]
+        until(lambda: run.status == "running", seconds=120)
+        pids = [info.pid or 0 for info in run.ranks]
+        _fill(filler)
+        with pytest.raises(LaunchError):
+            notebook_launcher(int, (), name="another", **options)  # type: ignore[arg-type]
+        (tmp_path / "go").touch()
+        until(lambda: not any(map(psutil.pid_exists, pids)), seconds=120)
+        time.sleep(3.0)
+        assert run.ended is None, "its process waits for room"
+        filler.unlink()
+        assert run.wait(120)
+        assert run.results == (b"result" * 1000,) * 2
+        assert run.logs(1) == ["goes on"]
+        assert [entry.name for entry in run_directory.entries()] == [run.name]
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
