@@ -22,6 +22,7 @@ from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.log_view import LogView
 from notebook_accelerate.widgets.panel_elements import card, row, widget_bundle, with_classes
 from notebook_accelerate.widgets.plot import Plot, run_sources
+from notebook_accelerate.widgets.profile_section import PROFILE, ProfileSection
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
 from notebook_accelerate.widgets.resume_offer import ResumeOffer
@@ -73,6 +74,7 @@ class RunPanel(LivePanel):
         self.buttons = with_classes(ActionRows(self._act), "na-toolbar")
         self.attention = with_classes(ActionRows(self._act, "What needs you"), "na-attention")
         self.debug_section = DebugSection(self.run, self._clock)
+        self.profile_section = ProfileSection(self.run, self._render_soon)
         self.rank_table = RankTable()
         for feed in (self.plot, self.logs, self.rank_table):
             feed.on_msg(self._render_soon)
@@ -87,11 +89,11 @@ class RunPanel(LivePanel):
         for index, title in enumerate(TABS):
             self._set_tab_title(index, title)
         news = [self.attention, self.debug_section.widget, self._problem]
-        return card(headline, self._progress, *news, self._strip, self._tabs)
+        return card(headline, self._progress, *news, self._strip, self._tabs, self.profile_section.widget)
 
     def _refer_to(self, run: Run) -> None:
         super()._refer_to(run)
-        for part in (self.logs, self._watcher, self._sharding_page, self.debug_section):
+        for part in (self.logs, self._watcher, self._sharding_page, self.debug_section, self.profile_section):
             part.run = run
 
     def _set_tab_title(self, index: int, title: str) -> None:
@@ -126,7 +128,9 @@ class RunPanel(LivePanel):
         self.attention.show([_reached(row, reached=reached) for row in rows], server_id, how.note, how.unreachable)
         actions = [] if run.ended is not None else [how.action]
         if run.ended is None and not _is_inline(run):
-            actions = [attention.RESUME if status == "paused" else attention.PAUSE, attention.DEBUG, how.action]
+            pause = attention.RESUME if status == "paused" else attention.PAUSE
+            profile = replace(PROFILE, enabled=not self.profile_section.recording)
+            actions = [pause, profile, attention.DEBUG, how.action]
         self.buttons.show([_reached(ActionRow(key="run", actions=tuple(actions)), reached=reached)], server_id)
 
     def show(self, output: Output | None = None) -> Output | None:
@@ -198,6 +202,8 @@ class RunPanel(LivePanel):
             self._start(partial(self._resume_offer.launch, self.run))
         elif name in ("debug", "answer"):
             self.debug_section.toggle(name)
+        elif name == "profile":
+            self.profile_section.start()
         elif name == "errors":
             self._tabs.selected_index = TABS.index("Errors")
         self._render_soon()
@@ -222,14 +228,15 @@ class RunPanel(LivePanel):
     def close(self) -> None:
         """See `LivePanel.close`."""
         self.debug_section.close()
+        self.profile_section.close()
         super().close()
 
     # ---- without a browser
 
     @property
     def html(self) -> str:
-        """The run's report as static HTML."""
-        return self.run.report().html
+        """The run's report as static HTML, with the profile that the panel shows."""
+        return self.run.report().html + self.profile_section.static_html()
 
     @property
     def text(self) -> str:
@@ -237,7 +244,8 @@ class RunPanel(LivePanel):
         return self.run.report().text
 
     def _static(self) -> dict[str, Any]:
-        return dict(self.run.report().bundle)
+        bundle = dict(self.run.report().bundle)
+        return {**bundle, "text/html": bundle["text/html"] + self.profile_section.static_html()}
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self._static() if self.closed else widget_bundle(self.widget, self._static())

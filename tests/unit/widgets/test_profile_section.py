@@ -1,0 +1,112 @@
+"""The Profile button of a run's panel, with a run that records nothing itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from notebook_accelerate.launch.report.markup import Markup, element
+from notebook_accelerate.widgets.run_panel import RunPanel
+from notebook_accelerate.widgets.timeline_view import TimelineView
+from tests.support.runs import Clock, make_run
+from tests.support.timelines import training
+from tests.support.waiting import until
+
+
+class _Profile:
+    """What the panel uses of a profile."""
+
+    def __init__(self, *, missing: bool = False) -> None:
+        self.paths = {} if missing else {0: "rank0.json"}
+        self.missing = {0: "it is paused"} if missing else {}
+        self.timeline = training(ranks=2, steps=1)
+
+    def summary_html(self) -> Markup:
+        return element("p", "rank 1's data loading takes 41 % of each step")
+
+    def tables_html(self) -> Markup:
+        return element("table")
+
+    def _repr_html_(self) -> str:
+        return element("p", "static <form>")
+
+
+def _panel(monkeypatch: Any, profile: Callable[[int], Any]) -> RunPanel:
+    run = make_run(2)
+    monkeypatch.setattr(type(run), "profile", lambda _, steps: profile(steps))
+    return RunPanel(run, Clock())
+
+
+def _status(panel: RunPanel) -> str:
+    rows = panel.profile_section.widget.children
+    return str(rows[0].text) if rows else ""
+
+
+def _button(panel: RunPanel) -> Any:
+    return next(each for each in panel.buttons.rows[0]["actions"] if each["id"] == "profile")
+
+
+def test_a_click_says_that_steps_are_recorded_then_shows_them(monkeypatch: Any) -> None:
+    recorded = threading.Event()
+    asked: list[int] = []
+
+    def profile(steps: int) -> _Profile:
+        asked.append(steps)
+        recorded.wait(30)
+        return _Profile()
+
+    panel = _panel(monkeypatch, profile)
+    assert _button(panel)["enabled"]
+    panel.buttons.click("profile")  # returns while steps are recorded
+    assert _status(panel) == "profiling 3 steps ..."
+    panel.binding.tick(due=True)
+    assert not _button(panel)["enabled"]
+    panel.buttons.click("profile")
+    recorded.set()
+    until(lambda: not panel.profile_section.recording)
+    assert asked == [3]
+    assert any(isinstance(each, TimelineView) for each in panel.profile_section.widget.children)
+    assert "static &lt;form&gt;" in panel.html
+    assert "static &lt;form&gt;" in panel._static()["text/html"]
+    panel.binding.tick(due=True)
+    assert _button(panel)["enabled"]
+    panel.profile_section.widget.children[0].click("close")
+    assert panel.profile_section.widget.children == ()
+    assert "static" not in panel.html
+    panel.close()
+
+
+def test_an_error_is_said_in_words_and_another_click_tries_again(monkeypatch: Any) -> None:
+    def profile(_: int) -> _Profile:
+        raise ValueError("rank 1 has ended")
+
+    panel = _panel(monkeypatch, profile)
+    for _ in range(2):
+        panel.buttons.click("profile")
+        until(lambda: not panel.profile_section.recording)
+        assert _status(panel) == "The ranks could not be profiled: rank 1 has ended [Close]"
+    panel.close()
+
+
+def test_ranks_that_could_not_record_say_why(monkeypatch: Any) -> None:
+    panel = _panel(monkeypatch, lambda _: _Profile(missing=True))
+    panel.buttons.click("profile")
+    until(lambda: not panel.profile_section.recording)
+    assert _status(panel) == "No rank was profiled: rank 0: it is paused [Close]"
+    panel.close()
+
+
+def test_a_second_profile_replaces_the_first(monkeypatch: Any) -> None:
+    panel = _panel(monkeypatch, lambda _: _Profile())
+    panel.buttons.click("profile")
+    until(lambda: not panel.profile_section.recording)
+    first = panel.profile_section.widget.children
+    panel.buttons.click("profile")
+    until(lambda: not panel.profile_section.recording)
+    second = panel.profile_section.widget.children
+    assert len(second) == len(first)
+    assert first[0] is second[0]
+    assert not set(map(id, first[1:])) & set(map(id, second[1:]))
+    assert first[1].comm is None, "the widgets of the first profile are deleted"
+    panel.close()
