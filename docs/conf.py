@@ -92,6 +92,11 @@ def _copy_tutorials(_app: Sphinx, _config: object) -> None:
         shutil.copy2(path, copy)
 
 
+def _remove_sources(app: Sphinx) -> None:
+    """Remove the pages of source code: viewcode keeps those whose module is older, and new names lack anchors there."""
+    shutil.rmtree(Path(app.outdir) / "_modules", ignore_errors=True)
+
+
 def _write_short_addresses(app: Sphinx, error: Exception | None) -> None:
     """Write e/NAME/, the short address of the page on each exception: error messages in notebooks end with it."""
     if error is not None or app.builder.format != "html":
@@ -138,6 +143,7 @@ def _link_tutorials(_app: Sphinx, name: str, source: list[str]) -> None:
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("config-inited", _copy_tutorials)
+    app.connect("builder-inited", _remove_sources)
     app.connect("missing-reference", _by_short_name)
     app.connect("source-read", _link_tutorials)
     app.connect("build-finished", _write_short_addresses)

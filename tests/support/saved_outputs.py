@@ -33,12 +33,13 @@ MEASURED_COLUMNS = {
     "other", "started", "seconds", "time", "elapsed", "duration", "last seen", "cpu", "memory",
 }  # fmt: skip
 """Headings, in lower case, of a report's columns whose cells are replaced."""
-MEASURED_ROWS = {"started", "ended"}
+MEASURED_ROWS = {"started", "ended", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 VARIES = "output-varies"
 """The tag of a cell whose output depends on timing, as a failure's consequences do: only its kinds are compared."""
 _NUMBER = r"\d+(?:[.,]\d+)*"
 _PATTERNS = [
     (re.compile(rf"(?<![\w.-]){_NUMBER} (ms|s|min|h|tokens/s|steps/s|it/s)\b"), rf"{MEASURED} \1"),
+    (re.compile(r"\[\d\d:\d\d<[^]]*/s\]"), f"[{MEASURED}]"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?(?: UTC)?"), MEASURED),
     (re.compile(r"(?<![\w.-])\d+\.\d+ GiB"), f"{MEASURED} GiB"),
     (re.compile(r" on Linux-[\w.+-]+"), ""),
@@ -46,7 +47,7 @@ _PATTERNS = [
     (re.compile(r"\bpid \d+"), f"pid {MEASURED}"),
     (re.compile(r"\b[0-9a-f]{64}\b"), MEASURED),
     (re.compile(r" at 0x[0-9a-f]+"), ""),
-    (re.compile(r"/[\w./-]+/(site-packages/|lib/python3\.\d+/)"), r"\1"),
+    (re.compile(r"[\w.~-]*(?:/[\w.-]+)+/(site-packages/|lib/python3\.\d+/)"), r"\1"),
     (re.compile(r"(?:/private)?/(?:tmp|var/folders)/[\w./-]+"), f"{MEASURED}/temporary"),
 ]
 _PATH = re.compile(r"(?<![\w:./<])/(?:home|root|Users|work|usr|opt|mnt|tmp|var|private)/[\w.-]+")

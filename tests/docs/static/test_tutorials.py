@@ -83,14 +83,15 @@ def test_cleaning_removes_what_differs_in_each_run() -> None:
     widget = {saved_outputs.WIDGET: {"model_id": "1"}, "text/html": table, "text/plain": report}
     cleaned = saved_outputs.clean(
         _cell(
-            {"output_type": "stream", "name": "stdout", "text": "a\n"},
+            {"output_type": "stream", "name": "stdout", "text": f"a {pages.ROOT}/.v/lib/python3.11/site-packages/b\n"},
             {"output_type": "display_data", "data": {"text/plain": ""}, "metadata": {}},
             {"output_type": "stream", "name": "stdout", "text": f"{pages.ROOT}/notebook_accelerate/x.py in 12 ms\n"},
+            {"output_type": "stream", "name": "stdout", "text": "100%|█| 64/64 [00:01<00:00, 43.6 rows/s]\n"},
             {"output_type": "display_data", "data": widget, "metadata": {"isolated": True}},
         )
     )
     stream, display = cleaned["cells"][0]["outputs"]
-    assert stream["text"] == "a\nnotebook_accelerate/x.py in … ms\n"
+    assert stream["text"] == "a site-packages/b\nnotebook_accelerate/x.py in … ms\n100%|█| 64/64 […]\n"
     assert set(display["data"]) == {"text/html", "text/plain"}
     assert "done in … s" in display["data"]["text/plain"]
     assert display["data"]["text/plain"].splitlines()[-1] == "0     …      …            230"
