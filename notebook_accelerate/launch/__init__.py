@@ -6,6 +6,8 @@ from notebook_accelerate.launch.attaching import attach
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.kept.kept_runs import KeptRun, KeptRuns
 from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan
+from notebook_accelerate.launch.report.memory_table import RunMemory
+from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.launch.run import Attempt, Break, RankInfo, Run
 from notebook_accelerate.launch.run_registry import debug, runs, shutdown
@@ -18,9 +20,11 @@ __all__ = [
     "KeptRuns",
     "KernelFacts",
     "LaunchPlan",
+    "Profile",
     "RankInfo",
     "Report",
     "Run",
+    "RunMemory",
     "attach",
     "debug",
     "make_plan",

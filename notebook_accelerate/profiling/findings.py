@@ -64,7 +64,7 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
         else:
             remedy = f"num_workers={workers} in the DataLoader would hide it"
         text = (
-            f"{_possessive(group)} data loading takes {_percent(first.loader / first.step)} of each step "
+            f"{_of(group, 'data loading')} takes {_percent(first.loader / first.step)} of each step "
             f"({_time(first.loader)}); {remedy}"
         )
         found.append(Finding("slow_loader", text, _numbers(group), (), first.loader))
@@ -127,10 +127,11 @@ def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
     found = []
     for group in _together([each for each in ranks if each.items >= (1 if each.kernels else MANY_ITEMS)]):
         first = max(group, key=cost)
-        waits = "wait for the device" if first.kernels else "stop the training for one number each"
+        many = f"{first.items:.0f} calls" if first.items >= 1.5 else "1 call"
+        waits = "waiting for the device" if first.kernels else "each of which stops the training for one number"
         text = (
-            f"{_possessive(group)} {first.items:.0f} calls of item() per step {waits}, "
-            f"{_percent(cost(first) / first.step)} of the step{_at(first.item_line)}; keep the tensors, and read them "
+            f"{_names(group)} {'takes' if len(group) == 1 else 'take'} {_percent(cost(first) / first.step)} of each "
+            f"step in {many} of item(), {waits}{_at(first.item_line)}; keep the tensors, and read them "
             "once per epoch or every 100 steps"
         )
         found.append(Finding("reads_of_values", text, _numbers(group), _lines([first.item_line]), cost(first)))
@@ -156,7 +157,7 @@ def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
             else (first.small_ops, first.small_seconds)
         )
         text = (
-            f"{_percent(seconds / first.step)} of {_possessive(group)} step is {count:,.0f} launches of small "
+            f"{_percent(seconds / first.step)} of each step of {_names(group)} is {count:,.0f} launches of small "
             f"{'kernels' if first.kernels else 'operations'}: try torch.compile, or larger batches"
         )
         found.append(Finding("small_operations", text, _numbers(group), (), seconds))
@@ -238,7 +239,7 @@ def logging_storm(ranks: Sequence[RankFacts]) -> list[Finding]:
     for group in _together([each for each in ranks if each.logging >= LEAST_SHARE * each.step]):
         first = max(group, key=lambda each: each.logging)
         text = (
-            f"{_possessive(group)} printing and logging take {_percent(first.logging / first.step)} of each step "
+            f"{_of(group, 'printing and logging')} takes {_percent(first.logging / first.step)} of each step "
             f"({_time(first.logging)}){_at(first.logging_line)}; write less often"
         )
         found.append(Finding("logging_storm", text, _numbers(group), _lines([first.logging_line]), first.logging))
@@ -325,8 +326,8 @@ def _names(group: Sequence[RankFacts]) -> str:
     return rank_names([each.rank for each in group])
 
 
-def _possessive(group: Sequence[RankFacts]) -> str:
-    return _names(group) + ("'s" if len(group) == 1 else "'")
+def _of(group: Sequence[RankFacts], what: str) -> str:
+    return f"{_names(group)}'s {what}" if len(group) == 1 else f"the {what} of {_names(group)}"
 
 
 def _waiting(ranks: list[int]) -> str:

@@ -1,0 +1,181 @@
+"""The rules of profiles: each speaks for its facts, and is silent for those of a healthy training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, Wait
+from notebook_accelerate.profiling.findings import find
+from notebook_accelerate.profiling.sampled_lines import Line
+
+LINE = Line("Cell In[3], line 7", "train", "loss.item()")
+HEALTHY = RankFacts(
+    0, steps=3, step=0.05, loader=0.002, compute=0.04, optimizer=0.005, rows=64, ops=60, small_ops=40,
+    small_seconds=0.002, optimizer_ops=100, items=1, item_seconds=0.0001, matrix={"c10::BFloat16": 0.03}, logging=0.001,
+    saving=0.0, late=0.0001, asked={"mixed_precision": "bf16", "compiled": ""},
+)  # fmt: skip
+DEVICE = {"kernels": 200.0, "kernel_seconds": 0.045}
+
+
+def sentences(*changes: dict[str, object], waits: tuple[Wait, ...] = ()) -> list[str]:
+    ranks = [replace(HEALTHY, rank=rank, **each) for rank, each in enumerate(changes)]  # type: ignore[arg-type]
+    return [each.sentence for each in find(ProfileFacts(ranks, list(waits)))]
+
+
+SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
+    "slow loader": (
+        [{}, {"loader": 0.0205}],
+        "rank 1's data loading takes 41 % of each step (20.5 ms); num_workers=1 in the DataLoader would hide it",
+    ),
+    "too few workers": (
+        [{"loader": 0.03, "loader_processes": True}, {"loader": 0.031, "loader_processes": True}],
+        (
+            "the data loading of ranks 0, 1 takes 62 % of each step (31 ms); its worker processes do not keep "
+            "up; about 2 times "
+            "as many would"
+        ),
+    ),
+    "unbalanced": (
+        [{}, {"compute": 0.02, "rows": 16}],
+        (
+            "rank 0 computes 40 ms per step, rank 1 20 ms: its batches have 64 rows, the others' 16; give all "
+            "ranks batches "
+            "of one size"
+        ),
+    ),
+    "reads on the host": (
+        [{"items": 512, "item_seconds": 0.01, "item_line": LINE}],
+        (
+            "rank 0 takes 20 % of each step in 512 calls of item(), each of which stops the training for one number at "
+            "Cell In[3], line 7: loss.item(); keep the tensors, and read them once per epoch or every 100 steps"
+        ),
+    ),
+    "a read that waits for the device": (
+        [{**DEVICE, "items": 1, "synchronizing": 0.03, "item_line": LINE}],
+        (
+            "rank 0 takes 60 % of each step in 1 call of item(), waiting for the device at Cell In[3], line "
+            "7: loss.item(); "
+            "keep the tensors, and read them once per epoch or every 100 steps"
+        ),
+    ),
+    "small operations": (
+        [{"ops": 4000, "small_ops": 3990, "small_seconds": 0.0305}],
+        "61 % of each step of rank 0 is 3,990 launches of small operations: try torch.compile, or larger batches",
+    ),
+    "small kernels": (
+        [{"kernels": 4000, "kernel_seconds": 0.0195}],
+        "61 % of each step of rank 0 is 4,000 launches of small kernels: try torch.compile, or larger batches",
+    ),
+    "barriers": (
+        [{"barriers": 1, "barrier_seconds": 0.004, "barrier_line": LINE}] * 2,
+        (
+            "ranks 0, 1 meet in a barrier in each step at Cell In[3], line 7: loss.item(), 4 ms: the all_reduce of the "
+            "gradients waits for all ranks already; leave the barrier out"
+        ),
+    ),
+    "a growing list": (
+        [{"grown": [("losses", 512, 3)]}],
+        (
+            "losses on rank 0 keeps the graph of every step: 512 tensors or nodes, 1 more with each; add "
+            "loss.detach(), or "
+            "loss.item(), to it"
+        ),
+    ),
+    "retained": (
+        [{"retained": [("model.kept", 12_000_000)]}],
+        (
+            "model.kept on rank 0 keeps 12 MB of activations after backward, through the next step: store "
+            "detached copies, "
+            "or delete it; without retain_graph=True the graph is freed"
+        ),
+    ),
+    "full precision": (
+        [{"matrix": {"float": 0.03, "c10::BFloat16": 0.01}}],
+        (
+            "75 % of the time of matrix products on rank 0 is in float32, though mixed_precision='bf16' was "
+            "asked for: call "
+            "the model that prepare() has returned, or use accelerator.autocast()"
+        ),
+    ),
+    "logging": (
+        [{"logging": 0.01, "logging_line": LINE}],
+        (
+            "rank 0's printing and logging takes 20 % of each step (10 ms) at Cell In[3], line 7: "
+            "loss.item(); write less "
+            "often"
+        ),
+    ),
+    "checkpoints": (
+        [{"saving": 0.02, "saving_steps": 1.0, "saving_line": LINE}],
+        (
+            "rank 0 saves a checkpoint in each step, 40 % of it (20 ms) at Cell In[3], line 7: loss.item(); "
+            "save every few "
+            "hundred steps"
+        ),
+    ),
+    "interpreter lock": (
+        [{"late": 0.006, "threads": [("counter", 0.5, LINE)]}],
+        (
+            "on rank 0 the thread 'counter' takes 50 % of the processor time, in Python at Cell In[3], line "
+            "7: loss.item(): "
+            "it holds the interpreter lock, and the training waits; use a process"
+        ),
+    ),
+    "not compiled": (
+        [{"asked": {"mixed_precision": "no", "compiled": "fast"}}],
+        (
+            "no compiled code runs on rank 0, though fast asks for it: call the compiled model, not the one "
+            "it was made "
+            "from; TORCH_LOGS=recompiles,graph_breaks tells of others"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPEAKS)
+def test_a_rule_speaks_for_its_facts(name: str) -> None:
+    changes, expected = SPEAKS[name]
+    assert sentences(*changes) == [expected]
+
+
+SILENT: dict[str, list[dict[str, object]]] = {
+    "healthy": [{}, {}],
+    "a fast loader": [{"loader": 0.005}],
+    "equal rows: the machine is slower": [{}, {"compute": 0.02}],
+    "one item on the host": [{"items": 1, "item_seconds": 0.02}],
+    "small operations beside large ones": [{"ops": 4000, "small_ops": 3990, "small_seconds": 0.01}],
+    "compiled code launches small kernels": [{"kernels": 4000, "kernel_seconds": 0.01, "compiled": True}],
+    "a barrier every ten steps": [{"barriers": 0.1, "barrier_seconds": 0.004}],
+    "small tensors are kept": [{"retained": [("loss", 4)]}],
+    "float32 was asked for": [{"matrix": {"float": 0.03}, "asked": {"mixed_precision": "no"}}],
+    "a checkpoint in one of three steps": [{"saving": 0.02, "saving_steps": 0.33}],
+    "a busy thread without the lock": [{"late": 0.0001, "threads": [("counter", 0.5, LINE)]}],
+    "a late sample without a thread": [{"late": 0.02}],
+    "no step": [{"steps": 0, "loader": 0.05}],
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_rule_is_silent_when_unsure(name: str) -> None:
+    assert sentences(*SILENT[name]) == []
+
+
+def test_who_waits_for_whom_is_said_where_nothing_else_explains_it() -> None:
+    wait = Wait("all_reduce #7 (64 MB)", 0, {1: 0.018, 2: 0.017}, LINE, steady=1.0)
+    assert sentences({}, {}, {}, waits=(wait,)) == [
+        (
+            "all other ranks wait 18 ms per step for rank 0 in all_reduce #7 (64 MB), which is at Cell In[3], line 7: "
+            "loss.item()"
+        )
+    ]
+    assert len(sentences({"loader": 0.02}, {}, {}, waits=(wait,))) == 1  # the loader is the reason
+    for unsure in (
+        replace(wait, steady=0.5),
+        replace(wait, seconds={1: 0.001}),
+        replace(wait, line=None),
+        replace(wait, culprit=9),
+    ):
+        assert sentences({}, {}, {}, waits=(unsure,)) == []
+    assert sentences({"delay": 0.9}, {}, {}, waits=(wait,)) == []  # it did not get a processor
