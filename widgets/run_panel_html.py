@@ -36,11 +36,12 @@ NUMBER = {"class_": "na-num"}
 def head(run: Run, now: RunSnapshot) -> Markup:
     """Return the header in one line: state, name, time, and how far the run is."""
     attempt = f" · attempt {len(run.attempts)}" if len(run.attempts) > 1 else ""
+    name = f" · {run.given_name}" if run.given_name else ""
     return element(
         "div",
         state(now.status),
         element("strong", run.function_name),
-        element("span", f"run {run.id}{attempt}", class_="na-muted"),
+        element("span", f"run {run.id}{name}{attempt}", class_="na-muted"),
         element("span", duration(now.elapsed), class_="na-time"),
         *_figures(now.progress, moves=now.status not in HELD),
         *([element("span", f"{now.dropped:,} messages dropped")] if now.dropped else []),

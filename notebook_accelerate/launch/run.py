@@ -483,7 +483,13 @@ class Run(RunDebugging, RunDisplay):
     def __repr__(self) -> str:
         count = len(self._state.ranks) or self.config.num_processes or 1
         ranks = "1 rank" if count == 1 else f"{count} ranks"
-        return f"<Run {self.id}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
+        name = f" {self.given_name!r}" if self.given_name else ""
+        return f"<Run {self.id}{name}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
+
+    @property
+    def given_name(self) -> str:
+        """The run's name, where it is another one than that of the function with the number; "" else."""
+        return "" if self.name == default_name(self.function_name, self.id) else self.name
 
     # ---- called by the registry and by views
 

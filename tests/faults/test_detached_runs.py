@@ -65,7 +65,7 @@ def _launch(kernel: Kernel, name: str, arguments: str, more: str = "") -> Path:
 def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None:
     project = str(tmp_path / "project")
     with Kernel() as kernel:
-        folder = _launch(kernel, "train-3", f"({project!r}, 0.05, 60)")
+        folder = _launch(kernel, "train-3", f"({project!r}, 0.1, 300)")
         followed = attach("train-3")
         until(lambda: followed.store.last_step.get(0, -1) >= 5, seconds=120)
         kernel.kill()
@@ -73,17 +73,19 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
         kernel.check("import notebook_accelerate\nrun = notebook_accelerate.attach('train-3')")
         assert kernel.value("[each.name for each in notebook_accelerate.runs()]") == ["train-3"]
         assert kernel.value("run.status") == "running"
-        assert kernel.value("list(run.ask('seconds').values())") == [0.05, 0.05]
+        assert re.match(r"<Run \d+ 'train-3': train, running, 2 ranks, ", kernel.value("repr(run)"))
+        assert kernel.value("'· train-3' in run.panel()._head.value")
+        assert kernel.value("list(run.ask('seconds', timeout=60).values())") == [0.1, 0.1]
         assert kernel.value("str(run.diagnose().verdict)").endswith("all are moving")
         assert "succeeded" in (kernel.check("await run").result_text or "")
         assert kernel.value("run.status") == "succeeded"
         attached = kernel.value("[list(each) for each in run.results]")
     assert followed.wait(60)
     assert followed.folder == folder
-    undisturbed = notebook_launcher(train, (str(tmp_path / "plain"), 0.0, 60), num_processes=2, use_port=0, panel=False)
+    undisturbed = notebook_launcher(train, (str(tmp_path / "plain"), 0.0, 300), num_processes=2, use_port=0, panel=False)
     assert tuple(attached) == followed.results == undisturbed.results
     for rank in (0, 1):
-        assert followed.metrics["loss"].rank(rank).steps.tolist() == list(range(60))
+        assert followed.metrics["loss"].rank(rank).steps.tolist() == list(range(300))
     assert attach("train-3") is followed
     (row,) = runs(folder.parent)
     assert (row.name, row.status, row.config["detach"]) == ("train-3", "succeeded", True)
