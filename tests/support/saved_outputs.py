@@ -200,7 +200,7 @@ def _shown(cell: dict[str, Any]) -> Iterator[str]:
         if output["output_type"] == "stream":
             yield f"{output['name']}:\n{output['text']}"
         elif output["output_type"] == "error":
-            yield "\n".join(output["traceback"])
+            yield "\n".join(["error:", *output["traceback"]])
         else:
             for kind, value in sorted(output["data"].items()):
                 yield f"{kind}:\n{str(value) if kind.startswith('text/') else ''}"
