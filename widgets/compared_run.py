@@ -149,7 +149,7 @@ def columns(runs: Sequence[ComparedRun], values: BestValues) -> list[Column]:
     ]
     if any(run.config.tags for run in runs):
         found.append(Column("tags", "text", _tags, _tags))
-    found += [_argument(name) for name in _arguments(runs)[:MAX_ARGUMENTS]]
+    found += [_argument(name, runs) for name in _arguments(runs)[:MAX_ARGUMENTS]]
     found += [_setting(name) for name in _settings(runs)]
     for name in metric_names(runs)[:MAX_METRICS]:
         found.append(_metric(name, name, values.last))
@@ -175,7 +175,10 @@ def _arguments(runs: Sequence[ComparedRun]) -> list[str]:
     return sorted(names, key=lambda name: len({repr(run.arguments.get(name, ...)) for run in runs}) == 1)
 
 
-def _argument(name: str) -> Column:
+def _argument(name: str, runs: Sequence[ComparedRun]) -> Column:
+    known = [run.arguments[name] for run in runs if name in run.arguments]
+    is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
+
     def text(run: ComparedRun) -> str:
         value = run.arguments.get(name)
         if isinstance(value, float):
@@ -186,7 +189,7 @@ def _argument(name: str) -> Column:
         value = run.arguments.get(name)
         return value if isinstance(value, int | float | str) else None
 
-    return Column(name, "text", text, order)
+    return Column(name, "number" if is_number else "text", text, order)
 
 
 def _settings(runs: Sequence[ComparedRun]) -> list[str]:

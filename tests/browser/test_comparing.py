@@ -98,9 +98,9 @@ def test_runs_are_compared_opened_and_stopped(opened: Any, app: App) -> None:
     # Sorting and filtering.
     assert page.page.evaluate(ROWS) == "3,2,1"
     page.page.get_by_role("button", name="lr", exact=True).click()
-    page.wait_for(f"() => ({ROWS})() === '1,3,2'")
-    page.page.get_by_role("button", name="lr", exact=True).click()
     page.wait_for(f"() => ({ROWS})() === '2,3,1'")
+    page.page.get_by_role("button", name="lr", exact=True).click()
+    page.wait_for(f"() => ({ROWS})() === '1,3,2'")
     page.page.get_by_role("searchbox", name="Filter runs").fill("sweep|nothing")
     page.wait_for(f"() => ({ROWS})() === '2,1'")
     page.page.get_by_role("searchbox", name="Filter runs").fill("")

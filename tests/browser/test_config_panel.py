@@ -110,6 +110,24 @@ def test_configure_and_launch(opened: Any, app: App) -> None:
     page.shot(f"config-panel-launched-{app}")
 
 
+EDGES = """() => {
+  const edges = (selector) => [...document.querySelectorAll(`.na-form ${selector}`)]
+    .filter(each => each.checkVisibility()).map(each => each.getBoundingClientRect());
+  const inputs = edges(':is(.na-fields, .na-launch) :is(input[type=text], select)');
+  const spread = (values) => Math.max(...values) - Math.min(...values);
+  const [button] = edges('.na-launch button'), [panel] = edges('.na-plan');
+  return [inputs.length, spread(inputs.map(each => each.left)), spread(inputs.map(each => each.width)),
+    Math.abs(panel.right - button.right)];
+}"""
+
+
+def test_the_inputs_are_one_column_and_launch_is_at_the_right(opened: Any) -> None:
+    page = opened()
+    count, lefts, widths, right = page.page.evaluate(EDGES)
+    assert count >= 5
+    assert max(lefts, widths, right) <= 4, "pixels"
+
+
 def test_entries_are_checked_while_typing(opened: Any, app: App) -> None:
     page = opened()
     box = page.page.get_by_label("num_processes")

@@ -100,4 +100,6 @@ def test_a_best_value_is_kept_while_points_come() -> None:
     feed(run, MetricEvent({"val/loss": 5.0}, 2))
     assert values.best(run, "val/loss") == 2.0
     assert [better(name) for name in ("train/loss", "val/accuracy", "lr")] == [-1, 1, 0]
+    kinds = {column.title: column.kind for column in columns([run, _FromFile()], values)}
+    assert (kinds["function"], kinds["lr"], kinds["val/loss"]) == ("text", "number", "number")
     assert [column.title for column in columns([run], values)][-2:] == ["val/loss", "best val/loss"]
