@@ -129,6 +129,11 @@ class RankFacts:
     memory_growth: float = 0.0
     asked: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def running(self) -> float:
+        """The time of a step without that in which the main thread waited for a processor."""
+        return self.step * (1 - min(self.delay, 0.9))
+
 
 @dataclass
 class ProfileFacts:
@@ -216,7 +221,7 @@ class RankReader:
             busy += end - start
             if small_names[trace.name[event]]:
                 smalls += 1
-                small += end - start + (start - last_end if start - last_end < LOOP else 0.0)
+                small += min(end - start, LOOP) + (start - last_end if start - last_end < LOOP else 0.0)
             last_end = end
         facts.loader, facts.optimizer = (sums[each] / self._per_step for each in (_LOADER, _OPTIMIZER))
         facts.compute, facts.small_seconds = busy / self._per_step, small / self._per_step
@@ -254,7 +259,7 @@ class RankReader:
         facts.items = items / max(1, facts.steps)
         total, last = 0.0, -1e18
         for start, end in spans:
-            total += end - start + (start - last if start - last < LOOP else 0.0)
+            total += min(end - start, LOOP) + (start - last if start - last < LOOP else 0.0)
             last = end
         facts.item_seconds = total / self._per_step
         known: dict[Line, int] = {}

@@ -120,7 +120,7 @@ def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
 
     def costly(each: RankFacts) -> bool:
         often = each.items >= 1 if each.kernels else each.items >= MANY_ITEMS
-        return often and cost(each) >= LEAST_SHARE * each.step
+        return often and cost(each) >= LEAST_SHARE * each.running
 
     if not any(costly(each) for each in ranks):
         return []
@@ -130,7 +130,7 @@ def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
         many = f"{first.items:.0f} calls" if first.items >= 1.5 else "1 call"
         waits = "waiting for the device" if first.kernels else "each of which stops the training for one number"
         text = (
-            f"{_names(group)} {'takes' if len(group) == 1 else 'take'} {_percent(cost(first) / first.step)} of each "
+            f"{_names(group)} {'takes' if len(group) == 1 else 'take'} {_percent(cost(first) / first.running)} of each "
             f"step in {many} of item(), {waits}{_at(first.item_line)}; keep the tensors, and read them "
             "once per epoch or every 100 steps"
         )
@@ -145,19 +145,19 @@ def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
         if each.kernels:
             idle = each.kernel_seconds < 0.5 * each.step
             return each.kernels >= MANY_KERNELS and idle and each.kernel_seconds / each.kernels < 10e-6
-        busy = each.small_seconds >= LEAST_SMALL * each.step
+        busy = each.small_seconds >= LEAST_SMALL * each.running
         return each.small_ops >= MANY_OPS and each.small_ops >= 0.7 * each.ops and busy
 
     found = []
     for group in _together([each for each in ranks if small(each) and not each.compiled]):
         first = max(group, key=lambda each: each.small_seconds)
-        count, seconds = (
-            (first.kernels, first.step - first.kernel_seconds)
+        count, seconds, whole = (
+            (first.kernels, first.step - first.kernel_seconds, first.step)
             if first.kernels
-            else (first.small_ops, first.small_seconds)
+            else (first.small_ops, first.small_seconds, first.running)
         )
         text = (
-            f"{_percent(seconds / first.step)} of each step of {_names(group)} is {count:,.0f} launches of small "
+            f"{_percent(seconds / whole)} of each step of {_names(group)} is {count:,.0f} launches of small "
             f"{'kernels' if first.kernels else 'operations'}: try torch.compile, or larger batches"
         )
         found.append(Finding("small_operations", text, _numbers(group), (), seconds))

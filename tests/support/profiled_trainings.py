@@ -206,7 +206,7 @@ def not_compiled() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = prepared(accelerator)
     compiled = torch.compile(model, backend="eager")
-    compiled(torch.ones(1, 256))
+    compiled(torch.ones(1, 256))  # type: ignore[no-untyped-call]
     for batch in batches():
         step(accelerator, model, optimizer, batch)
 
@@ -248,7 +248,7 @@ def plain_torch() -> None:
     running = 0.0
     for batch in batches():
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         running += loss.item()
