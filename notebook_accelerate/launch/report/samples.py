@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.launch.report.markup import Markup, element, join, svg_text
-from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
+from notebook_accelerate.launch.report.tables import html_table, text_table
 from notebook_accelerate.telemetry.debug_protocol import SampleReply
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
@@ -20,9 +20,13 @@ DIFFERENT_SHARE = 0.1
 """A frame whose share differs by so much among ranks has another colour."""
 MAX_LINES = 15
 MAX_DRAWN_DEPTH = 60
-_LETTER = 6.2  # pixels of a letter at 11 px
-_EQUAL, _DIFFERENT, _USER = "#e3c08a", "#e58a72", "#a9c9ea"
+STRONG_SHARE = 0.5
+"""A frame whose share differs by so much has the strongest colour."""
+# Legible on light and dark backgrounds, with the same dark ink on them.
+_LIBRARY, _USER, _DIFFERENT = "#e0cda8", "#a9c9ea", "#e8694f"
 _INK = "#1c1c1c"
+_NARROW, _WIDE = frozenset("ijlrtfI.,:;'|!()[]· "), frozenset("mwMW@%")
+_NOWRAP = {"style": "text-align:left;white-space:nowrap"}
 
 
 @dataclass(frozen=True)
@@ -117,24 +121,42 @@ class Samples:
         return "\n".join([*table, *self._notes()])
 
     def _repr_html_(self) -> str:
-        parts: list[str] = [element("p", note) for note in self._notes()]
+        parts: list[Markup] = [element("p", note) for note in self._notes()]
         if self._replies:
-            head, *rows = self._rows()
-            columns = [LEFT, LEFT, *[{}] * (len(head) - 3), LEFT]
-            legend = f"{self._sampled()} · blue: your code · brown: libraries · red: its share differs among ranks"
-            parts = [
-                element("p", legend),
-                self.flame_graph(),
-                *([html_table(head, rows, columns=columns)] if rows else []),
-                *parts,
-            ]
+            table = self._html_table()
+            scroll = {"style": "overflow-x:auto"}
+            parts = [self._legend(), element("div", self.flame_graph(), **scroll),
+                     *([element("div", table, **scroll)] if table else []), *parts]  # fmt: skip
         return element("div", *parts, class_="notebook-accelerate-samples")
+
+    def _legend(self) -> Markup:
+        colours = [(_USER, "your code"), (_LIBRARY, "libraries")]
+        if len(self._replies) > 1:
+            colours.append((_DIFFERENT, "its share differs among ranks: the redder, the more"))
+        entries = [
+            join([element("span", style=f"{_SWATCH};background:{colour}"), element("span", text)])
+            for colour, text in colours
+        ]
+        return element("p", *(element("span", part, style=_ENTRY) for part in (self._sampled(), *entries)))
+
+    def _html_table(self) -> Markup | None:
+        """Return the lines by time; the background of a share is as wide as the share."""
+        head, *rows = self._rows()
+        if not rows:
+            return None
+        ranks = len(self._replies)
+        cells = [
+            [row[0], row[1], *map(_share_cell, row[2 : 2 + ranks]), element("code", row[-1]) if row[-1] else ""]
+            for row in rows
+        ]
+        return html_table(head, cells, columns=[_NOWRAP, _NOWRAP, *[{}] * ranks, _NOWRAP])
 
     def flame_graph(self) -> Markup:
         """Return a flame graph as SVG: a bar per frame, as wide as the ranks' mean share, callers above callees.
 
-        Bars of the user's code are blue, those of libraries brown, and those whose share differs by 10 % of the time
-        or more among ranks red; each tells its place and shares.
+        Bars of the user's code are blue with bold text, those of libraries brown. The more the share of a bar differs
+        among ranks, from 10 % of the time, the redder it is. The callees of a frame are in the order of its lines;
+        each bar tells its place and shares.
         """
         bars: list[Markup] = []
         depth = self._draw(self._tree(), 0.0, 0, bars)
@@ -143,7 +165,7 @@ class Samples:
             "svg",
             *bars,
             viewBox=f"0 0 {WIDTH} {height}",
-            style=f"width:100%;max-width:{WIDTH}px;font:11px sans-serif;display:block",
+            style=f"width:100%;min-width:{WIDTH - 200}px;max-width:{WIDTH}px;font:11px sans-serif;display:block",
             role="img",
             aria_label="Flame graph: where the time of the ranks went",
         )
@@ -163,7 +185,7 @@ class Samples:
     def _draw(self, level: Mapping[tuple[str, int, str], _Node], left: float, depth: int, bars: list[Markup]) -> int:
         """Add the bars of a level and those below; return the depth of the lowest."""
         deepest = depth
-        for node in level.values():
+        for node in sorted(level.values(), key=lambda node: node.place):
             share = sum(node.shares.values()) / len(self._replies)
             if share < LEAST_SHARE:
                 continue
@@ -174,21 +196,57 @@ class Samples:
 
     def _bar(self, node: _Node, left: float, share: float, depth: int) -> Markup:
         x, y, width = WIDTH * left, ROW * depth, WIDTH * share
-        differs = max(node.shares.values()) - min(node.shares.values()) >= DIFFERENT_SHARE
-        colour = _DIFFERENT if differs else _USER if is_user_code(node.place[0]) else _EQUAL
+        user = is_user_code(node.place[0])
+        most, least = (choose(node.shares, key=lambda rank: node.shares[rank]) for choose in (max, min))
+        difference = node.shares[most] - node.shares[least]
+        colour = _colour(_USER if user else _LIBRARY, difference)
         shares = ", ".join(f"rank {rank}: {100 * each:.0f} %" for rank, each in node.shares.items())
         named = self._named(node.place)
         source = linecache.getline(node.place[0], node.place[1]).strip()
         title = element("title", "\n".join(filter(None, [f"{node.place[2]} · {named}", source, shares])))
         rectangle = element("rect", title, x=f"{x:.1f}", y=y, width=f"{max(0.5, width - 0.5):.1f}", height=ROW - 1,
                             fill=colour)  # fmt: skip
-        text = f"{node.place[2]} · {named}" if is_user_code(node.place[0]) else node.place[2]
-        room = int((width - 6) / _LETTER)
-        if room < 3:
+        function = node.place[2].replace("<locals>.", "")
+        text = f"{function} · {named}" if user else function
+        if difference >= DIFFERENT_SHARE:
+            text += (
+                f" · {100 * node.shares[most]:.0f} % of rank {most}, {100 * node.shares[least]:.0f} % of rank {least}"
+            )
+        shown = _fitted(text, width - 8, 1.08 if user else 1.0)
+        if not shown:
             return rectangle
-        shown = text if len(text) <= room else text[: room - 1] + "…"
-        label = svg_text(x + 3, y + 12.5, shown, _INK, pointer_events="none")
-        return join([rectangle, label])
+        weight = 600 if user else None
+        return join([rectangle, svg_text(x + 4, y + 12.5, shown, _INK, font_weight=weight, pointer_events="none")])
+
+
+_SWATCH = "display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px"
+_ENTRY = "margin-right:16px;white-space:nowrap"
+
+
+def _share_cell(share: str) -> Markup:
+    percent = share.removesuffix(" %")
+    back = f"background:linear-gradient(to right, rgba(106, 155, 214, .35) {percent}%, transparent {percent}%)"
+    return element("span", share, style=f"display:inline-block;min-width:5em;{back}")
+
+
+def _colour(base: str, difference: float) -> str:
+    """Return the colour of a bar, the redder, the more its shares differ."""
+    if difference < DIFFERENT_SHARE:
+        return base
+    part = 0.3 + 0.7 * min(1.0, (difference - DIFFERENT_SHARE) / (STRONG_SHARE - DIFFERENT_SHARE))
+    pairs = [(int(base[at : at + 2], 16), int(_DIFFERENT[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(low + part * (high - low)):02x}" for low, high in pairs)
+
+
+def _fitted(text: str, room: float, scale: float) -> str:
+    """Return a text of 11 px, shortened to so many pixels; "" if less than three letters are left."""
+    width = 0.0
+    for place, letter in enumerate(text):
+        width += scale * (3.6 if letter in _NARROW else 9.6 if letter in _WIDE else 6.7)
+        if width > room:
+            kept = text[: max(0, place - 2)]
+            return f"{kept}…" if len(kept) >= 3 else ""
+    return text
 
 
 def _place(reply: SampleReply, index: int) -> tuple[str, int, str]:

@@ -48,6 +48,32 @@ def test_the_flame_graph_is_svg_whose_bars_have_the_width_of_their_shares() -> N
     assert "has ended" in nothing._repr_html_()
 
 
+def test_bars_are_redder_the_more_ranks_differ_and_say_so() -> None:
+    def drawn(first: SampleReply, second: SampleReply) -> tuple[int, str]:
+        """Return how much more red than blue the bar of ``load`` is, and its label."""
+        samples = Samples({0: first, 1: second}, tracebacks.frame_location)
+        nodes = list(ET.fromstring(samples.flame_graph()).iter())
+        place = next(at for at, node in enumerate(nodes) if len(node) and (node[0].text or "").startswith("load"))
+        colour = nodes[place].attrib["fill"]
+        return int(colour[1:3], 16) - int(colour[5:7], 16), str(nodes[place + 2].text)
+
+    equal = drawn(reply(2.0, 2.0), reply(2.0, 2.0))
+    slightly = drawn(reply(2.6, 1.4), reply(2.0, 2.0))
+    strongly = drawn(reply(3.6, 0.4), reply(1.0, 3.0))
+    assert equal[0] < 0 < slightly[0] < strongly[0]
+    assert equal[1] == "load · train.py, line 7"
+    assert strongly[1].endswith("90 % of rank 0, 25 % of rank 1")
+
+
+def test_labels_stay_within_their_bars() -> None:
+    frames = [("train.py", 1, "W" * 200), ("train.py", 2, "i" * 30)]
+    samples = Samples({0: SampleReply(1, frames, [(1.0, 1, [0]), (0.1, 1, [1])], 1.1)}, tracebacks.frame_location)
+    labels = [node.text or "" for node in ET.fromstring(samples.flame_graph()).iter() if node.tag.endswith("text")]
+    assert [label[-1] for label in labels] == ["…", "…"]
+    assert len(labels[0]) * 9.6 < 820
+    assert len(labels[1]) * 3.6 < 80
+
+
 def loads(seconds: float) -> None:
     time.sleep(seconds)
 
