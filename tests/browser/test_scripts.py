@@ -297,3 +297,53 @@ def test_a_metric_that_stays_nan_has_one_mark_to_its_end(blank: Any) -> None:
     assert values.all_inner_texts() == ["100", "100"]
     blank.evaluate("() => card('loss').u.setCursor({ left: card('loss').u.valToPos(400, 'x'), top: 10 })")
     assert values.all_inner_texts() == ["400", "NaN"]
+
+
+_RUNS = """() => {
+    window.sent = [];
+    const handlers = {}, values = { table: {} };
+    const model = { get: (name) => values[name], send(message) { window.sent.push(message); }, off() {},
+        on: (event, handler) => { handlers[event] = handler; } };
+    document.body.className = "na-run";
+    view.render({ model, el: document.body });
+    window.update = (columns, rows) => { values.table = { columns, rows }; handlers["change:table"](); };
+    window.texts = () => [...document.querySelectorAll("tbody tr")].map(row => row.innerText.split(/\\s+/).join(" "));
+}"""
+
+
+def _row(key: int, state: str, loss: str, **more: Any) -> dict[str, Any]:
+    order = [key, state, float(loss)]
+    return {"key": key, "cells": [str(key), state, loss], "order": order, "colour": key, "opened": False, **more}
+
+
+def test_a_click_on_a_row_outlasts_an_update(blank: Any) -> None:
+    _load(blank, "feed.js", "looks.js", "runs.js")
+    blank.evaluate(_RUNS)
+    columns = [["run", "run"], ["state", "state"], ["loss", "number"]]
+    show = "([columns, rows]) => update(columns, rows)"
+    blank.evaluate(show, [columns, [_row(2, "running", "0.5", stops=True), _row(1, "succeeded", "0.7", stops=False)]])
+    blank.wait_for_function("() => texts().length === 2")
+    assert blank.evaluate("() => texts()") == ["2 OpenStop Running 0.5", "1 Open Succeeded 0.7"]
+    stop = blank.get_by_role("button", name="Stop run 2")
+    stop.focus()
+    stop.hover()
+    blank.mouse.down()
+    blank.evaluate(show, [columns, [_row(2, "running", "0.4", stops=True), _row(1, "succeeded", "0.7", stops=False)]])
+    blank.wait_for_function("() => texts()[0].endsWith('0.4')")
+    blank.mouse.up()
+    assert blank.evaluate("() => sent.filter(each => each.kind === 'stop')") == [{"kind": "stop", "key": 2}]
+    assert blank.evaluate("() => document.activeElement.textContent") == "Stop"
+
+    # Another order, an end, an open panel, another column, and a run that is gone.
+    blank.get_by_role("button", name="loss", exact=True).click()
+    blank.wait_for_function("() => texts()[0].startsWith('1 ')")
+    ended = [_row(2, "stopped", "0.4", stops=False, opened=True), _row(1, "succeeded", "0.7", stops=False)]
+    blank.evaluate(show, [columns, ended])
+    blank.wait_for_function("() => texts()[1] === '2 Close Stopped 0.4'")
+    assert blank.locator("tr.na-opened").get_attribute("data-key") == "2"
+    for row in ended:
+        row["cells"].append("0.1")
+        row["order"].append(0.1)
+    blank.evaluate(show, [[*columns, ["lr", "number"]], ended[:1]])
+    blank.wait_for_function("() => texts().length === 1 && texts()[0] === '2 Close Stopped 0.4 0.1'")
+    assert blank.locator("thead th").count() == 5

@@ -10,7 +10,10 @@ class RunsView {
     this.search = make("input", { type: "search", placeholder: "Filter, e.g. failed|baseline", "aria-label": "Filter runs by any text in their row",
       oninput: () => { this.filter = this.search.value.trim(); this.paint(); } });
     this.count = make("span", { class: "na-count" });
-    this.table = make("table", { class: "na-table na-runs-table" });
+    this.thead = make("thead");
+    this.body = make("tbody");
+    this.table = make("table", { class: "na-table na-runs-table" }, this.thead, this.body);
+    this.rows = new Map();  // by key, what is shown
     this.note = make("p", { class: "na-empty" });
     this.bar = make("div", { class: "na-tools" }, this.search, this.count);
     this.root.append(this.bar, make("div", { class: "na-scroll" }, this.table), this.note);
@@ -58,9 +61,33 @@ class RunsView {
     this.note.textContent = !rows.length ? "No run has been launched from this kernel yet." : !shown.length ? `No runs match '${this.filter}'.` : "";
     this.note.hidden = !this.note.textContent;
     this.table.hidden = !rows.length;
-    const focused = this.table.contains(document.activeElement) ? document.activeElement.dataset.focus : null;
-    this.table.replaceChildren(this.head(columns), make("tbody", {}, ...shown.map((row) => this.row(columns, row))));
-    if (focused) [...this.table.querySelectorAll("[data-focus]")].find((node) => node.dataset.focus === focused)?.focus();
+    this.fillHead(columns);
+    this.fillBody(columns, shown);
+  }
+  /* What is there stays: a click takes longer than the time between two updates may be. */
+  fillHead(columns) {
+    const key = JSON.stringify([columns, this.sorting]);
+    if (key === this.headKey) return;
+    const focused = this.thead.contains(document.activeElement) ? document.activeElement.dataset.focus : null;
+    if (this.titles !== JSON.stringify(columns)) this.rows.clear();
+    [this.headKey, this.titles] = [key, JSON.stringify(columns)];
+    this.thead.replaceChildren(this.head(columns));
+    if (focused) [...this.thead.querySelectorAll("[data-focus]")].find((node) => node.dataset.focus === focused)?.focus();
+  }
+  fillBody(columns, shown) {
+    const focused = this.body.contains(document.activeElement) ? document.activeElement : null;
+    const nodes = shown.map((row) => {
+      const key = JSON.stringify([row, this.dark]), known = this.rows.get(row.key) ?? { node: this.row(columns, row) };
+      if (known.key !== key) this.fill(known.node, columns, row);
+      known.key = key;
+      this.rows.set(row.key, known);
+      return known.node;
+    });
+    nodes.forEach((node, index) => {
+      if (this.body.children[index] !== node) this.body.insertBefore(node, this.body.children[index] ?? null);
+    });
+    while (this.body.children.length > nodes.length) this.body.lastChild.remove();
+    if (focused && focused !== document.activeElement) focused.focus();  // its row was moved
   }
   head(columns) {
     const cells = columns.map(([title, kind]) => {
@@ -69,7 +96,7 @@ class RunsView {
       return make("th", { scope: "col", class: kind === "number" ? "na-num" : "", ...(on ? { "aria-sort": this.sorting.down ? "descending" : "ascending" } : {}) }, button);
     });
     cells.splice(1, 0, make("th", { class: "na-actions" }, make("span", { class: "na-hidden" }, "actions")));
-    return make("thead", {}, make("tr", {}, ...cells));
+    return make("tr", {}, ...cells);
   }
   /* Numbers the other way round first: the highest is what is looked for. A third click restores the order. */
   sort(title, kind) {
@@ -78,24 +105,46 @@ class RunsView {
     this.paint();
   }
   row(columns, row) {
-    const cells = columns.map(([, kind], index) => this.cell(kind, row.cells[index], row));
-    cells.splice(1, 0, make("td", { class: "na-actions" }, ...this.actions(row)));
-    return make("tr", { "data-key": String(row.key), class: row.opened ? "na-opened" : "" }, ...cells);
+    const cells = columns.map(([, kind]) => this.cell(kind));
+    cells.splice(1, 0, make("td", { class: "na-actions" }));
+    return make("tr", { "data-key": String(row.key) }, ...cells);
   }
-  cell(kind, text, row) {
+  cell(kind) {
+    if (kind === "run") return make("th", { scope: "row" }, make("i", { class: "na-run-colour" }), "");
+    return kind === "state" ? make("td", {}, make("span")) : make("td", { class: kind === "number" ? "na-num" : "" });
+  }
+  fill(node, columns, row) {
+    const [first, actions, ...rest] = node.children;
+    node.className = row.opened ? "na-opened" : "";
+    [first, ...rest].forEach((cell, index) => this.fillCell(cell, columns[index][1], row.cells[index], row));
+    const old = [...actions.children], wanted = this.actions(row);
+    wanted.forEach(([kind, text, label], index) => {
+      const button = old[index] ?? actions.appendChild(this.button(kind, row));
+      setText(button, text);
+      button.setAttribute("aria-label", `${label} run ${row.cells[0]}`);
+    });
+    old.slice(wanted.length).forEach((button) => button.remove());
+  }
+  fillCell(cell, kind, text, row) {
     if (kind === "run") {
       const colours = PALETTE[this.dark ? "dark" : "light"];
-      const colour = row.colour < 0 ? "transparent" : colours[row.colour % colours.length];  // dashed after the eighth
-      const swatch = make("i", { class: "na-run-colour", style: row.colour < colours.length ? `background:${colour}` : `box-sizing:border-box;border:2px solid ${colour}` });
-      return make("th", { scope: "row" }, swatch, text);
+      cell.firstChild.style.background = row.colour < 0 ? "transparent" : colours[row.colour % colours.length];
+      setText(cell.lastChild, text);
+    } else if (kind === "state") {
+      cell.firstChild.className = `na-state na-state-${text}`;
+      setText(cell.firstChild, capitalized(text));
+    } else {
+      cell.title = text;
+      setText(cell, text);
     }
-    if (kind === "state") return make("td", {}, make("span", { class: `na-state na-state-${text}` }, capitalized(text)));
-    return make("td", { class: kind === "number" ? "na-num" : "", title: text }, text);
   }
+  /* Open comes first: its button stays where Stop goes. */
   actions(row) {
-    const button = (kind, text, label) => make("button", { type: "button", class: `na-row-tool na-row-${kind}`, "aria-label": `${label} run ${row.cells[0]}`, "data-focus": `${kind} ${row.key}`, onclick: () => this.model.send({ kind, key: row.key }) }, text);
-    const open = row.opened ? button("open", "Close", "Close the panel of") : button("open", "Open", "Open the panel of");
-    return row.stops ? [open, button("stop", "Stop", "Stop")] : [open];
+    const open = row.opened ? ["open", "Close", "Close the panel of"] : ["open", "Open", "Open the panel of"];
+    return row.stops ? [open, ["stop", "Stop", "Stop"]] : [open];
+  }
+  button(kind, row) {
+    return make("button", { type: "button", class: `na-row-tool na-row-${kind}`, onclick: () => this.model.send({ kind, key: row.key }) });
   }
 }
 
