@@ -74,6 +74,19 @@ def _report(page: NotebookPage) -> str:
     return next((html for html in shown if "na-left" in html), "")
 
 
+def _zoom(page: NotebookPage) -> None:
+    """Select a part of the first chart with the mouse."""
+    over = page.page.locator(f"{CARD} .u-over").first
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    assert box is not None
+    page.page.mouse.move(box["x"] + 20, box["y"] + 50)
+    page.page.mouse.down()
+    page.page.mouse.move(box["x"] + 90, box["y"] + 50, steps=4)
+    page.page.mouse.up()
+    page.page.get_by_role("button", name="Reset zoom").wait_for()
+
+
 def _insert(page: NotebookPage) -> None:
     """Insert the code of a panel as a cell below."""
     count = page.page.evaluate(f"() => {BOOK}.widgets.length")
@@ -112,7 +125,8 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     page.wait_for(f"(hint) => document.querySelector('{CARD}').innerText.includes(hint)", hint)
     assert page.page.locator(".na-chart-name", has_text="<img src=x onerror=alert(1)>").count() == 1
 
-    # After the end the panel stays as it is: its elements, and the tab on top.
+    # After the end the panel stays as it is: its elements, the zoom of a chart, and the tab on top.
+    _zoom(page)
     page.page.locator(".na-tabs [role=tab]", has_text="Logs").click()
     page.page.evaluate(f"() => {{ document.querySelector('{CARD}').dataset.mine = 'yes'; }}")
     page.page.get_by_role("button", name="Stop").click()
@@ -121,6 +135,8 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     assert page.page.locator(f"{CARD}[data-mine]").count() == 1
     assert page.text(".na-tabs [role=tab][aria-selected=true]") == "Logs"
     assert page.page.locator(".na-toolbar button, .na-hint:visible").count() == 0
+    page.page.locator(".na-tabs [role=tab]", has_text="Curves").click()
+    assert page.page.get_by_role("button", name="Reset zoom").is_visible()
     page.page.locator(".na-tabs [role=tab]", has_text="Setup").click()
     page.wait_for(f"() => /start method\\s+fork:/.test(document.querySelector('{CARD}').innerText)")
     page.shot(f"{app}-stopped", CARD)
@@ -237,6 +253,29 @@ def test_a_run_that_fails_while_its_panel_is_drawn_causes_no_error(opened: Any, 
     page.wait_for(f"() => document.querySelectorAll('{each}').length === {len(delays)}")
     # anywidget gives a page 2 s to load a script, which a busy machine may not do.
     page.errors[:] = [error for error in page.errors if "[anywidget] Failed to initialize model" not in error]
+
+
+BARS = """
+def bars():
+    from tqdm.auto import tqdm
+    for epoch in tqdm(range(3), desc="epochs"):
+        for step in tqdm(range(100), desc="steps", leave=False):
+            time.sleep(0.02)
+"""
+
+
+@DAILY_IN_LAB
+def test_bars_imported_in_the_function_are_lines_and_the_progress(opened: Any, app: App) -> None:
+    page = opened([TRAIN, BARS, "run = notebook_launcher(bars, num_processes=2, use_port=0, block=False)"])
+    page.run(1)
+    page.run(2)
+    page.wait_for("() => /(epochs|steps) \\d+ of \\d+/.test(document.querySelector('.na-live .na-head')?.innerText)")
+    page.wait_for("() => document.querySelector('.na-live .na-state-succeeded')")
+    page.idle()
+    outputs = page.save()["cells"][2]["outputs"]
+    lines = [line for output in outputs for line in "".join(output.get("text", "")).splitlines() if line.strip()]
+    assert len(lines) <= 4, "a line for each bar of each rank, at most"
+    assert page.page.locator(".jupyter-widgets .widget-label", has_text="epochs").count() == 0, "a dead widget"
 
 
 def test_stop_works_by_a_click_while_a_cell_blocks(opened: Any, app: App) -> None:
