@@ -208,6 +208,72 @@ def test_it_is_drawn_in_the_dark_theme_and_on_a_narrow_page(opened: Any, app: Ap
         page.page.set_viewport_size({"width": 1280, "height": 1000})
 
 
+TRAIN = """
+from notebook_accelerate import notebook_launcher
+
+def train(slow):
+    import time, torch
+    from notebook_accelerate import Accelerator
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100_000
+        def __getitem__(self, index):
+            time.sleep(0.002 if accelerator.process_index == slow else 0)
+            return torch.ones(32), index % 2
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=16)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    while True:
+        for inputs, targets in loader:
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": loss.item()})
+"""
+LAUNCH = "run = notebook_launcher(train, (1,), num_processes=2, use_port=0, block=False)"
+STOP = "run.stop(grace=2.0)"
+
+
+@DAILY_IN_LAB
+def test_the_button_of_the_panel_profiles_the_run(opened: Any, app: App) -> None:
+    page: NotebookPage = opened([TRAIN, LAUNCH, "profile = run.profile(2)\nprofile", STOP])
+    page.run(1)
+    page.wait_for("() => document.querySelector('.na-live')?.innerText.includes('step ')")
+    page.page.get_by_role("button", name="Profile", exact=True).click()
+    page.wait_for("() => document.querySelector('.na-profile')?.innerText.includes('profiling 3 steps ...')")
+    page.wait_for(
+        "() => document.querySelector('.na-profile .na-findings')?.innerText.includes('profiled for 3 steps')"
+    )
+    page.wait_for(DRAWN)
+    assert "2 ranks" in page.text(".na-profile .na-count")
+    page.page.locator(".na-profile").scroll_into_view_if_needed()
+    page.shot(f"{app}-profile-in-panel", ".na-live")
+    page.page.locator(".na-profile").get_by_role("button", name="Close").click()
+    page.wait_for("() => !document.querySelector('.na-profile .na-tl')")
+
+    page.run(2)
+    page.wait_for("() => [...document.querySelectorAll('.na-tl')].some((node) => node.dataset.to)")
+    page.idle()
+    page.run(3)
+    page.idle()
+    card = page.page.locator(".na-card", has=page.page.locator(ROOT))
+    card.scroll_into_view_if_needed()
+    page.page.wait_for_timeout(500)
+    page.shot(f"{app}-profile", ".na-card:has(.na-tl)")
+    outputs = page.save()["cells"][2]["outputs"]
+    static = next(
+        html for html in ("".join(each["data"].get("text/html", "")) for each in outputs) if "na-left" in html
+    )
+    assert "data:image/svg+xml;base64," in static
+    assert "profiled for 2 steps" in static
+    assert len(static) < 100_000
+
+
 MANY = "view = TimelineView(large(8, 200_000))"
 
 
