@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -95,7 +94,7 @@ def page(server: Server, chromium: Browser, request: pytest.FixtureRequest) -> I
     assert not [line for line in server.log.splitlines() if line.startswith("[E ")]
 
 
-def cells(*sources: str) -> Any:
+def cells(*sources: str) -> pytest.MarkDecorator:
     """Return the parameter of a test whose notebook has these cells."""
     return pytest.mark.parametrize("page", [sources], indirect=True, ids=["states"])
 
