@@ -5,6 +5,7 @@
 const EASE_MS = 70, LEAST_SPAN = 0.05, MOST_HEIGHT = 560;
 const HELP = "Drag to move · Ctrl + wheel or W, S to zoom · A, D to move · Shift + drag to measure · click an event for who waits for whom · "
   + "arrow keys to its neighbours · F to zoom to it · 0 for all · / to search";
+const TOUCH_HELP = "Drag to move · pinch to zoom · tap an event for what it is, and for who waits for whom";
 
 class TimelineView {
   constructor(model, el) {
@@ -61,7 +62,7 @@ class TimelineView {
     this.details = make("div", { class: "na-tl-details", "aria-live": "polite" });
     this.legend = make("ul", { class: "na-legend na-tl-legend" });
     this.root = make("div", { class: "na-run na-tl" }, tools, make("div", { class: "na-tl-top" }, this.map), this.scroll, this.tip,
-      this.legend, this.details, make("p", { class: "na-hint", id }, HELP));
+      this.legend, this.details, make("p", { class: "na-hint", id }, matchMedia("(hover: none)").matches ? TOUCH_HELP : HELP));
     if (data.shortest) this.details.before(make("p", { class: "na-note" }, `Events of ${microseconds(data.shortest)} and less are left out: there are too many.`));
     this.root.setAttribute("data-lm-suppress-shortcuts", "true");
     el.append(this.root);

@@ -304,7 +304,8 @@ class Painter {
       context.arc(x, y, index ? 2.5 : 4.5, 0, 7);
       context.fill();
       const text = index ? `waits ${microseconds(data.waited(event))}` : `rank ${data.rankOf(event)} enters last`;
-      const width = context.measureText(text).width + 10, left = index && x > width + 10 ? x - width - 8 : x + 8;
+      const width = context.measureText(text).width + 10, before = index || x + 8 + width > this.width;
+      const left = before && x > width + 10 ? x - width - 8 : x + 8;
       if (left > this.width || left + width < 0) return;
       context.beginPath();
       context.roundRect(left, y - 8, width, 16, 4);
