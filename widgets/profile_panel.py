@@ -10,9 +10,13 @@ from notebook_accelerate.launch.output.replaceable_outputs import Output, here
 from notebook_accelerate.launch.report.markup import Markup
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.widgets.front_end import no_widgets
+from notebook_accelerate.widgets.live_panel import close_all
 from notebook_accelerate.widgets.panel_elements import card, style_widget, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.timeline_view import TimelineView
+
+MAX_LIVE = 4
+"""Live views of a kernel: each holds its events, up to 36 MB, here and in the browser. The oldest become static."""
 
 
 class ShownProfile(Protocol):
@@ -60,6 +64,16 @@ class ProfilePanel:
         """Show the panel in a cell's output."""
         self._shown.add(output, self.widget)
 
+    @property
+    def shown(self) -> bool:
+        """Whether the output of a cell shows the panel; that of a cell that was executed again does not."""
+        return bool(self._shown)
+
+    def close(self) -> None:
+        """Delete the view; the cell that shows it keeps its static form."""
+        self._shown.end()
+        close_all(self.widget)
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return widget_bundle(self.widget, {})
 
@@ -73,8 +87,16 @@ def show(profile: ShownProfile) -> bool:
     output = here()
     if output is None or no_widgets(output):
         return False
-    ProfilePanel(profile).show(output)
+    panel = ProfilePanel(profile)
+    panel.show(output)
+    live = [each for each in _live if each.shown]
+    for each in [each for each in _live if not each.shown] + live[: -MAX_LIVE + 1]:
+        each.close()
+    _live[:] = [*live[-MAX_LIVE + 1 :], panel]
     return True
+
+
+_live: list[ProfilePanel] = []
 
 
 __all__ = ["ProfilePanel", "show"]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tests.benchmarks.bench import Figure, alternate, compared, row
 from tests.support.browser import Browser, NotebookPage, Server, missing
+
+T = TypeVar("T")
 
 ROUNDS, SECONDS = 10, 4.0
 """Trainings of so many seconds, in turns with and without a panel."""
@@ -67,17 +69,21 @@ _NOTE_DRAWING = """() => {
     };
     look();
 }"""
-# Zooms with the keys W and S, then moves the pointer by some pixels in each of 150 frames.
-_DRAG = """async (share) => {
-    const root = document.querySelector('.na-tl'), canvas = root.querySelector('.na-tl-canvas');
+# Zooms with the key W until this share of the span is visible.
+_ZOOM = """async (share) => {
+    const root = document.querySelector('.na-tl'), scroll = root.querySelector('.na-tl-scroll');
     root.scrollIntoView({ block: 'center' });
-    const frame = () => new Promise(requestAnimationFrame), scroll = root.querySelector('.na-tl-scroll');
+    const frames = async (count) => { for (let i = 0; i < count; i++) await new Promise(requestAnimationFrame); };
     const press = (key) => scroll.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }));
     const visible = () => root.dataset.to - root.dataset.from;
     press('0');
-    for (let i = 0; i < 60; i++) await frame();
+    await frames(60);
     const whole = visible();
-    while (visible() > 1.2 * share * whole) { press('w'); for (let i = 0; i < 12; i++) await frame(); }
+    while (visible() > 1.2 * share * whole) { press('w'); await frames(12); }
+}"""
+# Moves the pointer by some pixels in each of 150 frames; returns the milliseconds between them.
+_DRAG = """async () => {
+    const canvas = document.querySelector('.na-tl-canvas'), frame = () => new Promise(requestAnimationFrame);
     const box = canvas.getBoundingClientRect(), y = box.top + 60;
     const at = (name, x) => canvas.dispatchEvent(new PointerEvent(name, {
         pointerId: 1, pointerType: 'mouse', clientX: x, clientY: y, button: 0, bubbles: true, isPrimary: true,
@@ -163,33 +169,55 @@ def main_thread() -> Iterator[Figure]:
 
 @row("browser", "timeline in the browser")
 def timeline() -> Iterator[Figure]:
-    """Open the timeline of 8 ranks with 200,000 events each, and drag it along at three scales."""
+    """Open the timeline of 8 ranks with 200,000 events each, and drag it along at three scales, while traced."""
     if reason := missing():
         yield Figure(what="timeline: opened", unit="ms", ours=None, note=reason)
         return
     found = [_timeline_times() for _ in range(TIMELINES)]
-    what = "timeline of 8 × 200,000 events: from the cell to the drawing"
-    yield compared(what, [times[0] for times in found], unit="ms", limit=2000)
-    for index, share in enumerate(SCALES, 1):
+    whats = ["timeline of 8 × 200,000 events: from the cell to the drawing", "its processor time in the main thread"]
+    for index, what in enumerate(whats):
+        yield compared(what, [times[index] for times in found], unit="ms", limit=2000)
+    for index, share in enumerate(SCALES):
         part = f"1/{1 / share:.0f}" if share < 1 else "all"
         what = f"timeline, {part} of it visible, dragged: of 20 frames the slowest"
-        yield compared(what, [times[index] for times in found], unit="ms", limit=1000 / 30)
+        for offset, name in enumerate(("", ", processor time")):
+            values = [times[2 + 2 * index + offset] for times in found]
+            yield compared(what + name, values, unit="ms", limit=1000 / 30)
 
 
 def _timeline_times() -> list[float]:
-    """Return milliseconds until the timeline is drawn, then of the slowest frame of 20 at each scale."""
+    """Return milliseconds until the timeline is drawn, and those of the main thread's tasks, then of frames.
+
+    Of the frames at each scale: the time between two, and the processor time of the tasks that draw one, each of the
+    slowest of 20.
+    """
     with _page(_TIMELINE, "TimelineView(data)") as page:
         page.run(1)
         page.idle()
-        page.page.evaluate(_NOTE_DRAWING)
-        page.run(2)
-        page.wait_for("() => window.drawnAfter")
-        times = [float(page.page.evaluate("() => window.drawnAfter"))]
+
+        def opened() -> float:
+            page.page.evaluate(_NOTE_DRAWING)
+            page.run(2)
+            page.wait_for("() => window.drawnAfter")
+            return float(page.page.evaluate("() => window.drawnAfter"))
+
+        drawn, events = _traced(page, opened)
+        times = [drawn, sum(task.get("tdur", 0) for task in _main_thread(events)[0]) / 1e3]
         page.idle()
         for share in SCALES:
-            intervals = sorted(page.page.evaluate(_DRAG, share))
-            times.append(intervals[int(0.95 * len(intervals))])
+            page.page.evaluate(_ZOOM, share)
+            intervals, events = _traced(page, lambda: sorted(page.page.evaluate(_DRAG)))
+            times += [intervals[int(0.95 * len(intervals))], measured(events, "tdur").frame]
     return times
+
+
+def _traced(page: NotebookPage, action: Callable[[], T]) -> tuple[T, list[dict[str, Any]]]:
+    """Return what an action returned, and the events of chromium's trace meanwhile."""
+    browser = page.page.context.browser
+    assert browser is not None
+    browser.start_tracing(page=page.page, categories=["-*", "toplevel", "devtools.timeline"])
+    found = action()
+    return found, json.loads(browser.stop_tracing())["traceEvents"]
 
 
 def _trace() -> list[dict[str, Any]]:
@@ -198,12 +226,7 @@ def _trace() -> list[dict[str, Any]]:
         page.run(1)
         page.wait_for(_DRAWN)
         page.page.wait_for_timeout(3000)
-        browser = page.page.context.browser
-        assert browser is not None
-        browser.start_tracing(page=page.page, categories=["-*", "toplevel", "devtools.timeline"])
-        page.page.wait_for_timeout(1000 * TRACE_SECONDS)
-        events: list[dict[str, Any]] = json.loads(browser.stop_tracing())["traceEvents"]
-    return events
+        return _traced(page, lambda: page.page.wait_for_timeout(1000 * TRACE_SECONDS))[1]
 
 
 def measured(events: Sequence[dict[str, Any]], kind: str) -> MainThread:
@@ -213,6 +236,11 @@ def measured(events: Sequence[dict[str, Any]], kind: str) -> MainThread:
         events: Chromium's trace.
         kind: "dur" for the clock, "tdur" for processor time.
     """
+    return _figures(*_main_thread(events), kind)
+
+
+def _main_thread(events: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[float]]:
+    """Return the tasks of the busiest main thread in their order, and when scripts ran that draw a frame."""
     tasks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event["name"] == "ThreadControllerImpl::RunTask" and event["ph"] == "X":
@@ -228,7 +256,7 @@ def measured(events: Sequence[dict[str, Any]], kind: str) -> MainThread:
         for event in events
         if event["name"] == "FireAnimationFrame" and (event["pid"], event["tid"]) == thread
     ]
-    return _figures(sorted(tasks[thread], key=lambda task: float(task["ts"])), scripts, kind)
+    return sorted(tasks[thread], key=lambda task: float(task["ts"])), scripts
 
 
 def _figures(tasks: Sequence[dict[str, Any]], scripts: Sequence[float], kind: str) -> MainThread:

@@ -1,0 +1,45 @@
+"""Profiles shown in a real kernel: a live view with its static form beside it, and few of them."""
+
+from __future__ import annotations
+
+from tests.support.kernel import Kernel
+
+SETUP = """
+from notebook_accelerate.launch.report.markup import Markup
+from notebook_accelerate.widgets import profile_panel
+from tests.support.timelines import training
+
+class Profile:
+    timeline = training(ranks=1, steps=1, ops=4)
+    def summary_html(self): return Markup("<p>sentences</p>")
+    def tables_html(self): return Markup("<table></table>")
+    def _repr_html_(self): return "<p>static form</p>"
+
+def show():
+    assert profile_panel.show(Profile())
+    seen.append(profile_panel._live[-1])
+
+seen = []
+"""
+
+
+def test_a_live_view_has_its_static_form_beside_it_and_the_oldest_of_many_become_static() -> None:
+    with Kernel() as kernel:
+        kernel.check(SETUP)
+        shown = [bundle for bundle in kernel.check("show()").displays if bundle != {"text/plain": ""}]
+        assert "application/vnd.jupyter.widget-view+json" in shown[0]
+        assert "text/html" not in shown[0]
+        assert "static form" in shown[1]["text/html"]
+        for _ in range(5):
+            kernel.check("show()")
+        alive = kernel.check("print([each.view.comm is not None for each in seen])").stdout
+        assert alive.strip() == "[False, False, True, True, True, True]"
+
+
+def test_no_widget_is_created_for_a_client_without_a_front_end() -> None:
+    with Kernel() as kernel:
+        kernel.check(SETUP.replace("assert", "return"))
+        cell = kernel.check(
+            "get_ipython().kernel.get_parent()['content']['allow_stdin'] = False; print(show(), profile_panel._live)"
+        )
+        assert cell.stdout.strip() == "False []"
