@@ -416,7 +416,7 @@ def _wait(
         for index, a, b in lines[culprit].spans(begin * 1e6, end * 1e6):
             if (line := lines[culprit].line(index)) is not None:
                 known[line] = known.get(line, 0.0) + b - a
-    label = max((joined for _, joined in steps.values()), key=lambda each: max(each.waits().values())).label()
+    label = max((joined for _, joined in steps.values()), key=lambda each: round(max(each.waits().values()), 5)).label()
     line = max(known, key=lambda each: known[each], default=None)
     return Wait(label, culprit, seconds, line, len(steps) / count, busy / max(1e-9, whole))
 

@@ -50,7 +50,8 @@ class TimedSamples:
         self._thread.join(1.0)
         seconds = time.perf_counter() - self._begin
         main = threading.main_thread().ident or 0
-        frames = [[*place, linecache.getline(place[0], place[1]).strip()] for place in self._places]
+        # Of libraries' files no line is shown, and reading them all would take a second.
+        frames = [[*place, _source(place) if is_user_code(place[0]) else ""] for place in self._places]
         return {
             "frames": frames,
             "stacks": list(self._stacks),
@@ -99,8 +100,7 @@ class TimedSamples:
                 continue
             place = max(seen, key=lambda each: seen[each])
             cpu = after.get(identity, 0.0) - self._cpu.get(identity, 0.0)
-            source = linecache.getline(place[0], place[1]).strip()
-            rows.append({"name": name, "cpu": cpu, "frame": [*place, source]})
+            rows.append({"name": name, "cpu": cpu, "frame": [*place, _source(place)]})
         return rows
 
 
@@ -114,6 +114,10 @@ def thread_delay(number: int) -> float:
 def _place(frame: FrameType) -> Place:
     code = frame.f_code
     return code.co_filename, frame.f_lineno or 0, getattr(code, "co_qualname", code.co_name)
+
+
+def _source(place: Place) -> str:
+    return linecache.getline(place[0], place[1]).strip()
 
 
 def _user_place(frame: FrameType) -> Place:

@@ -1,9 +1,11 @@
-"""What sampling the stacks of a rank costs its steps."""
+"""What sampling and profiling a rank costs its steps."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from notebook_accelerate import notebook_launcher
 from tests.benchmarks.bench import Figure, alternate, compared, row
@@ -47,5 +49,89 @@ def sampling() -> Iterator[Figure]:
 
         sampled, plain = alternate(9, lambda: seconds_of_a_step(100.0), lambda: seconds_of_a_step(0.0))
         yield compared("a step while sampled at 100 Hz", sampled, plain, unit="µs", scale=1e6, ratio=1.03)
+    finally:
+        run.stop(grace=1.0)
+
+
+class Meter:
+    """In a rank: the times of its steps, and torch's own profiler around three of them."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.with_torch = False
+        self._profiler: Any = None
+        self._left = 0
+
+    def begin(self, *, with_torch: bool = False) -> None:
+        """Forget the steps so far."""
+        self.seconds, self.with_torch = [], with_torch
+
+    def lost(self) -> float:
+        """Return the seconds by which steps were longer than usual since ``begin``."""
+        usual = sorted(self.seconds)[len(self.seconds) // 2]
+        return sum(each - usual for each in self.seconds if each > 1.5 * usual)
+
+    @staticmethod
+    def _export(profiler: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(f"{folder}/trace.json")
+
+    def after_step(self) -> None:
+        """Start, step or stop torch's own profiler, where that was asked for."""
+        from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+        if self.with_torch:
+            self.with_torch, self._left = False, 3
+            self._profiler = profile(
+                activities=[ProfilerActivity.CPU],
+                record_shapes=True,
+                schedule=lambda _: ProfilerAction.RECORD,
+                on_trace_ready=self._export,
+            )
+            self._profiler.start()
+        elif self._left:
+            self._left -= 1
+            self._profiler.step() if self._left else self._profiler.stop()
+
+
+def metered() -> None:
+    """In a rank: steps of about 2 ms until the run is stopped, with a meter."""
+    import torch
+
+    meter = Meter()
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    inputs = torch.ones(64, 64)
+    while True:
+        begin = time.perf_counter()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.after_step()
+        meter.seconds.append(time.perf_counter() - begin)
+
+
+@row("debugging", "profiling")
+def profiling() -> Iterator[Figure]:
+    """Seconds that a training loses by a profile of 3 steps, beside those of torch's own profiler in the function."""
+    run = notebook_launcher(metered, (), 1, use_port=0, start_method="fork", block=False, panel=False)
+    try:
+        while not isinstance(run.ask("meter.lost()")[0], float):
+            time.sleep(0.5)
+        run.profile(steps=1)  # imports
+
+        def by_run() -> float:
+            run.ask("meter.begin()")
+            run.profile(steps=3)
+            return float(run.ask("meter.lost()")[0])
+
+        def by_torch() -> float:
+            run.ask("meter.begin(with_torch=True)")
+            time.sleep(1.0)
+            return float(run.ask("meter.lost()")[0])
+
+        ours, torch_own = alternate(7, by_run, by_torch)
+        yield compared("lost by a profile of 3 steps", ours, torch_own, unit="ms", scale=1e3, ratio=1.1)
     finally:
         run.stop(grace=1.0)

@@ -216,7 +216,7 @@ def slowest_rank() -> None:
     model, optimizer = prepared(accelerator)
     for batch in batches():
         if accelerator.process_index == 1:
-            time.sleep(0.1)
+            time.sleep(0.4)
         step(accelerator, model, optimizer, batch)
 
 

@@ -71,7 +71,7 @@ class RunMemory:
         columns = {rank: self.bytes(rank) for rank in ranks}
         names = list(dict.fromkeys(name for parts in columns.values() for name in parts))
         estimated = {_ESTIMATED[name]: nbytes for name, nbytes in self._estimate.items() if name in _ESTIMATED}
-        head = ["memory", *(f"rank {rank}" for rank in ranks), *(["estimated"] if estimated else [])]
+        head = ["bytes of", *(f"rank {rank}" for rank in ranks), *(["estimated"] if estimated else [])]
         rows = [head]
         for name in names:
             cells = [size(columns[rank][name]) if name in columns[rank] else "–" for rank in ranks]

@@ -1,0 +1,160 @@
+"""Traces read into columns, merged on one clock, and joined across ranks; the files of a profile."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.launch import Profile
+from notebook_accelerate.profiling.analysis import Analysis
+from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
+from notebook_accelerate.profiling.trace import KEY, RankTrace, parse, read_trace
+
+MAIN, GLOO = 100, 101
+
+
+def event(name: str, start: float, duration: float, thread: int = MAIN, **arguments: Any) -> dict[str, Any]:
+    kind = "user_annotation" if ":" in name[:6] or "#" in name else "cpu_op"
+    return {
+        "ph": "X", "cat": kind, "name": name, "pid": 1, "tid": thread, "ts": start, "dur": duration, "args": arguments,
+    }  # fmt: skip
+
+
+def rank_events(late: float) -> list[dict[str, Any]]:
+    """Return one rank's events: two steps of 10 ms, each with a matrix product and an all_reduce of 4 MB."""
+    sums = {"Input Dims": [[1_000_000]], "Input type": ["float"]}
+    found = []
+    for begin in (0.0, 10_000.0):
+        found += [
+            event(f"ProfilerStep#{int(begin > 0)}", begin, 10_000.0),
+            event("aten::linear", begin + 100, 3000, **{"Input Dims": [[64, 8], [8, 8]]}),
+            event("aten::addmm", begin + 200, 2000, **{"Input type": ["float"]}),
+            event("gloo:all_reduce", begin + 4000 + late, 9000 - 4000 - late, GLOO, **sums),
+        ]
+    return found
+
+
+def facts(rank: int, late: float) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "steps": 2,
+        "samples": {
+            "frames": [["train.py", 5, "train", "x = model(x)"], ["train.py", 9, "train", "time.sleep(1)"]],
+            "stacks": [[0], [1]],
+            "times": [int(at * 1000) for at in (0, 3500, 4000 + late, 10_000, 13_500, 14_000 + late, 20_000)],
+            "which": [0, 0, 1, 0, 0, 1, 0],
+            "seconds": 0.02,
+        },
+    }
+
+
+def trace(rank: int, late: float = 0.0) -> RankTrace:
+    return parse({KEY: facts(rank, late), "distributedInfo": {"rank": rank, "pg_count": 1}}, rank_events(late))
+
+
+def test_columns_steps_and_own_times() -> None:
+    read = trace(0)
+    assert len(read) == 8
+    assert read.steps() == [(0.0, 10_000.0), (10_000.0, 20_000.0)]
+    assert read.names[read.name[1]] == "aten::linear"
+    own = {row.name: round(row.own[0] * 1e6) for row in Analysis([read], {}, str).ops}
+    assert own == {"gloo:all_reduce": 10_000, "aten::addmm": 4000, "aten::linear": 2000}
+
+
+def test_collectives_are_joined_and_the_last_rank_is_named() -> None:
+    merged = Analysis([trace(1, 3000.0), trace(0)], {}, lambda frame: f"Cell In[1], line {frame.lineno}")
+    assert [joined.label() for joined in merged.joined] == ["all_reduce #1 (4 MB)", "all_reduce #2 (4 MB)"]
+    assert [joined.last for joined in merged.joined] == [1, 1]
+    assert merged.joined[0].waits() == pytest.approx({0: 0.003})
+    timeline = merged.timeline
+    assert [track.name for track in timeline.tracks] == [
+        f"rank {rank} · {name}" for rank in (0, 1) for name in ("main thread", "lines", "collectives")
+    ]
+    assert [(timeline.tracks[w.from_track].rank, timeline.tracks[w.to_track].rank) for w in timeline.waits] == [
+        (0, 1)
+    ] * 2
+    assert [(step.rank, step.number) for step in timeline.steps] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert timeline.span == pytest.approx(20_000)
+    (finding,) = merged.findings
+    assert (finding.rule, finding.ranks) == ("slowest_rank", (1,))
+    assert finding.sentence == (
+        "rank 0 waits 3 ms per step for rank 1 in all_reduce #1 (4 MB), which is at Cell In[1], line 9: time.sleep(1)"
+    )
+
+
+def test_clocks_of_hosts_are_aligned() -> None:
+    merged = Analysis([trace(0), trace(1)], {0: 5.0, 1: 5.002}, str)
+    assert merged.timeline.origin == pytest.approx(5.0)
+    starts = {track.rank: track.start[0] for track in merged.timeline.tracks if track.name.endswith("collectives")}
+    assert starts == pytest.approx({0: 4000.0, 1: 6000.0})
+
+
+def test_collectives_of_unlike_ranks_are_not_joined() -> None:
+    other = parse({KEY: facts(1, 0.0)}, [row for row in rank_events(0.0) if "gloo" not in row["name"]])
+    assert Analysis([trace(0), other], {}, str).joined == []
+    several = parse({"distributedInfo": {"rank": 1, "pg_count": 2}}, rank_events(0.0))
+    assert Analysis([trace(0), several], {}, str).joined == []  # which group a collective is of is not known
+
+
+def test_a_device_has_streams_and_collectives_with_numbers() -> None:
+    rows = rank_events(0.0)[:2]
+    comms = {"Collective name": "allreduce", "In msg nelems": 16_000_000, "dtype": "Float", "Process Group Name": "0"}
+    rows += [
+        {**event("gemm", 500, 5, 7), "cat": "kernel", "pid": 0},
+        {**event("cudaStreamSynchronize", 600, 8000), "cat": "cuda_runtime"},
+        event("aten::item", 590, 8020),
+        event("record_param_comms", 9000, 10, MAIN, **comms),
+    ]
+    read = [parse({KEY: {"steps": 1, "rank": rank}}, rows, rank) for rank in (0, 1)]
+    merged = Analysis(read, {}, str)
+    assert merged.joined[0].label() == "all_reduce #1 (64 MB)"
+    assert "rank 0 · gpu stream 7" in [track.name for track in merged.timeline.tracks]
+    assert [finding.rule for finding in merged.findings] == ["reads_of_values"]
+    assert "waiting for the device" in merged.findings[0].sentence
+
+
+def test_files_are_read_and_written(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        head = {KEY: base64.b64encode(gzip.compress(json.dumps(facts(rank, 3000.0 * rank)).encode())).decode()}
+        head |= {"distributedInfo": {"rank": rank, "pg_count": 1}}  # type: ignore[dict-item]
+        body = json.dumps({**head, "traceEvents": rank_events(3000.0 * rank)})
+        (tmp_path / f"trace{rank}.json").write_text(body)
+    profile = Profile.load(tmp_path)
+    assert (profile.ranks, profile.steps, profile.seconds) == ([0, 1], 2, pytest.approx(0.01))
+    files = profile.save(tmp_path / "saved")
+    assert [file.name for file in files] == ["rank0.pt.trace.json.gz", "rank1.pt.trace.json.gz", "merged.json.gz"]
+    again = Profile.load(tmp_path / "saved")
+    assert again.findings == profile.findings
+    assert len(again.findings) == 1
+    merged = json.loads(gzip.decompress(files[-1].read_bytes()))["traceEvents"]
+    assert {row["pid"] for row in merged} == {0, 1}
+    assert [row["ph"] for row in merged if row["name"] == "waits for"] == ["s", "f"] * 2
+    html = profile._repr_html_()
+    assert profile.findings[0].sentence in html
+    assert "svg" in html
+    assert "aten::addmm" in repr(profile)
+    (tmp_path / "text.json").write_text("[]x")
+    with pytest.raises(ValueError, match="is not a trace of torch's profiler"):
+        read_trace(tmp_path / "text.json")
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="there is no trace in"):
+        Profile.load(empty)
+
+
+def test_the_peak_of_allocations_and_what_fits() -> None:
+    read = trace(0)
+    read.memory = [(100.0, 1000, 1), (200.0, 5000, 2), (300.0, -1000, 1), (400.0, 2000, 3), (500.0, -5000, 2)]
+    peak = peak_of(read, Analysis([read], {}, str).samples[0])
+    assert peak.nbytes == 7000
+    assert sum(nbytes for _, nbytes in peak.lines) == 7000
+    parts = {"parameters": 10, "gradients": 10, "optimizer state": 20, "activations at the peak": 40}
+    (more,) = what_fits(parts, 200, 2)
+    assert more.endswith("batches 3.5 times as large would fit")
+    (sharded,) = what_fits(parts, 80, 4)
+    assert sharded.endswith("with FSDP over 4 ranks, batches 1.6 times as large would fit")
+    assert what_fits({"parameters": 10}, 200, 2) == []
