@@ -30,9 +30,8 @@ from notebook_accelerate.launch import start
 from notebook_accelerate.launch.hosts import joining
 from notebook_accelerate.launch.hosts.host_facts import own_hello
 from notebook_accelerate.launch.hosts.remote import curve_keys, listener, stream
-from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
-from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
@@ -292,42 +291,6 @@ def test_a_first_message_that_cannot_be_decoded_ends_the_stream(kernel: _Kernel)
     context.destroy(linger=0)
 
 
-def test_a_host_that_joins_among_many_connections_is_not_counted_as_one_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise it would be ended as the oldest of too many that have not authenticated."""
-    kernel, blocked, go = _Kernel(), threading.Event(), threading.Event()
-
-    def block(text: str) -> None:
-        blocked.set()
-        go.wait(SECONDS)
-
-    monkeypatch.setattr(kernel.listener, "_report", block)
-    address = kernel.listener._peer_address
-
-    def slowly(descriptor: int) -> str:
-        time.sleep(0.002)
-        return address(descriptor)
-
-    monkeypatch.setattr(kernel.listener, "_peer_address", slowly)
-    with socket.create_connection(("127.0.0.1", kernel.port)) as peer:
-        peer.sendall(b"x" * 100)
-    assert blocked.wait(SECONDS)
-    peers = [socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) for _ in range(300)]
-    until(lambda: len(_accepted(kernel.port)) == 300)
-    joining = threading.Thread(target=kernel.connect_host)
-    joining.start()
-    until(lambda: len(_accepted(kernel.port)) == 301)
-    go.set()
-    joining.join(SECONDS)
-    until(lambda: len(kernel.listener._waiting) >= 300)
-    time.sleep(0.5)
-    assert len(kernel.listener._waiting) == 300
-    for each in peers:
-        each.close()
-    kernel.close()
-
-
 def test_a_host_that_exceeds_the_window_is_ended(kernel: _Kernel) -> None:
     context, dealer = _dealer(kernel)
     sent = 0
@@ -544,38 +507,6 @@ def _environment() -> dict[str, str]:
 
 
 # ---- The kernel's process
-
-
-def test_sending_waits_for_no_lock(kernel: _Kernel) -> None:
-    """A cell sends, too: an interrupt of it in Python's code of a lock would leave the lock taken for ever."""
-    host, ours = kernel.connect_host()
-    taken, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with kernel.listener.changed:
-            taken.set()
-            done.wait(SECONDS)
-
-    holding = threading.Thread(target=hold)
-    holding.start()
-    assert taken.wait(SECONDS)
-    sending = threading.Thread(target=HostConnection(IncomingHost(ours, HelloEvent(1, "x"), [])).send, args=[_output()])
-    sending.start()
-    sending.join(10.0)
-    waits = sending.is_alive()
-    done.set()
-    holding.join()
-    assert not waits
-    assert [event for _, event in host.receive(SECONDS)] == [_output()]
-
-
-@pytest.mark.parametrize("keep_alive", [(3600.0, 10800.0), (1e9, 1e9)])
-def test_a_keep_alive_longer_than_libzmq_can_count_is_the_longest(keep_alive: tuple[float, float]) -> None:
-    kernel = _Kernel(keep_alive)
-    host = connect_to_kernel("127.0.0.1", kernel.port, SECRET, HelloEvent(1, "machine-1"), keep_alive)
-    kernel.ends.append(host)
-    _exchange(host, kernel.next_end())
-    kernel.close()
 
 
 def test_connections_leave_no_descriptor_and_no_thread() -> None:
