@@ -102,7 +102,7 @@ def test_runs_are_compared_opened_and_stopped(opened: Any, app: App) -> None:
     page.page.get_by_role("button", name="lr", exact=True).click()
     page.wait_for(f"() => ({ROWS})() === '1,3,2'")
     page.page.get_by_role("searchbox", name="Filter runs").fill("sweep|nothing")
-    page.wait_for(f"() => ({ROWS})() === '2,1'")
+    page.wait_for(f"() => ({ROWS})() === '1,2'")
     page.page.get_by_role("searchbox", name="Filter runs").fill("")
 
     # The panel of a run below its row, and its end by a click.

@@ -61,10 +61,11 @@ CARD = ".na-live"
 HEIGHT = 2200
 """Pixels: a picture shows a whole panel, and not the toolbar over it."""
 SIZES = ((1280, "desktop"), (600, "narrow"))
-# Nothing is wider than the card, except what scrolls in it.
+# Nothing is wider than the card, except what scrolls in it, and curves out of sight, which are drawn later.
 WIDER = """(selector) => {
   const card = document.querySelector(selector), right = card.getBoundingClientRect().right + 1;
-  const scrolls = each => each.closest('.na-scroll, .na-code, pre, .na-log, .lm-TabBar, .na-chart-value, .na-hidden');
+  const scrolling = '.na-scroll, .na-code, pre, .na-log, .lm-TabBar, .na-chart-value, .na-chart-plot, .na-hidden';
+  const scrolls = each => each.closest(scrolling);
   return [...card.querySelectorAll('*')].filter(each => each.checkVisibility() && each.getClientRects().length
     && each.getBoundingClientRect().right > right && !scrolls(each))
     .map(each => `${each.tagName} ${each.className} ${each.textContent.slice(0, 60)}`);
