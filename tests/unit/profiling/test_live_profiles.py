@@ -1,0 +1,136 @@
+"""Profiles and memory of live ranks: what is refused and said in words, other ranks, bounds, and failures."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from notebook_accelerate import notebook_launcher, torch_internals
+from notebook_accelerate.launch import Run
+from notebook_accelerate.telemetry import step_time
+from tests.support.waiting import until
+
+
+def train() -> None:
+    import torch
+
+    from notebook_accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(64, 64)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    while True:
+        model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def logs_only() -> None:
+    from notebook_accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    while True:
+        time.sleep(0.02)
+        accelerator.log({"loop": 1.0})
+
+
+def sleeps() -> None:
+    import torch
+
+    torch.ones(1)
+    while True:
+        time.sleep(0.01)
+
+
+def launched(function: object, processes: int = 1) -> Run:
+    torch_internals.import_inductor()
+    return notebook_launcher(function, (), processes, use_port=0, block=False, panel=False, start_method="fork")  # type: ignore[call-overload]
+
+
+def running(run: Run) -> bool:
+    return run.ended is not None or bool(run.stacks()[0])
+
+
+def test_chosen_ranks_are_profiled_and_a_paused_one_says_so() -> None:
+    run = launched(train, 2)
+    try:
+        until(lambda: run.ended is not None or run.store.last_step.get(1, 0) > 3)
+        profile = run.profile(steps=2, ranks=[1], memory=True)
+        assert (profile.ranks, profile.steps, profile.missing) == ([1], 2, {})
+        assert profile.peaks()[1].nbytes > 64 * 64 * 4
+        assert run.ask("__import__('notebook_accelerate.telemetry.step_time', fromlist='x').on_end")[1] is None
+        run.pause()
+        assert {rank: why.split(" at")[0] for rank, why in run.profile(steps=1).missing.items()} == {
+            0: "paused",
+            1: "paused",
+        }
+        memory = run.memory(seconds=0)
+        assert memory.bytes(0)["parameters"] == 64 * 65 * 4
+        assert memory.bytes(0)["optimizer state"] == 2 * 64 * 65 * 4 + 8
+        for wrong in ({"steps": 0}, {"steps": 10**9}, {"seconds": -1}, {"ranks": [7]}):
+            with pytest.raises(ValueError, match=r"allowed|not ranks of this run"):
+                run.profile(**wrong)  # type: ignore[arg-type]
+    finally:
+        run.stop(grace=1.0)
+    assert run.profile().missing[0].startswith("it is ")
+
+
+def test_metrics_end_the_steps_of_a_training_without_an_optimizer() -> None:
+    run = launched(logs_only)
+    try:
+        until(lambda: run.ended is not None or "loop" in run.metrics)
+        profile = run.profile(steps=3)
+    finally:
+        run.stop(grace=1.0)
+    assert (profile.steps, profile.missing) == (3, {})
+    assert 0.015 < profile.seconds < 60
+
+
+def test_seconds_bound_a_recording_without_steps() -> None:
+    run = launched(sleeps)
+    try:
+        until(lambda: running(run))
+        profile = run.profile(seconds=1.0)
+    finally:
+        run.stop(grace=1.0)
+    assert (profile.ranks, profile.steps, profile.findings) == ([0], 0, [])
+    assert "in which no step was complete" in repr(profile)
+    assert any("time.sleep" in line.line.source for line in profile.lines())
+
+
+def exhausts_memory() -> None:
+    import torch
+
+    kept = torch.ones(1000, 1000)
+    model = torch.nn.Linear(512, 512)
+    model(torch.ones(1, 512)).sum().backward()
+    torch.empty(10**15)
+    del kept
+
+
+def test_an_out_of_memory_failure_says_what_the_memory_held() -> None:
+    run = launched(exhausts_memory)
+    until(lambda: run.ended is not None)
+    message = run.failures[0].message
+    assert "can't allocate memory" in message
+    table = message.partition("memory of this rank when it failed:\n")[2]
+    rows = {line.rsplit("  ", 1)[0].strip(): line.split()[-2:] for line in table.splitlines() if not line.endswith(":")}
+    assert rows["parameters"] == ["1.1", "MB"]
+    assert rows["gradients"] == ["1.1", "MB"]
+    assert rows["kept in exhausts_memory"] == ["4.0", "MB"]
+
+
+def test_nothing_is_imported_or_hooked_until_a_profile_is_asked_for() -> None:
+    run = launched(train)
+    try:
+        until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
+        names = "[n for n in __import__('sys').modules if n.startswith('notebook_accelerate.worker.')]"
+        loaded = run.ask(names)[0]
+    finally:
+        run.stop(grace=1.0)
+    assert step_time.on_end is None
+    for name in ("step_profiler", "timed_samples", "held_tensors", "memory_report"):
+        assert f"notebook_accelerate.worker.{name}" not in loaded
+        assert f"notebook_accelerate.worker.{name}" not in sys.modules
