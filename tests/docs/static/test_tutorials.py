@@ -110,3 +110,17 @@ def test_other_numbers_are_the_same_output_and_other_words_are_not() -> None:
     assert {"-loss #", "+accuracy #"} <= set(saved_outputs.differences(before, other)["a"])
     kept = saved_outputs.merged(before, same, set())
     assert kept["cells"][0]["outputs"][0]["text"] == "loss 0.25\n"
+
+
+def test_a_run_may_have_step_times_or_none() -> None:
+    head = "rank  pid\n────  ───\n0     7\n\n"
+    times = "rank  ms per step  other\n────  ───────────  ─────\n0     7            1 %\n1     7            1 %\n\n"
+    html = "<details><summary>Step time</summary><table></table></details>"
+    with_times, without = (
+        saved_outputs.clean(
+            _cell({"output_type": "display_data", "data": {"text/html": page, "text/plain": text}, "metadata": {}})
+        )
+        for page, text in ((f"<p>a</p>{html}<p>b</p>", f"{head}{times}end"), ("<p>a</p><p>b</p>", f"{head}end"))
+    )
+    assert saved_outputs.differences(with_times, without) == {}
+    assert saved_outputs.differences(with_times, saved_outputs.clean(_cell())) != {}
