@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Value = bool | int | float | str | None
 MAX_ARGUMENTS, MAX_METRICS = 12, 8
 """Columns of arguments, and metrics that have columns."""
-_HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output", "save")
+_HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output", "save", "name")
 """Settings without a column: they do not affect the training, have a column of their own, or may hold a secret."""
 _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|psnr|ssim|r2", re.IGNORECASE)
 _LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)
@@ -147,6 +147,13 @@ def columns(runs: Sequence[ComparedRun], values: BestValues) -> list[Column]:
         Column("took", "number", lambda run: duration(run.elapsed), lambda run: run.elapsed),
         Column("ranks", "number", lambda run: str(_ranks(run) or ""), _ranks),
     ]
+    if any(map(_name, runs)):
+        found.append(Column("name", "text", _name, _name))
+    if any(run.config.detach for run in runs):
+        found += [
+            Column("step", "number", lambda run: str(_step(run) or ""), _step),
+            Column("from", "text", _from, _from),
+        ]
     if any(run.config.tags for run in runs):
         found.append(Column("tags", "text", _tags, _tags))
     found += [_argument(name, runs) for name in _arguments(runs)[:MAX_ARGUMENTS]]
@@ -159,7 +166,22 @@ def columns(runs: Sequence[ComparedRun], values: BestValues) -> list[Column]:
 
 
 def _start(run: ComparedRun) -> str:
-    return datetime.fromtimestamp(run.started).strftime("%H:%M:%S")
+    """Return the time, and the date of a run of another day."""
+    started = datetime.fromtimestamp(run.started)
+    return started.strftime("%H:%M:%S" if started.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
+
+
+def _step(run: ComparedRun) -> int | None:
+    steps = [step for step in list(run.store.last_step.values()) if step >= 0]
+    return max(steps, default=None)
+
+
+def _name(run: ComparedRun) -> str:
+    return str(getattr(run, "given_name", ""))
+
+
+def _from(run: ComparedRun) -> str:
+    return str(getattr(run, "origin", ""))
 
 
 def _tags(run: ComparedRun) -> str:

@@ -206,13 +206,16 @@ def _open(folder: Path) -> Run:
     """Open a run that may have begun a moment ago."""
     deadline = time.monotonic() + OPEN_SECONDS
     while True:
-        begins = any(entry.folder == str(folder) and entry.lives for entry in run_directory.entries())
+        entry = next((entry for entry in run_directory.entries() if entry.folder == str(folder)), None)
         try:
-            return open_run(folder)
+            run = open_run(folder)
         except BrokenRunError:
-            if time.monotonic() > deadline or not begins:
+            if time.monotonic() > deadline or entry is None or not entry.lives:
                 raise
             time.sleep(0.05)
+        else:
+            run.origin = str(entry.origin.get("notebook") or entry.origin.get("folder") or "") if entry else ""
+            return run
 
 
 def detached_runs() -> list[Run]:

@@ -77,6 +77,7 @@ class Run(RunDebugging, RunDisplay):
         function_name: Name of the launched function.
         name: The run's name.
         folder: Where the run is kept; None where it is not.
+        origin: The notebook, or the folder, that launched a detached run; "" for other runs.
         journal: The run's events, in order.
         commands: Commands to the supervisor.
     """
@@ -95,6 +96,7 @@ class Run(RunDebugging, RunDisplay):
         self.config, self.function_name = config, function_name
         self.name = name or config.name or default_name(function_name, self.id)
         self.folder: Path | None = None
+        self.origin = ""
         self.call: RunCall | None = None
         self.journal = Journal() if journal is None else journal
         self.commands: RunCommands = NoCommands() if commands is None else commands
@@ -508,7 +510,7 @@ class Run(RunDebugging, RunDisplay):
             "run = notebook_launcher(...)"
         )
         copied = Run(self.config, self.function_name, self.journal.without_results(why), number=self.id, name=self.name)
-        copied.folder, copied.call = self.folder, self.call
+        copied.folder, copied.origin, copied.call = self.folder, self.origin, self.call
         return copied
 
     # ---- from the journal

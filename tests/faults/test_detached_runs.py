@@ -66,6 +66,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
     project = str(tmp_path / "project")
     with Kernel() as kernel:
         folder = _launch(kernel, "train-3", f"({project!r}, 0.1, 300)")
+        launched_in = kernel.cwd
         followed = attach("train-3")
         until(lambda: followed.store.last_step.get(0, -1) >= 5, seconds=120)
         kernel.kill()
@@ -73,6 +74,12 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
         kernel.check("import notebook_accelerate\nrun = notebook_accelerate.attach('train-3')")
         assert kernel.value("[each.name for each in notebook_accelerate.runs()]") == ["train-3"]
         assert kernel.value("run.status") == "running"
+        assert kernel.value("run.origin") == str(launched_in)
+        kernel.check("from notebook_accelerate.widgets import RunsTable\ntable = RunsTable()")
+        row = dict(zip(*kernel.value("table.rows"), strict=True))
+        assert (row["state"], row["name"], row["from"]) == ("running", "train-3", str(launched_in))
+        assert int(row["step"]) >= 5
+        kernel.check("table.close()")
         assert re.match(r"<Run \d+ 'train-3': train, running, 2 ranks, ", kernel.value("repr(run)"))
         assert kernel.value("'· train-3' in run.panel()._head.value")
         assert kernel.value("list(run.ask('seconds', timeout=60).values())") == [0.1, 0.1]
@@ -82,7 +89,9 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
         attached = kernel.value("[list(each) for each in run.results]")
     assert followed.wait(60)
     assert followed.folder == folder
-    undisturbed = notebook_launcher(train, (str(tmp_path / "plain"), 0.0, 300), num_processes=2, use_port=0, panel=False)
+    undisturbed = notebook_launcher(
+        train, (str(tmp_path / "plain"), 0.0, 300), num_processes=2, use_port=0, panel=False
+    )
     assert tuple(attached) == followed.results == undisturbed.results
     for rank in (0, 1):
         assert followed.metrics["loss"].rank(rank).steps.tolist() == list(range(300))
