@@ -58,11 +58,12 @@ _RULE = re.compile(r"^─+(?:  ─+)*$")
 _IMAGE = re.compile(r'src="data:image/[^"]*"')
 _LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load ).*\n?", re.MULTILINE)
 """What torch, torchao and bitsandbytes log on stderr when they are imported on some machines."""
-_STEP_TIMES = re.compile(
-    r"<details><summary>Step time</summary>.*?</details>|^rank +ms per step[^\n]*\n(?:[^\n]+\n)+",
+_SPEED = re.compile(
+    r"<details><summary>Step time</summary>.*?</details>|^rank +ms per step[^\n]*\n(?:[^\n]+\n)+"
+    r"|<li>Rank \d+ is a straggler[^<]*</li>|^Rank \d+ is a straggler[^\n]*\n",
     re.MULTILINE | re.DOTALL,
 )
-"""The table of step times, as HTML and as text: whether a short run has one depends on its speed."""
+"""The table of step times and stragglers, as HTML and as text: whether a short run has them depends on its speed."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -216,8 +217,8 @@ def gist(cell: dict[str, Any], *, varies: bool) -> list[str]:
     if varies:
         return sorted({shown.partition("\n")[0] for shown in _shown(cell)})
     lines = []
-    shown = _STEP_TIMES.sub("", _ANSI.sub("", _IMAGE.sub("", "\n".join(_shown(cell)))))
-    shown = shown.replace(MEASURED, "").replace("><", ">\n<")
+    shown = _SPEED.sub("", _ANSI.sub("", _IMAGE.sub("", "\n".join(_shown(cell)))))
+    shown = shown.replace(MEASURED, "").replace("<ul></ul>", "").replace("><", ">\n<")
     for line in shown.splitlines():
         words = re.sub(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|\bnan\b|\binf\b", "#", line)
         lines.append(re.sub(r"\s+", " ", re.sub(r"[▁▂▃▄▅▆▇█]+", "▁", re.sub("─+", "─", words))).strip())
