@@ -11,7 +11,7 @@ from notebook_accelerate.launch.report.markup import Markup
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.widgets.front_end import no_widgets
 from notebook_accelerate.widgets.live_panel import close_all
-from notebook_accelerate.widgets.panel_elements import card, style_widget, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_elements import card, style_widget, with_classes
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.timeline_view import TimelineView
 
@@ -32,7 +32,9 @@ class ShownProfile(Protocol):
     def tables_html(self) -> Markup:
         """Return the tables."""
 
-    def _repr_html_(self) -> str: ...
+    @property
+    def html(self) -> str:
+        """The static form."""
 
 
 class ProfilePanel:
@@ -45,7 +47,7 @@ class ProfilePanel:
     def __init__(self, profile: ShownProfile) -> None:
         self.view = TimelineView(profile.timeline)
         self.widget = card(*self.parts(profile, self.view))
-        static = {"text/plain": repr(profile), "text/html": profile._repr_html_()}
+        static = {"text/plain": repr(profile), "text/html": profile.html}
         self._shown = PanelOutput(lambda: static, lambda: "Profile")
 
     @staticmethod
@@ -73,9 +75,6 @@ class ProfilePanel:
         """Delete the view; the cell that shows it keeps its static form."""
         self._shown.end()
         close_all(self.widget)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return widget_bundle(self.widget, {})
 
 
 def show(profile: ShownProfile) -> bool:

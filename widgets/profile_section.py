@@ -78,7 +78,7 @@ class ProfileSection:
             self._say(f"No rank was profiled: {reasons}", "warn", CLOSE)
             return
         replaced, self._parts = self._parts, ProfilePanel.parts(profile, TimelineView(profile.timeline))
-        self.profile, self._static = profile, Markup(profile._repr_html_())
+        self.profile, self._static = profile, Markup(profile.html)
         self._say(f"Profile of {STEPS} steps", "", CLOSE)
         for part in replaced:
             close_all(part)

@@ -65,10 +65,10 @@ def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
     span = max(timeline.span, 1e-6)
     tick = span / TICKS
     columns = {
-        "start": _column(timeline, orders, "start", lambda values: np.clip(values / tick, 0, TICKS).round(), "<u4"),
-        "duration": _column(timeline, orders, "duration", None, "<f4"),
-        "name": _column(timeline, orders, "names", None, "<u2" if len(timeline.names) <= 1 << 16 else "<u4"),
-        "category": _column(timeline, orders, "category", None, "u1"),
+        "start": _column(timeline, orders, "start", "<u4", tick),
+        "duration": _column(timeline, orders, "duration", "<f4"),
+        "name": _column(timeline, orders, "names", "<u2" if len(timeline.names) <= 1 << 16 else "<u4"),
+        "category": _column(timeline, orders, "category", "u1"),
     }
     return {
         "tracks": [_head(track, order) for track, order in zip(timeline.tracks, orders, strict=True)],
@@ -109,11 +109,11 @@ def _head(track: Track, order: np.ndarray) -> dict[str, Any]:
     return {"rank": track.rank, "name": track.name[:MAX_NAME], "lanes": depths}
 
 
-def _column(timeline: Timeline, orders: Sequence[np.ndarray], name: str, convert: Any, kind: str) -> bytes:
+def _column(timeline: Timeline, orders: Sequence[np.ndarray], name: str, kind: str, unit: float = 1.0) -> bytes:
     parts = []
     for track, order in zip(timeline.tracks, orders, strict=True):
         values = np.asarray(getattr(track, name))[order]
-        parts.append((convert(values) if convert else values).astype(kind))
+        parts.append((values if unit == 1.0 else np.clip(values / unit, 0, TICKS).round()).astype(kind))
     return np.concatenate(parts).tobytes() if parts else b""
 
 

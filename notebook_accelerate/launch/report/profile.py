@@ -237,10 +237,15 @@ class Profile:
         tables = [rows for rows in (self._line_rows(), self._op_rows()) if len(rows) > 1]
         return join([html_table(rows[0], rows[1:], columns=_columns(rows[0])) for rows in tables])
 
-    def _repr_html_(self) -> str:
+    @property
+    def html(self) -> str:
+        """Sentences, a picture of the timeline and the tables as static HTML."""
         picture = timeline_svg(self.timeline) if self.paths else Markup()
         parts = [self.summary_html(), picture, self.tables_html()]
         return element("div", *parts, class_="notebook-accelerate-profile")
+
+    def _repr_html_(self) -> str:
+        return self.html
 
     def _ipython_display_(self) -> None:
         """Show the live view where there are widgets; otherwise IPython shows the static form."""

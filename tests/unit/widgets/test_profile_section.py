@@ -28,7 +28,8 @@ class _Profile:
     def tables_html(self) -> Markup:
         return element("table")
 
-    def _repr_html_(self) -> str:
+    @property
+    def html(self) -> str:
         return element("p", "static <form>")
 
 
