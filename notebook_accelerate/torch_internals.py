@@ -1,6 +1,6 @@
 """Everything this package uses of torch that torch does not document: nowhere else is a private name of torch used.
 
-Tried with torch 2.7 to 2.15: ``tests/unit/test_torch_internals.py`` tries each, and `make test-matrix` runs it with the
+Tried with torch 2.9 to 2.15: ``tests/unit/test_torch_internals.py`` tries each, and `make test-matrix` runs it with the
 oldest, a middle and the newest torch. Importing this module imports no torch.
 """
 
@@ -97,7 +97,7 @@ def __getattr__(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"torch {import_module('torch').__version__} has no {module}.{attribute}, a private name ({error}); "
-            "notebook_accelerate was tried with torch 2.7 to 2.15: install one of these"
+            "notebook_accelerate was tried with torch 2.9 to 2.15: install one of these"
         ) from error
     globals()[name] = value
     return value
@@ -188,13 +188,8 @@ def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> An
 
 
 def flight_recorder() -> Callable[[bool, bool], bytes] | None:
-    """Return the function that dumps torch's flight recorder as JSON; None in a torch without one, or not loaded.
-
-    Older ones record NCCL's operations only, under the second name.
-    """
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-    return next((dump for name in names if (dump := getattr(c10d, name, None)) is not None), None)
+    """Return the function that dumps torch's flight recorder as JSON; None in a torch without one, or not loaded."""
+    return getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
 
 
 # -- Devices, meshes and tensors ---------------------------------------------------------------------------------------
@@ -299,7 +294,7 @@ def refresh_parameters(module: nn.Module) -> None:
 
 
 def has_own_names(module: nn.Module) -> bool:
-    """Return whether a module leaves the names of its parameters in state dicts as they are (torch 2.7 and newer).
+    """Return whether a module leaves the names of its parameters in state dicts as they are.
 
     Args:
         module: The module.
@@ -455,6 +450,7 @@ __all__ = [
     "group_timeout",
     "has_own_names",
     "hybrid_zero2",
+    "import_inductor",
     "is_compiled",
     "is_compiled_in_place",
     "local_tensor",

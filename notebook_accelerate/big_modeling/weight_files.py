@@ -44,10 +44,9 @@ _DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
 }
-if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
-    _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _MAX_PART = 255
 """Bytes of the longest name of a file: most systems report longer ones by an error of their own."""
 _CALLERS = (TypeError, AttributeError, ValueError)

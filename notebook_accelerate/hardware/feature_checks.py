@@ -76,8 +76,8 @@ def is_deepspeed_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Return whether torch has pipeline parallelism (2.4)."""
-    return is_torch_version(">=", "2.4.0")
+    """Return whether torch has pipeline parallelism: always."""
+    return True
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
@@ -236,8 +236,8 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether ``torch.load(weights_only=True)`` accepts a list of safe classes (torch 2.4)."""
-    return is_torch_version(">=", "2.4.0")
+    """Return whether ``torch.load(weights_only=True)`` accepts a list of safe classes: always."""
+    return True
 
 
 # -- devices
@@ -346,9 +346,7 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 def is_xccl_available() -> bool:
     """Return whether torch has the back end for process groups of Intel GPUs."""
-    if not torch_build.read().xpu or is_torch_version("<", "2.7.0"):
-        return False
-    return bool(importlib.import_module("torch.distributed").is_xccl_available())
+    return bool(torch_build.read().xpu) and bool(importlib.import_module("torch.distributed").is_xccl_available())
 
 
 def is_torch_distributed_available() -> bool:
@@ -394,8 +392,6 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """
     if is_torch_tpu_available() or is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
-    if is_mps_available():
-        return is_torch_version(">=", "2.6.0")
     return True
 
 

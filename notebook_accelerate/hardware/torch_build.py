@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from packaging.version import Version
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
@@ -58,9 +56,5 @@ FLIGHT_RECORDER_ENTRIES = "100"
 
 
 def flight_recorder_variables() -> dict[str, str]:
-    """Return the variable that turns on torch's flight recorder in a rank; torch 2.9 renamed it."""
-    version = read().version
-    if version is None:
-        return {}
-    old = Version(version) < Version("2.9")
-    return {"TORCH_NCCL_TRACE_BUFFER_SIZE" if old else "TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES}
+    """Return the variable that turns on torch's flight recorder in a rank."""
+    return {} if read().version is None else {"TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES}

@@ -10,7 +10,7 @@ from pathlib import Path
 from notebook_accelerate.hardware.process_stat import read_stat
 
 _NAME = "pt_gloo_runloop"
-"""Name of the threads in torch 2.13 and later; torch 2.7 and before give them none."""
+"""Name of the threads in torch 2.13 and later; torch 2.9 gives them none."""
 _TASKS = Path("/proc/self/task")
 _CHECK_PERIOD = 0.001
 """Seconds between two checks of the threads, during which they may take the interpreter's lock."""

@@ -13,11 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from notebook_accelerate.hardware.versions import is_torch_version
-
-MINIMUM = "2.8"
-"""The oldest torch for context parallelism: with torch 2.7.1 on the CPU, losses differ from the second step on."""
-
 
 @contextmanager
 def split_sequences(
@@ -42,11 +37,6 @@ def split_sequences(
 
     from notebook_accelerate.torch_internals import set_rotate_method
 
-    if is_torch_version("<", MINIMUM):
-        raise ValueError(
-            f"cp_size={mesh.size()} needs torch {MINIMUM} or later; the gradients of torch "
-            f"{torch.__version__} are not those of whole sequences: pip install -U 'torch>={MINIMUM}'"
-        )
     _check(buffers, dims, kept_split, 2 * mesh.size())
     set_rotate_method(exchange)
     with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(kept_split)):

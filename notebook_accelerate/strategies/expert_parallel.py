@@ -23,8 +23,8 @@ from notebook_accelerate.strategies.sharding.split_layers import SplitLayersStra
 from notebook_accelerate.strategies.tied_weights import retie, tied_names
 from notebook_accelerate.torch_internals import Dropout
 
-MINIMUM = "2.8"
-"""The oldest torch for expert parallelism: with torch 2.7.1 on the CPU, norms are twice those of the whole model."""
+MINIMUM = "2.10"
+"""The oldest torch for expert parallelism: torch 2.9 gathers experts that FSDP 2 shards unevenly with rows missing."""
 
 
 def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
@@ -45,8 +45,8 @@ def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
         return
     if is_torch_version("<", MINIMUM):
         raise ValueError(
-            f"ep_size={ranks['ep'].size()} needs torch {MINIMUM} or later; torch {torch.__version__} computes other "
-            f"gradients than for the whole model: pip install -U 'torch>={MINIMUM}'"
+            f"ep_size={ranks['ep'].size()} needs torch {MINIMUM} or later; torch {torch.__version__} gathers "
+            f"unevenly sharded experts with rows missing: pip install -U 'torch>={MINIMUM}'"
         )
     if model_has_dtensor(model):
         raise ValueError(f"{type(model).__name__} is split already, and ep_size needs whole weights; load it unsplit")

@@ -35,7 +35,7 @@ _SETTINGS: dict[str, str] = {
     "backends.cudnn.deterministic": "",
     "set_float32_matmul_precision": "get_float32_matmul_precision",
     "backends.cudnn.allow_tf32": "",
-    # After the two older settings, which change these: torch 2.9 and later.
+    # After the two older settings, which change these.
     "backends.cuda.matmul.fp32_precision": "",
     "backends.mkldnn.matmul.fp32_precision": "",
     "backends.cudnn.conv.fp32_precision": "",

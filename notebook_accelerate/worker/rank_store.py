@@ -10,11 +10,8 @@ from typing import Any
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.addresses import listen
-from notebook_accelerate.hardware.versions import is_torch_version
 
 _stores: list[Any] = []
-_LIBUV_LISTENS = "2.8"
-"""Since this torch, the store of its default back end, libuv, takes a socket that listens already."""
 
 
 def serve() -> None:
@@ -36,7 +33,7 @@ def serve() -> None:
     _stores.append(
         TCPStore(
             address, int(port), is_master=True, wait_for_workers=False, multi_tenant=True,
-            master_listen_fd=listener.detach(), use_libuv=is_torch_version(">=", _LIBUV_LISTENS),
+            master_listen_fd=listener.detach(),
         )
     )  # fmt: skip
 

@@ -12,12 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, ParallelismConfig
-from notebook_accelerate.hardware.versions import is_torch_version
-from notebook_accelerate.strategies.context_parallel import MINIMUM
 from tests.parity.strategies.scripts import held
 from tests.support.ranks import RankError, run_ranks
-
-pytestmark = pytest.mark.skipif(is_torch_version("<", MINIMUM), reason=f"context parallelism needs torch {MINIMUM}")
 
 
 def net() -> nn.Sequential:

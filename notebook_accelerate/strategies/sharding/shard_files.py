@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import io
 import os
+import pickle
 import sys
 import threading
 import zipfile
@@ -90,7 +91,8 @@ class ShardWriter(FileSystemWriter):
             results: The locations of all ranks' entries.
         """
         super().finish(metadata, results)
-        self.metadata = metadata
+        # Some versions of torch (2.9) complete a copy, and leave the locations out of this object.
+        self.metadata = pickle.loads(Path(self.path, ".metadata").read_bytes())
 
 
 def is_object(item: WriteItem) -> bool:

@@ -58,7 +58,7 @@ def test_waiting_ends_at_the_limit() -> None:
     thread.end()
 
 
-@pytest.mark.skipif(is_torch_version("<", "2.8"), reason="gloo's threads have no names in torch 2.7 and before")
+@pytest.mark.skipif(is_torch_version("<", "2.13"), reason="gloo's threads have names since torch 2.13")
 def test_gloos_threads_are_found_by_name(interpreters: InterpreterServer) -> None:
     code = (
         "import time\n"

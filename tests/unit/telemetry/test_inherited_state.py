@@ -163,7 +163,6 @@ torch.set_float32_matmul_precision("medium")
     assert _in_processes(interpreters, setup, f"[{', '.join(names)}]") == expected
 
 
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 and later")
 def test_precisions_set_in_the_newer_way_are_inherited(interpreters: InterpreterServer) -> None:
     """Torch then refuses to return them in the older way, with a RuntimeError."""
     setup = "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.mkldnn.matmul.fp32_precision = 'bf16'"
