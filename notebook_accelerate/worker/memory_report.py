@@ -15,6 +15,7 @@ from typing import Any
 from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size
 from notebook_accelerate.telemetry import memory_text
 from notebook_accelerate.telemetry.tracebacks import is_user_code
+from notebook_accelerate.torch_internals import local_tensor
 from notebook_accelerate.worker.held_tensors import user_frames
 
 MAX_ROWS = 20
@@ -32,7 +33,7 @@ class _Held:
         total = 0
         for tensor in tensors:
             with suppress(Exception):  # of a subclass without storage
-                local = getattr(tensor, "_local_tensor", tensor)
+                local = local_tensor(tensor) if hasattr(tensor, "device_mesh") else tensor
                 storage = local.untyped_storage()
                 key = str(local.device), storage.data_ptr()
                 if key[1] and key not in self._seen:
