@@ -7,8 +7,8 @@ from functools import cached_property
 
 from notebook_accelerate.profiling.collective_waits import Joined
 from notebook_accelerate.profiling.facts import ProfileFacts, RankReader, find_waits
-from notebook_accelerate.profiling.findings import Finding, find
 from notebook_accelerate.profiling.op_table import LineSeconds, OpTime, line_table, op_table
+from notebook_accelerate.profiling.profile_findings import Finding, find
 from notebook_accelerate.profiling.sampled_lines import SampledLines, Where
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.profiling.timeline_merge import Merger, join_collectives

@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.worker import stacks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_NAMES, MAX_ITEMS, MAX_FOUND, MAX_NODES, MAX_READ_NODES = 500, 100_000, 50, 20_000, 200
 _CONTAINERS = (list, tuple, set, dict)
@@ -39,7 +42,7 @@ def variables() -> Iterator[tuple[str, str, Any]]:
                     yield from _attributes(name, function, value, seen)
 
 
-def _attributes(name: str, function: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
+def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
     torch: Any = sys.modules["torch"]
     if isinstance(value, (type, *_CONTAINERS)) or not hasattr(value, "__dict__") or isinstance(value, torch.Tensor):
         return
@@ -88,7 +91,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
     return {"count": len(tensors), "bytes": sum(each.nbytes for each in tensors), "kind": "container", "id": id(value)}
 
 
-def _of_tensor(value: Any, *, attribute: bool) -> dict[str, Any] | None:
+def _of_tensor(value: Tensor, *, attribute: bool) -> dict[str, Any] | None:
     if not _has_graph(value):
         return None
     saved, nodes = graph_size(value)
@@ -97,11 +100,11 @@ def _of_tensor(value: Any, *, attribute: bool) -> dict[str, Any] | None:
     return {"count": 1, "bytes": saved, "kind": "tensor", "nodes": nodes}
 
 
-def _has_graph(tensor: Any) -> bool:
+def _has_graph(tensor: Tensor) -> bool:
     return tensor.requires_grad and tensor.grad_fn is not None
 
 
-def graph_size(tensor: Any) -> tuple[int, int]:
+def graph_size(tensor: Tensor) -> tuple[int, int]:
     """Return the bytes of activations that a tensor's graph still keeps, and the number of its nodes, both bounded."""
     torch: Any = sys.modules["torch"]
     pending: list[Any] = [tensor.grad_fn]

@@ -94,7 +94,7 @@ def _module_row(module: Any, state: dict[int, Any], held: _Held) -> list[int]:
     return [held.add([*parameters, *module.buffers(recurse=False)]), held.add(grads), held.add(states)]
 
 
-def _tensors(value: Any) -> list[Any]:
+def _tensors(value: object) -> list[Any]:
     torch: Any = sys.modules["torch"]
     return [each for each in (value.values() if isinstance(value, dict) else ()) if isinstance(each, torch.Tensor)]
 

@@ -170,8 +170,8 @@ def p95(values: list[int]) -> int:
 
 GRAPH = {name: imported(name) for name in MODULES}
 FIGURES: dict[str, tuple[Callable[[], int], int]] = {
-    "files": (lambda: len(MODULES), 520),
-    "lines of code": (lines_of_code, 46_500),
+    "files": (lambda: len(MODULES), 560),
+    "lines of code": (lines_of_code, 50_000),
     "function length, 95th percentile": (
         lambda: p95([length.lines for path in MODULES.values() for length in functions_of(path)]),
         17,

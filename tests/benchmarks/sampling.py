@@ -66,6 +66,11 @@ class Meter:
         """Forget the steps so far."""
         self.seconds, self.with_torch = [], with_torch
 
+    @property
+    def done(self) -> bool:
+        """Whether torch's own profiler has written what it was asked for."""
+        return not self.with_torch and not self._left
+
     def lost(self) -> float:
         """Return the seconds by which steps were longer than usual since ``begin``."""
         usual = sorted(self.seconds)[len(self.seconds) // 2]
@@ -128,7 +133,8 @@ def profiling() -> Iterator[Figure]:
 
         def by_torch() -> float:
             run.ask("meter.begin(with_torch=True)")
-            time.sleep(1.0)
+            while not run.ask("meter.done and len(meter.seconds) > 20")[0]:
+                time.sleep(0.2)
             return float(run.ask("meter.lost()")[0])
 
         ours, torch_own = alternate(7, by_run, by_torch)

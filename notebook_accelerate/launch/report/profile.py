@@ -19,9 +19,9 @@ from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
 from notebook_accelerate.profiling.analysis import Analysis
-from notebook_accelerate.profiling.findings import Finding
 from notebook_accelerate.profiling.memory_facts import PeakMemory, peak_of
 from notebook_accelerate.profiling.op_table import LineSeconds, OpTime
+from notebook_accelerate.profiling.profile_findings import Finding
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.profiling.trace import RankTrace, read_trace
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
