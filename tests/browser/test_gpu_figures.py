@@ -71,7 +71,7 @@ def test_the_gpus_of_the_machine_and_of_each_rank_are_shown(machine: tuple[str, 
         page.idle()
     page.wait_for(f"() => document.body.innerText.includes(\"('cuda', {count}, '{name}')\")")
     page.wait_for("(text) => document.body.innerText.includes(text)", f"{count} × cuda")
-    page.shot(f"{name}-configure")
+    page.shot(f"{name}-configure", ".na-config")
     page.run(3)
     page.wait_for("() => [...document.querySelectorAll('.na-live')].at(-1)?.innerText.includes('GPU memory')")
     page.page.locator(".na-tabs [role=tab]", has_text="Ranks").click()
