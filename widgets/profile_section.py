@@ -42,7 +42,7 @@ class ProfileSection:
         self.run, self._changed = run, changed
         self.profile: Profile | None = None
         self.recording = False
-        self._status = with_classes(ActionRows(self._act, "Profile"), "na-attention")
+        self._status: Any = None  # created at the first click: most panels are never asked for a profile
         self.widget: Any = with_classes(ipywidgets.VBox(), "na-profile")
         self._parts: list[Any] = []
         self._static = Markup()
@@ -66,6 +66,8 @@ class ProfileSection:
             self._changed()
 
     def _say(self, text: str, tone: str = "", *actions: Action) -> None:
+        if self._status is None:
+            self._status = with_classes(ActionRows(self._act, "Profile"), "na-attention")
         self._status.show([ActionRow(key="profile", text=text, actions=actions, tone=tone)])
         self.widget.children = [self._status, *self._parts]
 
@@ -99,7 +101,7 @@ class ProfileSection:
     def close(self) -> None:
         """Delete what is not shown, which is no part of the panel's tree of widgets."""
         for part in (self._status, *self._parts):
-            if part not in self.widget.children:
+            if part is not None and part not in self.widget.children:
                 close_all(part)
 
 
