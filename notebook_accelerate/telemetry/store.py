@@ -311,7 +311,7 @@ class Store:
         self._log_count: Counter[int] = Counter()
         self.log_total = 0
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
-        self._counted: set[int] = set()
+        self._counted: dict[int, int] = {}  # by rank, the optimizer's latest step: what is logged may count otherwise
         self._subscribers: list[Callable[[Sequence[Record]], None]] = []
         self._automatic: Store | None = None
         self.progress: dict[int, ProgressEvent] = {}
@@ -453,8 +453,8 @@ class Store:
     def _add_progress(self, record: Record, event: ProgressEvent) -> None:
         self.progress[record.rank] = event
         if event.total is None:
-            before = self.last_step.get(record.rank, event.step) if record.rank in self._counted else event.step
-            self._counted.add(record.rank)
+            before = self._counted.get(record.rank, event.step)
+            self._counted[record.rank] = event.step
             self._count_steps(record.rank, max(1, event.step - before))  # a kept run has not the events of all steps
         else:
             self.loops[record.rank] = event

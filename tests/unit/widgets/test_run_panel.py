@@ -153,6 +153,15 @@ def test_progress_through_the_epoch_of_a_prepared_loader() -> None:
     assert "step 13" in _text(one.look())
 
 
+def test_logged_steps_from_zero_do_not_count_twice() -> None:
+    one = _Panel()
+    for rank in range(2):
+        feed(one.run, EpochEvent(0, 100), rank=rank)
+        for step in range(10):
+            feed(one.run, ProgressEvent(step + 1), MetricEvent({"loss": 1.0}, step), rank=rank)
+    assert "epoch 1 step 10 of 100 10 %" in _text(one.look())
+
+
 def _stall(run: Run, verdict: str = "rank 1 never reached all_reduce #4") -> None:
     run.journal.append(RunStalled(START - 10, verdict))
 
