@@ -47,6 +47,9 @@ def find(facts: ProfileFacts) -> list[Finding]:
     """Return the findings, those that take most time first."""
     ranks = [each for each in facts.ranks if each.steps and each.step > 0]
     found = [finding for rule in RULES for finding in rule(ranks)]
+    reading = {rank for each in found if each.rule == "reads_of_values" for rank in each.ranks}
+    # The operations between two reads are small too: the reads are what to change.
+    found = [each for each in found if each.rule != "small_operations" or not reading.issuperset(each.ranks)]
     found += slowest_rank(ranks, facts, explained={rank for each in found for rank in each.ranks if each.seconds})
     return sorted(found, key=lambda finding: -finding.seconds)
 
