@@ -144,15 +144,19 @@ def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
 def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Most of a step is the launching of small operations."""
 
-    def small(each: RankFacts) -> bool:
+    def many(each: RankFacts) -> bool:
         if each.kernels:
-            idle = each.kernel_seconds < 0.5 * each.step
-            return each.kernels >= MANY_KERNELS and idle and each.kernel_seconds / each.kernels < 10e-6
-        busy = each.small_seconds >= LEAST_SMALL * each.running
-        return each.small_ops >= MANY_OPS and each.small_ops >= 0.7 * each.ops and busy
+            return each.kernels >= MANY_KERNELS and each.kernel_seconds / each.kernels < 10e-6
+        return each.small_ops >= MANY_OPS and each.small_ops >= 0.7 * each.ops
+
+    def costly(each: RankFacts) -> bool:
+        if each.kernels:
+            return each.kernel_seconds < 0.5 * each.step
+        return each.small_seconds >= LEAST_SMALL * each.running
 
     found = []
-    for group in _together([each for each in ranks if small(each) and not each.compiled]):
+    launching = [each for each in ranks if many(each) and not each.compiled]
+    for group in _together(launching if any(costly(each) for each in launching) else []):
         first = max(group, key=lambda each: each.small_seconds)
         count, seconds, whole = (
             (first.kernels, first.step - first.kernel_seconds, first.step)
