@@ -180,9 +180,9 @@ def logging_storm() -> None:
 
 def checkpoint_each_step() -> None:
     accelerator = Accelerator(cpu=True)
-    model, optimizer = prepared(accelerator)
+    model, optimizer = prepared(accelerator, mlp(2048))
     with tempfile.TemporaryDirectory() as folder:
-        for batch in batches():
+        for batch in batches(16):
             step(accelerator, model, optimizer, batch)
             torch.save(model.state_dict(), Path(folder) / "model.pt")
 
