@@ -10,6 +10,7 @@ import pytest
 
 from notebook_accelerate import notebook_launcher, torch_internals
 from notebook_accelerate.launch import Run
+from tests.support.nightly import rest_nightly
 from tests.support.profiled_trainings import HEALTHY, PLANTED
 from tests.support.waiting import until
 
@@ -30,6 +31,8 @@ SENTENCES = {
     "slowest_rank": r"^rank 0 waits [\d.]+ ms per step for rank 1 in all_reduce #\d+ \([\d.]+ [kM]B\), which is at .*sleep",  # noqa: E501
 }
 
+DAILY = {"slow_loader", "growing_graphs", "full_precision", "not_compiled", "with_accelerator", "with_loader"}
+
 
 @contextmanager
 def training(function: Callable[[], None]) -> Iterator[Run]:
@@ -43,7 +46,7 @@ def training(function: Callable[[], None]) -> Iterator[Run]:
         run.stop(grace=1.0)
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", rest_nightly(((name,) for name in PLANTED), daily=lambda name: name in DAILY))
 def test_a_planted_fault_is_found_by_its_sentence(name: str) -> None:
     with training(PLANTED[name]) as run:
         profile = run.profile(steps=5)
@@ -54,7 +57,7 @@ def test_a_planted_fault_is_found_by_its_sentence(name: str) -> None:
     assert re.search(SENTENCES[name], found.sentence), found.sentence
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", rest_nightly(((name,) for name in HEALTHY), daily=lambda name: name in DAILY))
 def test_a_healthy_training_has_no_sentence(name: str) -> None:
     with training(HEALTHY[name]) as run:
         profile = run.profile(steps=5)
