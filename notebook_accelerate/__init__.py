@@ -63,7 +63,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.inference import prepare_pippy as prepare_pippy
     from notebook_accelerate.integrations.accelerate_alias import as_accelerate as as_accelerate
     from notebook_accelerate.launch import (
+        Profile as Profile,
         Run as Run,
+        RunMemory as RunMemory,
         attach as attach,
         debug as debug,
         open_run as open_run,
