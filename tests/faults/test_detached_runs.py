@@ -64,7 +64,7 @@ def _launch(kernel: Kernel, name: str, arguments: str, more: str = "") -> Path:
 
 def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None:
     project = str(tmp_path / "project")
-    with Kernel() as kernel:
+    with Kernel(cwd=tmp_path) as kernel:  # its own folder is deleted while the ranks run
         folder = _launch(kernel, "train-3", f"({project!r}, 0.1, 300)")
         launched_in = kernel.cwd
         followed = attach("train-3")
@@ -105,7 +105,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
 
 
 def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
-    with Kernel() as kernel:
+    with Kernel(cwd=state) as kernel:
         _launch(kernel, "stops", "('', 0.0, 3, -1, 1)")
         followed = attach("stops")
         until(lambda: followed.prompts == (1,), seconds=120)
@@ -122,7 +122,7 @@ def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
 
 
 def test_the_ranks_of_a_failed_run_are_held_for_the_next_kernel(state: Path) -> None:
-    with Kernel() as kernel:
+    with Kernel(cwd=state) as kernel:
         _launch(kernel, "fails", "('', 0.0, 5, 3)", ", debug=True")
         followed = attach("fails")
         until(lambda: followed.status == "failed" and followed.held, seconds=120)
