@@ -370,7 +370,7 @@ def test_a_dead_node_is_named_and_training_resumes_on_the_others(cluster: LocalC
     found["Ranks"].remove("node")
     assert found.pop("Attempts") == ["attempt", "started", "seconds", "outcome"]
     assert found == expected
-    assert {"Ranks", "Metrics", "Sharding", "Configuration", "Environment"} == expected.keys()
+    assert {"Ranks", "Metrics", "Sharding", "Launch", "Configuration", "Environment"} == expected.keys()
     assert all(run.store.peak_memory[rank] > 0 for rank in range(3))
 
 
