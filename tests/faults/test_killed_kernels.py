@@ -18,6 +18,7 @@ from notebook_accelerate.launch.detached import run_directory
 from tests.faults.test_kept_runs import train
 from tests.support.detached import user_folder
 from tests.support.kernel import Kernel
+from tests.support.nightly import rest_nightly
 from tests.support.waiting import until
 
 _STEPS = 50
@@ -33,6 +34,7 @@ def train(*arguments):
 _LAUNCH = "run = notebook_launcher(train, {}, num_processes=2, use_port=0, detach=True, name='killed', panel=False{})"
 _SCENES = {"start": -1, "run": 4, "failure": 18, "breakpoint": 5, "save": 17}
 """Where the kernel is killed, and the step that the run has reached then; some time later."""
+_DAILY = {"start", "save"}
 _SECONDS = {"start": 5.0}
 """Seconds within which the kernel is killed then."""
 
@@ -53,7 +55,7 @@ def _undisturbed() -> tuple[tuple[Any, ...], list[list[int]], list[list[str]]]:
     return run.results, steps, [run.logs(rank) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("scene", _SCENES)
+@pytest.mark.parametrize("scene", rest_nightly(((scene,) for scene in _SCENES), lambda scene: scene in _DAILY))
 def test_a_kernel_killed_at_a_random_moment(state: Path, tmp_path: Path, scene: str) -> None:
     _kill_at(scene, time.time_ns(), tmp_path)
 
