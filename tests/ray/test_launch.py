@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -184,6 +185,33 @@ def test_a_killed_actor_is_reported_and_the_group_restarts(cluster: LocalCluster
     assert run.results == ("1", "1")
     words = r"rank 1: node 1 \(.*127\.0\.0\.\d\) was lost: its actor's process has died"
     assert re.search(words, run.attempts[0].outcome)
+
+
+def test_ranks_that_ray_kills_with_their_actor_have_not_failed(cluster: LocalCluster) -> None:
+    """A worker of Ray whose node is lost kills its child processes first, then itself."""
+
+    def fragile() -> str:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1":
+                kill = f"kill -9 {os.getpid()}; sleep 0.3; kill -9 {os.getppid()}"
+                subprocess.Popen(["sh", "-c", kill], start_new_session=True)
+            time.sleep(600)
+        return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    run = notebook_launcher(fragile, (), 2, on=RayCluster(strategy="STRICT_SPREAD"), max_restarts=1)
+    assert run.results == ("1", "1")
+    words = r"rank 1: node 1 \(.*127\.0\.0\.\d\) was lost: its actor's process has died"
+    assert re.search(words, run.attempts[0].outcome)
+
+
+def test_a_killed_rank_is_reported_while_its_actor_lives(cluster: LocalCluster) -> None:
+    def fragile() -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    with pytest.raises(WorkerError, match=r"killed by SIGKILL"):
+        notebook_launcher(fragile, (), 2, on=RayCluster(strategy="STRICT_SPREAD"))
 
 
 def test_the_ranks_of_a_node_have_one_host(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -7,20 +7,51 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import threading
+import time
 from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch.hosts.joining import FunctionHost
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, RankEvent, SignalOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.processes import ports
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.processes.rank_process import RankProcess
+    from notebook_accelerate.launch.state.rank_exit import Exit
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TUNNEL_BYTES = 1 << 20
 TUNNEL_SECONDS = 10.0
 """Seconds that a tunnel waits for its connection, and then for data."""
+KILLED_SECONDS = 1.0
+"""Seconds after the end of a killed rank in which an actor that Ray ends has ended itself."""
+
+
+class ActorHost(FunctionHost):
+    """The host in an actor.
+
+    Ray's workers kill their child processes before they end, as when their node is lost (Ray 2.60, `QuickExit`). The
+    ranks have then not failed by themselves, and this host is lost a moment later: it waits for that moment before it
+    reports the end of a rank by a SIGKILL that the kernel has not ordered.
+    """
+
+    _killed_by_order = _has_waited = False
+
+    def report_end(self, rank: int, end: Exit) -> None:
+        """See ``Host.report_end``."""
+        if end.signal == signal.SIGKILL and not (self._killed_by_order or self._has_waited):
+            self._has_waited = True  # the attempt has failed: the other ranks are killed too
+            time.sleep(KILLED_SECONDS)
+        super().report_end(rank, end)
+
+    def _carry_out(self, order: RankEvent, rank: RankProcess) -> None:
+        self._killed_by_order |= isinstance(order, SignalOrder) and order.number == signal.SIGKILL
+        super()._carry_out(order, rank)
 
 
 class NodeHost:
@@ -59,7 +90,7 @@ class NodeHost:
         interface = interface_of(own_address)
         network = {name: interface for name in INTERFACE_VARIABLES if interface and name not in os.environ}
         stream = connect_to_kernel(*where, secret, HelloEvent(node, host, port=rendezvous))
-        with closing(FunctionHost(stream, {**network, **devices})) as serving:
+        with closing(ActorHost(stream, {**network, **devices})) as serving:
             while (message := serving.next_message()) is not None:
                 serving.handle_message(message)
 

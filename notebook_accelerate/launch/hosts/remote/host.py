@@ -24,6 +24,7 @@ from notebook_accelerate.telemetry.sampler import Sampler
 if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.stream import Stream
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
+    from notebook_accelerate.launch.state.rank_exit import Exit
     from notebook_accelerate.telemetry.store import Record
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
@@ -175,6 +176,10 @@ class Host:
             return
         process.drain(self, channel=True)
         self.release(process)
+        self.report_end(rank, end)
+
+    def report_end(self, rank: int, end: Exit) -> None:
+        """Report that a rank has ended, and how; all its output was sent."""
         self.send(protocol.EndedEvent(rank, end.code, end.signal, end.max_rss))
 
     def release(self, process: RankProcess) -> None:
