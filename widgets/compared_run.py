@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from notebook_accelerate.config.hidden_values import hide_credentials
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.launch.report.number_format import number
-from notebook_accelerate.widgets.run_summary import duration
+from notebook_accelerate.widgets.run_summary import duration, status
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -93,6 +93,12 @@ def label_of(run: ComparedRun) -> str:
     return f"run {run.id}"
 
 
+def state_of(run: ComparedRun) -> str:
+    """Return the status of a run, or what holds one of this kernel that is running; see `run_summary.status`."""
+    known: Any = run
+    return status(known) if hasattr(run, "stall") else run.status
+
+
 def metric_names(runs: Iterable[ComparedRun]) -> list[str]:
     """Return the metrics that the runs have logged; of runs that have logged none, the automatic ones."""
     runs = list(runs)
@@ -142,7 +148,7 @@ def columns(runs: Sequence[ComparedRun], values: BestValues) -> list[Column]:
     found = [
         Column("run", "run", lambda run: str(run.id), lambda run: run.id),
         Column("function", "text", lambda run: run.function_name, lambda run: run.function_name),
-        Column("state", "state", lambda run: run.status, lambda run: run.status),
+        Column("state", "state", state_of, state_of),
         Column("started", "text", _start, lambda run: run.started),
         Column("took", "number", lambda run: duration(run.elapsed), lambda run: run.elapsed),
         Column("ranks", "number", lambda run: str(_ranks(run) or ""), _ranks),

@@ -123,7 +123,7 @@ class RunsTable:
                 ticker.add(self.binding)
 
     def _update_grid(self, now: float) -> None:
-        states = [(run.id, run.status, self._is_open(run)) for run in self.runs]
+        states = [(run.id, compared_run.state_of(run), self._is_open(run)) for run in self.runs]
         if states == self._states and now < self._table_due and self._is_running():
             return
         self._states, self._table_due = states, now + 0.95 * TABLE_SECONDS

@@ -153,6 +153,37 @@ def panel() -> Iterator[Figure]:
     shown.close()
 
 
+_FORM = """
+import time, torch
+from notebook_accelerate import configure
+(torch.randn(512, 512) @ torch.randn(512, 512)).sum()
+def train(a, b=2):
+    return a
+def timed():
+    begin = time.perf_counter()
+    form = configure(train)
+    took = time.perf_counter() - begin
+    form.close()
+    return took
+"""
+
+
+@row("panels", "the form")
+def form() -> Iterator[Figure]:
+    """Open the config form in a kernel that has used torch's threads: the first one, and those after it."""
+
+    def first_form() -> float:
+        with Kernel() as kernel:
+            kernel.check(_FORM, timeout=60)
+            return float(kernel.value("timed()", timeout=60))
+
+    yield compared("to open the first form of a kernel", alternate(5, first_form)[0], unit="s", limit=0.3)
+    with Kernel() as kernel:
+        kernel.check(_FORM, timeout=60)
+        later = alternate(10, lambda: float(kernel.value("timed()", timeout=60)))[0]
+    yield compared("to open another", later, unit="s", limit=0.3)
+
+
 _FLOOD = """
 import os, time
 from notebook_accelerate import notebook_launcher, telemetry

@@ -131,7 +131,7 @@ class RunsView {
       cell.firstChild.style.background = row.colour < 0 ? "transparent" : colours[row.colour % colours.length];
       setText(cell.lastChild, text);
     } else if (kind === "state") {
-      cell.firstChild.className = `na-state na-state-${text}`;
+      cell.firstChild.className = `na-state na-state-${text.replaceAll(" ", "-")}`;
       setText(cell.firstChild, capitalized(text));
     } else {
       cell.title = text;

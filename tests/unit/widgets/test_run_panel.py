@@ -541,6 +541,26 @@ def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monk
     table.close()
 
 
+def test_the_table_of_runs_says_what_holds_a_run() -> None:
+    run = make_run()
+    table = RunsTable([run], clock := Clock())
+
+    def state() -> str:
+        clock.turn(5.0)
+        table.binding.tick()
+        return str(table.grid.table["rows"][0]["cells"][2])
+
+    assert state() == "running"
+    run.journal.append(RunStalled(clock.now, "rank 1 never reached the barrier"))
+    assert state() == "stuck"
+    run.journal.append(RunMoved())
+    assert state() == "running"
+    for rank in range(2):
+        run.journal.append(RankPaused(rank))
+    assert state() == "paused"
+    table.close()
+
+
 def test_two_views_are_shown_at_once() -> None:
     """On the kernel's thread and on the thread of a click."""
     both = threading.Barrier(2)
