@@ -24,6 +24,8 @@ DIGIT = 6.4
 MAX_TRACKS = 8
 """With more ranks the envelope is drawn, and at most four single ranks: more curves cannot be told apart."""
 POINTS = 400
+ALONE = 2.6
+"""Radius of a point without a neighbour, which no line shows."""
 # Mid-tones: at least 3:1 against white and against a dark notebook's #111.
 COLOURS = ("#3b82d6", "#d9662b", "#2a9a68", "#a85fd0", "#c4881c", "#1b98a6", "#d64f86", "#7f7f7f")
 INK, GRID = "#7a7a7a", "#808080"
@@ -198,9 +200,14 @@ class _Frame:
                 pieces[-1].append((x, y))
             elif pieces[-1]:
                 pieces.append([])
-        path = "".join(self._path(piece) + ("h.01" if len(piece) == 1 else "") for piece in pieces if piece)
+        path = "".join(self._path(piece) for piece in pieces if len(piece) > 1)
         stroke = {"stroke": colour, "stroke_width": 1.6, "stroke_linejoin": "round", "stroke_linecap": "round"}
-        return element("path", d=path, fill="none", **stroke, **attributes)
+        dots = [
+            element("circle", cx=f"{self.x(x):.1f}", cy=f"{self.y(y):.1f}", r=ALONE, fill=colour)
+            for ((x, y),) in (piece for piece in pieces if len(piece) == 1)
+        ]
+        line = element("path", d=path, fill="none", **stroke, **attributes) if path else Markup()
+        return markup.join([line, *dots])
 
 
 def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]:

@@ -73,12 +73,21 @@ def test_gaps_and_values_that_are_not_finite() -> None:
     for step, value in enumerate([1.0, math.nan, 2.0, 3.0, math.inf, 1e308, -1e308]):
         store.add([Record(0, float(step), MetricEvent({"loss": value}, step))])
     assert "2 not finite" in svg_curves.description(store.series("loss"))
-    path = _picture("loss", store).find("{http://www.w3.org/2000/svg}path")
+    picture = _picture("loss", store)
+    path = picture.find("{http://www.w3.org/2000/svg}path")
     assert path is not None
-    assert path.attrib["d"].count("M") == 3
+    assert path.attrib["d"].count("M") == 2
+    assert len(picture.findall("{http://www.w3.org/2000/svg}circle")) == 1
     store.add([Record(0, 0.0, MetricEvent({"empty": math.nan}, 0))])
     assert "none of them finite" in svg_curves.description(store.series("empty"))
     _picture("empty", store)
+
+
+def test_a_single_point_is_a_dot() -> None:
+    root = _picture("loss", _store(ranks=1, steps=1))
+    (dot,) = root.findall("{http://www.w3.org/2000/svg}circle")
+    assert float(dot.attrib["r"]) == svg_curves.ALONE
+    assert root.find("{http://www.w3.org/2000/svg}path") is None
 
 
 def test_with_many_ranks_the_envelope_and_the_chosen_ranks_are_drawn() -> None:
