@@ -252,7 +252,8 @@ class RunDebugging:
         If several ranks are stopped, ``rank 1`` at the prompt switches to the debugger of rank 1.
 
         Args:
-            rank: Global index; None means the first rank that is stopped, else the first that failed, else rank 0.
+            rank: Global index; None means the first rank that is stopped, else the first that failed, else the
+                first that waits for input, else rank 0.
 
         Raises:
             ValueError: No such rank, or it has ended.
@@ -307,7 +308,8 @@ class RunDebugging:
     def _rank_to_debug(self) -> int:
         there = self.commands.requests.open_ranks()
         failed = [failure.rank for failure in self.failures if failure.rank in there]
-        return next(iter([*self.commands.prompts.debugged(), *failed, *there]), 0)
+        waiting = [prompt.rank for prompt in self.commands.prompts.open_prompts()]
+        return next(iter([*self.commands.prompts.debugged(), *failed, *waiting, *there]), 0)
 
     def _state_of(self, rank: int) -> str:
         return next((f"it is {info.state}" for info in self.ranks if info.rank == rank), "there is no such rank")

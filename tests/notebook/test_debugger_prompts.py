@@ -25,6 +25,12 @@ def stop_before_a_barrier():
     breakpoint()
     dist.barrier()
     return 1
+
+def asks():
+    group()
+    name = input("who? ") if rank() == 1 else ""
+    dist.barrier()
+    return name
 """
 
 
@@ -58,3 +64,12 @@ def test_a_command_that_waits_for_another_stopped_rank_gives_way_to_its_prompt(
     kernel.check("run = launch(stop_before_a_barrier)")
     assert answers.asked[:2] == ["[rank 0] ipdb> ", "[rank 1] ipdb> "]
     assert kernel.value("run.results") == [1, 1]
+
+
+def test_without_a_rank_the_one_that_waits_for_input_is_shown(kernel: Kernel, answers: Answers) -> None:
+    answers.waiting[:] = ["Ada"]
+    kernel.check("run = launch(asks, block=False)")
+    kernel.until("run.prompts == (1,)", 100)
+    kernel.check("run.debug(); run.wait(100)")
+    assert answers.asked == ["[rank 1] who? "]
+    assert kernel.value("run.results") == ["", "Ada"]
