@@ -48,7 +48,7 @@ DYNAMO_KEYS = {
 
 @dataclass(kw_only=True)
 class TrainingOptions:
-    """Options of the training.
+    """Options of the training in a form: arguments of `Accelerator`, or handlers that are passed to it.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -61,25 +61,41 @@ class TrainingOptions:
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
     """How gradients are accumulated, in detail."""
     dataloader_config: DataLoaderConfiguration | None = None
+    """How data loaders divide their data among ranks; None: the defaults."""
     project_config: ProjectConfiguration | None = None
+    """Folders of checkpoints and logs; None: none are set."""
     dynamo_plugin: TorchDynamoPlugin | None = None
+    """How ``torch.compile`` compiles models; None: they are not compiled."""
     log_with: list[str] | None = None
     """Experiment trackers: all, aim, tensorboard, wandb, comet_ml, mlflow, trackio, clearml, dvclive, swanlab."""
     step_scheduler_with_optimizer: bool = True
     """Whether a scheduler advances with the optimizer's steps (True) or when you call it (False)."""
     ddp_kwargs: DistributedDataParallelKwargs | None = None
+    """Arguments of DistributedDataParallel; None: torch's defaults."""
     autocast_kwargs: AutocastKwargs | None = None
+    """Arguments of ``torch.autocast``; None: torch's defaults."""
     scaler_kwargs: GradScalerKwargs | None = None
+    """Arguments of the gradient scaler of fp16; None: torch's defaults."""
     process_group_kwargs: InitProcessGroupKwargs | None = None
+    """Backend and time limit of collectives; None: those of the device."""
     profile_kwargs: ProfileKwargs | None = None
+    """What ``Accelerator.profile`` records; None: every step."""
     torchao_recipe: AORecipeKwargs | None = None
+    """Recipe of fp8 by torchao."""
     transformer_engine_recipe: TERecipeKwargs | None = None
+    """Recipe of fp8 by Transformer Engine."""
     msamp_recipe: MSAMPRecipeKwargs | None = None
+    """Recipe of fp8 by MS-AMP."""
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    """Settings of FSDP; None: it is not used."""
     deepspeed_plugin: DeepSpeedPlugin | None = None
+    """Settings of DeepSpeed; None: it is not used."""
     megatron_lm_plugin: MegatronLMPlugin | None = None
+    """Settings of Megatron-LM; None: it is not used."""
     torch_tp_plugin: TorchTensorParallelPlugin | None = None
+    """Tensor parallelism of models that split themselves; None: it is not used."""
     parallelism_config: ParallelismConfig | None = None
+    """The degree of each kind of parallelism; None: data parallelism only."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:

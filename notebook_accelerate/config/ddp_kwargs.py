@@ -29,21 +29,28 @@ _WRAPPER_OF_TYPE = {
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments of ``torch.nn.parallel.DistributedDataParallel``, and a communication hook for its gradients."""
+    """Arguments of ``torch.nn.parallel.DistributedDataParallel``, and a communication hook for its gradients.
+
+    Raises:
+        ValueError: The hook or the wrapper is not known.
+    """
 
     dim: int = 0
+    """Dimension along which inputs are divided; without effect where a rank has one device."""
     broadcast_buffers: bool = True
+    """Whether buffers are copied from rank 0 before each forward."""
     bucket_cap_mb: int = 25
     """Size of a bucket of gradients that are reduced together, in MiB."""
     find_unused_parameters: bool = False
     """Whether some parameters may get no gradient in a step."""
     check_reduction: bool = False
+    """Accepted for compatibility; torch ignores it."""
     gradient_as_bucket_view: bool = False
     """Whether gradients are views of the buckets, which avoids a copy."""
     static_graph: bool = False
     """Whether every step uses the same parameters in the same order."""
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    """Compression of gradients."""
+    """Compression of gradients: no, fp16, bf16, power_sgd or batched_power_sgd, the last two of arXiv:1905.13727."""
     comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
         DDPCommunicationHookType.NO
     )

@@ -16,12 +16,19 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments of ``torch.compile``; fields that are None are read from ACCELERATE_DYNAMO_* variables."""
+    """Arguments of ``torch.compile``; fields that are None are read from ACCELERATE_DYNAMO_* variables.
+
+    Raises:
+        ValueError: The backend or the mode is not known.
+    """
 
     backend: DynamoBackend | None = None
     """The compiler (ACCELERATE_DYNAMO_BACKEND); default: NO, no compilation."""
     mode: str | None = None
-    """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs (ACCELERATE_DYNAMO_MODE)."""
+    """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs (ACCELERATE_DYNAMO_MODE).
+
+    None and no variable: default.
+    """
     fullgraph: bool | None = None
     """Whether a graph break is an error (ACCELERATE_DYNAMO_USE_FULLGRAPH); default: False."""
     dynamic: bool | None = None

@@ -29,7 +29,11 @@ def _require(module: str, install: str, name: str) -> None:
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """Settings of torchao's conversion of linear layers to fp8."""
+    """Settings of torchao's conversion of linear layers to fp8.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
 
     config: Float8LinearConfig | None = None
     """torchao's own configuration; None: its default, with the two flags below."""
@@ -53,22 +57,30 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """Recipe of Transformer Engine: ``transformer_engine.common.recipe.DelayedScaling``."""
+    """Recipe of Transformer Engine: ``transformer_engine.common.recipe.DelayedScaling``, by its field names.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+        ValueError: A value is not allowed.
+    """
 
     use_autocast_during_eval: bool | None = None
     """Whether evaluation computes in fp8 too (ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL); default: False."""
     margin: int | None = None
-    """Margin of the scaling factor, a power of 2 (ACCELERATE_FP8_MARGIN); default: 0."""
+    """The scaling factor is divided by 2 to this power (ACCELERATE_FP8_MARGIN); default: 0."""
     interval: int | None = None
     """Steps between computations of the scaling factor (ACCELERATE_FP8_INTERVAL); default: 1."""
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
     """HYBRID, E4M3 or E5M2 (ACCELERATE_FP8_FORMAT); default: HYBRID."""
     amax_history_len: int | None = None
-    """Length of the history of maxima (ACCELERATE_FP8_AMAX_HISTORY_LEN); default: 1024."""
+    """Steps whose largest absolute values are kept (ACCELERATE_FP8_AMAX_HISTORY_LEN); default: 1024."""
     amax_compute_algo: Literal["max", "most_recent"] | None = None
     """How the scale follows from the history (ACCELERATE_FP8_AMAX_COMPUTE_ALGO); default: most_recent."""
     override_linear_precision: tuple[bool, bool, bool] | None = None
-    """Whether fprop, dgrad and wgrad run in higher precision (ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION: "0,0,0")."""
+    """Whether forward, input gradients and weight gradients run in higher precision; default: all False.
+
+    Read from ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION, as "0,0,1".
+    """
     use_mxfp8_block_scaling: bool | None = None
     """Whether blocks of 32 values share a scale (ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING); default: False."""
 
@@ -102,7 +114,11 @@ def _flags(text: str) -> tuple[bool, bool, bool]:
 
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
-    """Recipe of MS-AMP."""
+    """Recipe of MS-AMP.
+
+    Raises:
+        ValueError: The level is not O1 or O2.
+    """
 
     opt_level: Literal["O1", "O2"] | None = None
     """O1: gradients and their reduction in fp8; O2: optimizer states too (ACCELERATE_FP8_OPT_LEVEL); default: O2."""

@@ -33,16 +33,25 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Settings of FSDP 1 and 2; the constructor replaces names by torch's objects."""
+    """Settings of FSDP 1 and 2; the constructor replaces names by torch's objects.
+
+    Choices and flags that are None are read from variables: FSDP_ and the field's name, where none is given below.
+
+    Raises:
+        ValueError: A value is not allowed, or belongs to the other version of FSDP.
+    """
 
     fsdp_version: int | None = None
     """1 or 2 (FSDP_VERSION); default: 1."""
     sharding_strategy: str | ShardingStrategy | None = None
     """FSDP 1: which tensors are sharded (FSDP_SHARDING_STRATEGY); default: FULL_SHARD."""
     reshard_after_forward: str | ShardingStrategy | bool | None = None
-    """FSDP 2: whether parameters are freed after the forward (FSDP_RESHARD_AFTER_FORWARD); default: True."""
+    """FSDP 2: whether parameters are freed after the forward (FSDP_RESHARD_AFTER_FORWARD); default: True.
+
+    FSDP 1: another name of ``sharding_strategy``.
+    """
     backward_prefetch: str | BackwardPrefetch | None = None
-    """FSDP 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH)."""
+    """FSDP 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH); default: NO_PREFETCH."""
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
     """A precision, a dict of param_dtype, reduce_dtype and output_dtype (FSDP 1: buffer_dtype), or torch's object.
 
@@ -55,22 +64,40 @@ class FullyShardedDataParallelPlugin:
     ignored_modules: Iterable[torch.nn.Module] | str | None = None
     """Modules that are not sharded, or a regular expression of their full names (FSDP_IGNORED_MODULES)."""
     state_dict_type: str | StateDictType | None = None
-    """FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT (FSDP_STATE_DICT_TYPE)."""
+    """FULL_STATE_DICT, LOCAL_STATE_DICT (FSDP 1) or SHARDED_STATE_DICT (FSDP_STATE_DICT_TYPE).
+
+    Default: FULL_STATE_DICT in FSDP 1, SHARDED_STATE_DICT in FSDP 2.
+    """
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None
+    """torch's settings of full and sharded state dicts; set by ``state_dict_type``."""
     optim_state_dict_config: FullOptimStateDictConfig | ShardedOptimStateDictConfig | None = None
+    """The same for states of optimizers."""
     limit_all_gathers: bool = True
+    """FSDP 1: whether the CPU waits before it gathers more than the next unit, which limits memory."""
     use_orig_params: bool | None = None
+    """FSDP 1: whether the optimizer sees the original parameters, not one flat one for each unit; default: False."""
     param_init_fn: Callable[[torch.nn.Module], None] | None = None
+    """Called with each module on the meta device, to allocate and initialize its parameters."""
     sync_module_states: bool | None = None
+    """Whether all ranks start with the weights of rank 0; default: False in FSDP 1, True in FSDP 2.
+
+    True in FSDP 1 with ``cpu_ram_efficient_loading``.
+    """
     forward_prefetch: bool | None = None
+    """FSDP 1: whether the next unit is gathered before the forward of the present one; default: False."""
     activation_checkpointing: bool | None = None
+    """Whether the activations of units are computed again in the backward; default: False."""
     activation_checkpointing_offload: bool | None = None
+    """Whether the inputs of such units wait for the backward in main memory; default: False."""
     cpu_ram_efficient_loading: bool | None = None
     """Whether rank 0 alone loads the weights (FSDP_CPU_RAM_EFFICIENT_LOADING); default: False."""
     transformer_cls_names_to_wrap: list[str] | None = None
-    """Classes that become units of their own (FSDP_TRANSFORMER_CLS_TO_WRAP, separated by commas)."""
+    """Classes that become units of their own (FSDP_TRANSFORMER_CLS_TO_WRAP, separated by commas).
+
+    Default: the model's ``_no_split_modules``.
+    """
     min_num_params: int | None = None
-    """Modules with more parameters than this become units of their own (FSDP_MIN_NUM_PARAMS)."""
+    """Modules with at least so many parameters become units (FSDP_MIN_NUM_PARAMS); default: 100 million."""
 
     def __post_init__(self) -> None:
         environ.fill_unset(self, "", environ.integer, fsdp_version=1)
@@ -190,6 +217,9 @@ class FullyShardedDataParallelPlugin:
             mixed_precision: fp16, bf16 or fp32, or a dtype.
             buffer_autocast: FSDP 1: leave buffers in float32.
             override: Replace an earlier policy.
+
+        Raises:
+            ValueError: The precision is not known.
         """
         if (
             self.mixed_precision_policy is not None
@@ -274,6 +304,9 @@ class FullyShardedDataParallelPlugin:
 
         Args:
             state_dict_type: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT; None keeps the plugin's type.
+
+        Raises:
+            ValueError: The type is not one of this FSDP version.
         """
         from torch.distributed import fsdp
 

@@ -39,7 +39,11 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of ``torch.amp.GradScaler``, the gradient scaler of fp16."""
+    """Arguments of ``torch.amp.GradScaler``, the gradient scaler of fp16.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
 
     init_scale: float = 65536.0
     """Initial scale."""
@@ -63,7 +67,11 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Arguments of ``torch.distributed.init_process_group``."""
+    """Arguments of ``torch.distributed.init_process_group``.
+
+    Raises:
+        ValueError: ``timeout`` is not a ``datetime.timedelta``.
+    """
 
     backend: str | None = "nccl"
     """Its backend; the default means the one for the device, which is nccl on NVIDIA GPUs."""

@@ -12,71 +12,157 @@ from notebook_accelerate.config.field_checks import check_one_of, check_whole_nu
 
 @dataclass
 class MegatronLMPlugin:
-    """Tensor, pipeline, sequence and data parallelism by Megatron-LM; see its documentation for each argument."""
+    """Tensor, pipeline, sequence and data parallelism by Megatron-LM.
+
+    Most fields are Megatron's own arguments, which megatron-core 0.16 documents in its ``TransformerConfig``,
+    ``OptimizerConfig`` and ``ModelParallelConfig``; None leaves Megatron's default.
+
+    Attributes:
+        megatron_lm_default_args: Megatron's arguments by its own names, which `prepare` completes from the model, the
+            optimizer and the loader.
+
+    Raises:
+        ValueError: A value is not allowed, or is not available with Megatron-LM.
+    """
 
     tp_degree: int | None = None
+    """Number of ranks over which each layer's tensors are split (MEGATRON_LM_TP_DEGREE); default: 1."""
     pp_degree: int | None = None
+    """Number of ranks over which the layers are distributed (MEGATRON_LM_PP_DEGREE); default: 1."""
     use_custom_fsdp: bool | None = None
+    """Accepted for compatibility; has no effect."""
     overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    """Whether copies between GPU and an offloaded optimizer overlap with its step."""
     no_load_optim: bool | None = None
+    """Whether ``load_state`` leaves out the optimizer."""
     eod_mask_loss: bool | None = None
+    """Whether tokens at the end of documents do not count in the loss of Megatron's datasets."""
     no_save_optim: bool | None = None
+    """Whether ``save_state`` leaves out the optimizer."""
     optimizer_cpu_offload: bool | None = None
+    """Whether optimizer states are kept in main memory."""
     use_precision_aware_optimizer: bool | None = None
+    """Whether optimizer states may have another dtype than float32."""
     decoder_last_pipeline_num_layers: int | None = None
+    """Accepted for compatibility; has no effect."""
     recompute_granularity: str | None = None
+    """What is computed again in the backward: full (layers) or selective (attention); None: nothing."""
     recompute_method: str | None = None
+    """Which layers are computed again with full: uniform or block."""
     recompute_num_layers: int | None = None
+    """Layers of a part that is computed again (uniform), or layers for each stage (block)."""
     attention_backend: bool | None = None
+    """Megatron's implementation of attention."""
     expert_model_parallel_size: int | None = None
+    """Number of ranks over which experts are split; it divides the data-parallel ranks."""
     context_parallel_size: int | None = None
+    """Only 1 is available."""
     attention_dropout: float | None = None
+    """Dropout of attention; None: the model's."""
     hidden_dropout: float | None = None
+    """Dropout of layers; None: the model's."""
     attention_softmax_in_fp32: bool | None = None
+    """Whether the softmax of attention is computed in float32."""
     expert_tensor_parallel_size: int | None = None
+    """Number of ranks over which the tensors of each expert are split."""
     calculate_per_token_loss: bool | None = None
+    """Whether the loss is the mean over the tokens of the window, not of its micro-batches."""
     use_rotary_position_embeddings: bool | None = None
+    """Whether positions are rotary embeddings; None: as the model has them."""
     num_micro_batches: int | None = None
+    """Batches of a window, which are in the pipeline one after the other; default: 1.
+
+    (MEGATRON_LM_NUM_MICRO_BATCHES)
+    """
     gradient_clipping: float | None = None
+    """Largest norm of gradients (MEGATRON_LM_GRADIENT_CLIPPING); default: 1.0."""
     sequence_parallelism: bool | None = None
+    """Whether norms and dropouts are split over the tensor-parallel ranks; default: False.
+
+    (MEGATRON_LM_SEQUENCE_PARALLELISM)
+    """
     recompute_activations: bool | None = None
+    """Whether attention is computed again in the backward; default: False.
+
+    (MEGATRON_LM_RECOMPUTE_ACTIVATIONS)
+    """
     use_distributed_optimizer: bool | None = None
+    """Whether optimizer states are sharded over the data-parallel ranks; default: False.
+
+    (MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER)
+    """
     pipeline_model_parallel_split_rank: int | None = None
+    """Accepted for compatibility; has no effect."""
     num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of each part where a rank has several parts of the pipeline (interleaved)."""
     is_train_batch_min: bool = True
+    """Accepted for compatibility; has no effect."""
     train_iters: int | None = None
+    """Steps of the whole training."""
     train_samples: int | None = None
+    """Samples of the whole training, in place of steps."""
     weight_decay_incr_style: str = "constant"
+    """How weight decay changes from its start to its end: constant, linear or cosine."""
     start_weight_decay: float | None = None
+    """Weight decay at the start; None: the optimizer's."""
     end_weight_decay: float | None = None
+    """Weight decay at the end; None: the optimizer's."""
     lr_decay_style: str = "linear"
+    """How the learning rate falls: constant, linear, cosine, inverse-square-root or WSD."""
     lr_decay_iters: int | None = None
+    """Steps until the learning rate has reached ``min_lr``; None: those of the scheduler."""
     lr_decay_samples: int | None = None
+    """The same, in samples."""
     lr_warmup_iters: int | None = None
+    """Steps in which the learning rate rises from 0; None: those of the scheduler."""
     lr_warmup_samples: int | None = None
+    """The same, in samples."""
     lr_warmup_fraction: float | None = None
+    """The same, as a part of the decay, from 0 to 1."""
     min_lr: float = 0
+    """Smallest learning rate of the schedule."""
     consumed_samples: list[int] | None = None
+    """Samples of Megatron's datasets that an earlier run has used: training, validation and test."""
     no_wd_decay_cond: Callable[..., Any] | None = None
+    """Called with the name of a parameter and the parameter; returns whether it has no weight decay."""
     scale_lr_cond: Callable[..., Any] | None = None
+    """Called in the same way; returns whether the learning rate is multiplied by ``lr_mult``."""
     lr_mult: float = 1.0
+    """Factor of the learning rate where ``scale_lr_cond`` returns True."""
     megatron_dataset_flag: bool = False
+    """Whether batches are from Megatron's datasets."""
     seq_length: int | None = None
+    """Tokens of a sequence; None: those of the first batch, else the model's positions."""
     encoder_seq_length: int | None = None
+    """Tokens of the encoder's sequences (T5)."""
     decoder_seq_length: int | None = None
+    """Tokens of the decoder's sequences (T5), where ``seq_length`` is None."""
     tensorboard_dir: str | None = None
+    """Folder of TensorBoard's files, as an argument for Megatron."""
     set_all_logging_options: bool = False
+    """With ``tensorboard_dir``: whether norms, zeros in gradients, memory and world size are logged."""
     eval_iters: int = 100
+    """Batches of one evaluation with Megatron's datasets."""
     eval_interval: int = 1000
+    """Steps between two evaluations with Megatron's datasets."""
     return_logits: bool = False
+    """Whether the model returns its logits with the loss."""
     custom_train_step_class: Any = None
+    """A subclass of `AbstractTrainStep`; None: the one for the type of model."""
     custom_train_step_kwargs: dict[str, Any] | None = None
+    """Arguments of its constructor, after Megatron's arguments."""
     custom_model_provider_function: Callable[..., Any] | None = None
+    """Creates a rank's part of the model, in place of the model's configuration."""
     custom_prepare_model_function: Callable[..., Any] | None = None
+    """Called with the Accelerator; returns the model."""
     custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    """Called with three numbers of samples; returns the datasets of the splits."""
     custom_get_batch_function: Callable[..., Any] | None = None
+    """Called with an iterator; returns what the train step needs of a batch."""
     custom_loss_function: Callable[..., Any] | None = None
+    """Replaces the train step's function of the loss."""
     other_megatron_args: dict[str, Any] | None = None
+    """More of Megatron's arguments, by its names; they win over the others."""
 
     def __post_init__(self) -> None:
         self._clipping_given = self.gradient_clipping is not None or bool(environ.text(f"{_PREFIX}GRADIENT_CLIPPING"))

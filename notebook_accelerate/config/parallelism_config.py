@@ -32,7 +32,11 @@ _HANDLERS = {
 class ParallelismConfig:
     """The degree of each kind of parallelism; their product is the number of ranks.
 
-    Ranks are numbered with tp innermost, then ep, sp, cp, dp_shard, dp_replicate, and pp outermost.
+    Ranks are numbered with tp innermost, then ep, sp, cp, dp_shard, dp_replicate, and pp outermost. Sizes that are None
+    are read from PARALLELISM_CONFIG_TP_SIZE and so on.
+
+    Raises:
+        ValueError: A size is not a whole number above 0, or sizes exclude each other.
     """
 
     dp_replicate_size: int | None = None
@@ -50,8 +54,11 @@ class ParallelismConfig:
     sp_backend: Literal["deepspeed"] | None = None
     """Implementation of sequence parallelism; default: deepspeed."""
     tp_handler: TorchTensorParallelConfig | None = None
+    """Settings of tensor parallelism; default with ``tp_size`` above 1: those of the class."""
     cp_handler: TorchContextParallelConfig | None = None
+    """Settings of context parallelism; default with ``cp_size`` above 1: those of the class."""
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    """Settings of sequence parallelism; default with ``sp_size`` above 1: those of the class."""
     pp_size: int | None = None
     """Number of ranks over which `prepare_pippy` distributes a model's layers, for inference; default: 1."""
     ep_size: int | None = None

@@ -19,7 +19,11 @@ _SP_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Tensor parallelism for models that split themselves, as transformers' models with ``tp_plan`` do."""
+    """Tensor parallelism for models that split themselves, as transformers' models with ``tp_plan`` do.
+
+    Raises:
+        ValueError: ``tp_size`` is not a whole number above 0.
+    """
 
     tp_size: int = 1
     """Number of ranks over which each tensor is split."""
@@ -46,7 +50,11 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Settings of context parallelism in a ``ParallelismConfig``."""
+    """Settings of context parallelism in a ``ParallelismConfig``.
+
+    Raises:
+        ValueError: The strategy is not known.
+    """
 
     cp_comm_strategy: str | None = None
     """How ranks exchange keys and values: allgather or alltoall (PARALLELISM_CONFIG_CP_COMM_STRATEGY).
@@ -61,10 +69,14 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Settings of DeepSpeed's sequence parallelism in a ``ParallelismConfig``."""
+    """Settings of DeepSpeed's sequence parallelism (Ulysses) in a ``ParallelismConfig``.
+
+    Raises:
+        ValueError: The attention is not known, or the length is missing although it is not variable.
+    """
 
     sp_seq_length: int | None = None
-    """Length of the whole sequence (PARALLELISM_CONFIG_SP_SEQ_LENGTH)."""
+    """Tokens of the whole sequence (PARALLELISM_CONFIG_SP_SEQ_LENGTH); None: that of each batch."""
     sp_seq_length_is_variable: bool | None = None
     """Whether it differs between batches (PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE); default: True."""
     sp_attn_implementation: str | None = None

@@ -17,12 +17,18 @@ _COMPUTE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass
 class BnbQuantizationConfig:
-    """Quantization of weights to 8 or 4 bits; one of ``load_in_8bit`` and ``load_in_4bit`` must be True."""
+    """Quantization of weights to 8 or 4 bits; one of ``load_in_8bit`` and ``load_in_4bit`` must be True.
+
+    Raises:
+        ValueError: A value is not allowed, or both or none of the two are True.
+    """
 
     load_in_8bit: bool = False
+    """Whether weights have 8 bits (LLM.int8(), arXiv:2208.07339)."""
     llm_int8_threshold: float = 6.0
-    """Activations beyond this are computed in fp16 (8 bit only)."""
+    """Columns with activations whose absolute values exceed this are computed in fp16 (8 bits only)."""
     load_in_4bit: bool = False
+    """Whether weights have 4 bits (QLoRA, arXiv:2305.14314)."""
     bnb_4bit_quant_type: str = "fp4"
     """fp4 or nf4."""
     bnb_4bit_use_double_quant: bool = False

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated."""
+    """How gradients are accumulated.
+
+    Raises:
+        ValueError: ``num_steps`` is not a whole number above 0.
+    """
 
     num_steps: int | None = None
     """Batches per optimizer step; None: the Accelerator's ``gradient_accumulation_steps``."""
@@ -33,7 +37,12 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How prepared data loaders divide their data among ranks."""
+    """How prepared data loaders divide their data among ranks.
+
+    Raises:
+        ImportError: ``use_stateful_dataloader=True``, and torchdata is not installed.
+        ValueError: ``data_seed`` is not a whole number.
+    """
 
     split_batches: bool = False
     """Whether the loader's batch size is the total of all ranks (True) or that of each rank (False)."""
@@ -59,7 +68,11 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Folders of a project, and the names of its checkpoints."""
+    """Folders of a project, and the names of its checkpoints.
+
+    Raises:
+        ValueError: ``total_limit`` is not a whole number above 0.
+    """
 
     project_dir: str | None = None
     """Folder of checkpoints."""
@@ -95,4 +108,6 @@ class TensorInformation:
     """Shape and dtype of a tensor, without its values."""
 
     shape: torch.Size
+    """The tensor's shape."""
     dtype: torch.dtype
+    """The tensor's dtype."""
