@@ -238,8 +238,12 @@ class WorkerError(NotebookAccelerateError):
 
     Args:
         message: What happened, in one paragraph.
+        run: The run.
+        failures: One entry per rank that failed.
+
+    Attributes:
         run: The run, with its logs, metrics, ranks and report.
-        failures: One entry per rank that failed, in order of time.
+        failures: One `RankFailure` per rank that failed, in order of time; empty if none did.
     """
 
     def __init__(self, message: str, run: FailedRun | None = None, failures: Sequence[RankFailure] = ()) -> None:
@@ -295,6 +299,9 @@ class RunInterrupted(KeyboardInterrupt):
     It is a KeyboardInterrupt, so that what interrupts a cell still interrupts it, and it carries ``.run``. An interrupt
     that arrives as a run ends is raised too, so that the code after the launch does not go on; ``run.status`` then
     tells how the run had ended.
+
+    Attributes:
+        run: The run.
     """
 
     def __init__(self, run: FailedRun) -> None:

@@ -135,8 +135,10 @@ def notebook_launcher(
 
     Raises:
         ValueError: An argument is not allowed, or does not fit this machine.
-        LaunchError: No rank could be started.
-        WorkerError: A blocking run failed; ``.run`` is the run, ``.__cause__`` the original exception.
+        LaunchError: No rank could be started, or (DeviceBusyError, PortInUseError) devices or the port are taken.
+        SerializationError: The function or an argument cannot be sent to the ranks.
+        WorkerError: A blocking run failed, was stopped (RunStoppedError) or reached a time limit (RunTimeoutError);
+            ``.run`` is the run, ``.__cause__`` the original exception.
         KeyboardInterrupt: The blocking cell was interrupted; every rank has ended.
     """
     arguments = dict(locals())
@@ -156,9 +158,11 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         num_processes: Number of ranks.
 
     Returns:
-        The run, as ``notebook_launcher`` returns it.
+        The run, which has ended, as ``notebook_launcher`` returns it.
 
     Raises:
+        ValueError: An argument is not allowed.
+        LaunchError: No rank could be started.
         WorkerError: The run failed.
     """
     return notebook_launcher(function, args, num_processes, config=LaunchConfig(cpu=True, use_port=0))

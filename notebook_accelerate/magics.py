@@ -71,6 +71,11 @@ class RankMagics(Magics):
         with a ``LaunchConfig``, and ``--on`` starts the ranks on a cluster: ray, ray://host:port, or the name of a
         variable with a ``RayCluster``. ``[--num-nodes N] [--node-rank I] [--master-addr ADDRESS] [--port PORT]
         [--rdzv-backend static|c10d]`` start them together with the ranks of other notebooks, which run ``%rank_start``.
+
+        Raises:
+            ValueError: An option is not allowed, or warm ranks are running and ``-n`` is another number.
+            LaunchError: The ranks could not be started.
+            WorkerError: The cell failed on a rank; the ranks live on. WorkerDiedError: a rank ended.
         """
         options = _with_variables(_start_parser("%%ranks")).parse_args(shlex.split(line))
         group = self._group(options)
@@ -78,7 +83,12 @@ class RankMagics(Magics):
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
-        """Run the cell on some warm ranks: ``%%rank 0,1 [-i a,b] [-o c]``."""
+        """Run the cell on some warm ranks: ``%%rank 0,1 [-i a,b] [-o c]``.
+
+        Raises:
+            ValueError: An option or a rank is not allowed, or there are no warm ranks.
+            WorkerError: The cell failed on a rank; the ranks live on. WorkerDiedError: a rank ended.
+        """
         parser = _Parser("%%rank", add_help=False)
         parser.add_argument("ranks")
         options = _with_variables(parser).parse_args(shlex.split(line))
@@ -93,6 +103,10 @@ class RankMagics(Magics):
         """Start the warm ranks without running a cell; the options are those of ``%%ranks``.
 
         Of several notebooks, all but the first use this: their ranks then run the first notebook's cells.
+
+        Raises:
+            ValueError: An option is not allowed, or warm ranks are running.
+            LaunchError: The ranks could not be started.
         """
         if self.group is not None and self.group.alive:
             raise ValueError("warm ranks are running; end them first: %rank_stop")
@@ -113,14 +127,19 @@ class RankMagics(Magics):
 
     @line_magic
     def rank_restart(self, line: str) -> None:
-        """End the warm ranks and start the same number again; their variables are lost."""
+        """End the warm ranks and start the same number again; their variables are lost.
+
+        Raises:
+            ValueError: There are no warm ranks.
+            LaunchError: The ranks could not be started.
+        """
         if self.group is None:
             raise ValueError("there are no warm ranks; start them: %%ranks -n 2")
         self.group.restart()
 
     @line_magic
     def rank_stop(self, line: str) -> None:
-        """End the warm ranks."""
+        """End the warm ranks; does nothing where there are none."""
         if self.group is not None:
             self.group.stop()
             self.group = None

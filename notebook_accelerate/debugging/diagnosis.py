@@ -89,7 +89,11 @@ class Diagnosis:
         )
 
     def line_of(self, rank: int) -> str:
-        """Return the position of one rank in a line."""
+        """Return the position of one rank in a line.
+
+        Args:
+            rank: Global index.
+        """
         return next(self._line(place) for place in self.places if place.rank == rank)
 
     def shifted(self, seconds: float) -> Diagnosis:

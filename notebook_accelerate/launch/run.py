@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import re
 import shutil
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 _START = "notebook_accelerate.launch.start"
 _TENSORBOARD = "notebook_accelerate.launch.kept.tensorboard_export"
 """Modules above this one, by name."""
+_DELETIONS = 20
+"""Tries to delete a folder, a tenth of a second apart."""
 _numbers = itertools.count(1)
 
 
@@ -60,7 +63,8 @@ def next_number() -> int:
 class Run(RunDebugging, RunDisplay):
     """A launch, in progress or ended: reads the journal and forwards commands to the supervisor.
 
-    Created by ``notebook_launcher``; the class itself starts nothing.
+    Created by ``notebook_launcher``, `attach` and `open_run`; the class itself starts nothing. ``await run`` waits for
+    the end without blocking the kernel's event loop: it returns the run, or raises its error.
 
     Args:
         config: Configuration of the launch.
@@ -266,7 +270,7 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics that the ranks logged, by name: a live mapping, with ``to_pandas()``."""
+        """The metrics that the ranks logged, by name: a live mapping, with ``plot()`` and ``to_pandas()``."""
         return Metrics(self.store)
 
     @property
@@ -346,9 +350,10 @@ class Run(RunDebugging, RunDisplay):
             timeout: Seconds to wait for the replies of paused ranks.
 
         Returns:
-            The reply of each paused rank; or the new run.
+            The reply of each paused rank; or the new run, as ``notebook_launcher`` returns it.
 
         Raises:
+            ValueError: There is no such rank.
             LaunchError: The function, or one of its arguments, exists no more, or the run was opened from its folder:
                 pass them to ``notebook_launcher(train, args, resume=run)``.
         """
@@ -390,6 +395,10 @@ class Run(RunDebugging, RunDisplay):
 
         Args:
             grace: Seconds that the ranks have to end by themselves.
+
+        Raises:
+            ValueError: ``grace`` is below 0.
+            NotebookAccelerateError: Another process runs this run, which was opened by `open_run`: stop it there.
         """
         if grace < 0:
             raise ValueError(f"grace={grace!r} is not allowed; pass seconds of at least 0")
@@ -430,7 +439,15 @@ class Run(RunDebugging, RunDisplay):
         self._check_ended()
         if self.folder is None:
             raise ValueError(f"run {self.name} is not kept in a folder: it was launched without save='runs'")
-        shutil.rmtree(self.folder)
+        for left in reversed(range(_DELETIONS)):
+            try:
+                shutil.rmtree(self.folder)
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY or not left:
+                    raise
+                time.sleep(0.1)  # the process of a detached run writes its last file
+            else:
+                break
 
     def _check_ended(self) -> None:
         if self.ended is None or self.held:
@@ -438,7 +455,11 @@ class Run(RunDebugging, RunDisplay):
             raise RunNotFinishedError(f"run {self.id} is {status}; end it first: run.stop()")
 
     def add_done_callback(self, callback: Callable[[Run], None]) -> None:
-        """Call ``callback(run)`` when the run has ended, on the supervisor's thread; at once if it has."""
+        """Call ``callback(run)`` when the run has ended, on the supervisor's thread; at once if it has.
+
+        Args:
+            callback: Called once; its exceptions become warnings.
+        """
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
@@ -450,6 +471,9 @@ class Run(RunDebugging, RunDisplay):
 
         Views leave their static output here: the waiting cell may be the last one, and the notebook may be saved at
         once.
+
+        Args:
+            callback: Called once; its exceptions become warnings.
         """
         with self._lock:
             if self.ended is None:

@@ -99,7 +99,7 @@ class RunDebugging:
         native code holds the interpreter lock no sample can be taken, and the next one counts for that time.
 
         Args:
-            seconds: How long; this call returns then.
+            seconds: How long, at most 600; this call returns then.
             ranks: Global indices; None means all.
             rate: Samples per second, at most 1,000.
 
@@ -128,10 +128,11 @@ class RunDebugging:
         this call returns after the last step. A trace grows with the number of operations: a few steps are enough.
 
         Args:
-            steps: How many steps.
+            steps: How many steps, at most 1,000.
             ranks: Global indices; None means all.
             memory: Whether allocations are recorded too.
-            seconds: Record for at most so long, and begin without a step boundary where there is none.
+            seconds: Record for at most so long (600 at most), and begin without a step boundary where there is none;
+                None: as long as the steps take.
 
         Returns:
             Findings as sentences, tables of operations and lines, and the ranks' timeline; as the last line of a cell
@@ -156,14 +157,14 @@ class RunDebugging:
         Args:
             ranks: Global indices; None means all.
             estimate: What ``estimate_memory`` has returned for this training, to compare with.
-            seconds: How long to wait for a step; 0 means not at all.
+            seconds: How long to wait for a step, at most 600; 0 means not at all.
 
         Returns:
             Bytes by rank: parameters, gradients, optimizer state, activations, other tensors, cache and process; by
             module, by variable and by line. As the last line of a cell it is shown as tables.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: ``seconds`` is not allowed, or there is no such rank.
         """
         replies = self._session().memory(ranks, MEMORY_SECONDS)
         profile = self.profile(1, ranks, memory=True, seconds=seconds) if seconds > 0 else None
@@ -210,9 +211,19 @@ class RunDebugging:
         return self._session().complete(text, rank, frame, timeout)
 
     def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Have ranks wait at their next step boundary until ``resume``; return the reply of each.
+        """Have ranks wait at their next step boundary until ``resume``; the run's time limits are suspended meanwhile.
 
-        The run's time limits are suspended meanwhile.
+        A step boundary is an optimizer step, or ``log`` where there is no optimizer.
+
+        Args:
+            ranks: Global indices; None means all.
+            timeout: Seconds to wait for the ranks to reach a boundary.
+
+        Returns:
+            By rank: "paused", or why it is not.
+
+        Raises:
+            ValueError: There is no such rank.
         """
         wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
         for rank in wanted:
@@ -234,10 +245,18 @@ class RunDebugging:
         return said
 
     def attach(self, rank: int = 0, timeout: float = 30.0) -> str:
-        """Start debugpy in a rank, for an editor to attach to.
+        """Start debugpy in a rank, for an editor to attach to, and print its address.
+
+        Args:
+            rank: Global index.
+            timeout: Seconds to wait for the rank.
 
         Returns:
-            Its address on loopback, as "127.0.0.1:5678".
+            The address, on loopback of the rank's machine, as "127.0.0.1:5678"; or why there was no reply.
+
+        Raises:
+            ValueError: There is no such rank.
+            NotebookAccelerateError: debugpy is not installed there, or cannot listen.
         """
         address = self._session().attach(rank, timeout)
         print(f"debugpy of rank {rank} listens on {address}")  # noqa: T201 - the answer to a command typed in a cell
@@ -292,8 +311,11 @@ class RunDebugging:
             ranks: Global indices; None means all stopped ranks.
             timeout: Seconds to wait for the answers.
 
+        Returns:
+            What the debugger of each rank has written, by rank; "(goes on)" for a rank that has left it.
+
         Raises:
-            ValueError: A rank is not stopped.
+            ValueError: A rank is not stopped, or none is.
         """
         stopped = self.commands.prompts.debugged()
         wanted = stopped if ranks is None else list(ranks)

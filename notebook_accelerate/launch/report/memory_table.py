@@ -51,7 +51,14 @@ class RunMemory:
                 self.reports[rank]["activations at the peak"] = peak.nbytes
 
     def bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes of a rank by what they are."""
+        """Return the bytes of a rank by what they are.
+
+        Args:
+            rank: Global index.
+
+        Raises:
+            KeyError: There is no report of this rank; ``missing`` says why.
+        """
         return dict(part_rows(self.reports[rank]))
 
     def fits(self) -> list[str]:

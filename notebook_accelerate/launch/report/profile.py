@@ -108,12 +108,22 @@ class Profile:
 
     @classmethod
     def of(cls, paths: Mapping[int, str | Path]) -> Profile:
-        """Return the profile of traces by rank; the files belong to the caller."""
+        """Return the profile of traces by rank; the files belong to the caller.
+
+        Args:
+            paths: By rank, a file of torch's profiler.
+        """
         return cls(None, Traces({rank: Path(path) for rank, path in paths.items()}), frame_location)
 
     @classmethod
     def load(cls, *paths: str | Path) -> Profile:
         """Read traces: files of torch's profiler, or folders with such files, as ``save`` writes them.
+
+        Args:
+            paths: The files and folders; they stay, and belong to the caller.
+
+        Returns:
+            The profile; a trace whose rank another one has gets a higher number.
 
         Raises:
             FileNotFoundError: There is no such file, or no trace in the folder.
