@@ -638,12 +638,16 @@ class Accelerator(AcceleratorProperties):
         """Write everything that is needed to resume training into a folder; every rank must call this.
 
         Args:
-            output_dir: The folder; None with automatic checkpoint naming.
+            output_dir: The folder, or a URL that fsspec knows; None with automatic checkpoint naming.
             safe_serialization: Write models as safetensors instead of torch's format.
             save_model_func_kwargs: Additional arguments for the strategy; `blocking=False` writes in the background.
 
         Returns:
             The folder.
+
+        Raises:
+            ValueError: No folder was passed, or the automatic name is taken.
+            CheckpointError: This checkpoint, or the one written in the background before, could not be written.
         """
         return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
 
@@ -656,9 +660,15 @@ class Accelerator(AcceleratorProperties):
         """Read what `save_state` wrote; every rank must call this.
 
         Args:
-            input_dir: The folder; None means the latest automatically named one.
+            input_dir: The folder, or a URL that fsspec knows; None means the latest automatically named one.
             load_kwargs: Additional arguments for loading custom objects and states.
-            load_model_func_kwargs: Additional arguments for the strategy, and `strict` for models.
+            load_model_func_kwargs: Additional arguments for the strategy; `strict` for models (default: True); and
+                `elastic=True`, which accepts a checkpoint of another number of ranks (default: False).
+
+        Raises:
+            ValueError: The folder does not exist, or none was passed without automatic checkpoint naming.
+            BrokenCheckpointError: The checkpoint was never finished, or files are damaged.
+            CheckpointMismatchError: It belongs to another world size, strategy or set of objects.
         """
         checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
@@ -721,12 +731,16 @@ class Accelerator(AcceleratorProperties):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers of `log_with`.
+        """Start the trackers of `log_with`, on rank 0; a tracker that fails to start warns.
 
         Args:
             project_name: Name of the project.
             config: Hyperparameters to record.
             init_kwargs: Additional arguments by tracker name.
+
+        Raises:
+            ValueError: `init_kwargs` names an unknown tracker.
+            TypeError: A tracker does not take one of its `init_kwargs`.
         """
         tracking.init_trackers(self, project_name, config, init_kwargs or {})
 
@@ -744,7 +758,10 @@ class Accelerator(AcceleratorProperties):
             unwrap: Return the vendor's own run object.
 
         Returns:
-            The tracker.
+            The tracker; one that does nothing on ranks without trackers.
+
+        Raises:
+            ValueError: No tracker of that name was requested.
         """
         return tracking.get_tracker(self, name, unwrap)
 
@@ -754,12 +771,15 @@ class Accelerator(AcceleratorProperties):
         step: int | None = None,
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Record the values of one step, in the trackers and in the run that launched this process.
+        """Record the values of one step: in the trackers on rank 0, and of every rank in the run that launched it.
 
         Args:
             values: Numbers by name.
-            step: The step.
+            step: The step; None: in the run, the number of the optimizer's steps.
             log_kwargs: Additional arguments by tracker name.
+
+        Raises:
+            ValueError: `values` is not a dict, a name is not a text, or no tracker can record a value.
         """
         tracking.log(self, values, step, log_kwargs)
 

@@ -137,27 +137,47 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's index in its tensor-parallel group."""
+        """This rank's index in its tensor-parallel group.
+
+        Raises:
+            NotImplementedError: There is no parallel layout.
+        """
         return self._mesh_rank("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This rank's index in its pipeline."""
+        """This rank's index in its pipeline.
+
+        Raises:
+            NotImplementedError: There is no parallel layout.
+        """
         return self._mesh_rank("pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This rank's index in its context-parallel group."""
+        """This rank's index in its context-parallel group.
+
+        Raises:
+            NotImplementedError: There is no parallel layout.
+        """
         return self._mesh_rank("cp")
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's index among the replicas of the data-parallel dimension."""
+        """This rank's index among the replicas of the data-parallel dimension.
+
+        Raises:
+            NotImplementedError: There is no parallel layout.
+        """
         return self._mesh_rank("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This rank's index among the shards of the data-parallel dimension."""
+        """This rank's index among the shards of the data-parallel dimension.
+
+        Raises:
+            NotImplementedError: There is no parallel layout.
+        """
         return self._mesh_rank("dp_shard")
 
     # -- settings -----------------------------------------------------------------------------------------------------
