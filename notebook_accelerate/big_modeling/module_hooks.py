@@ -11,6 +11,8 @@ import torch
 class ModelHook:
     """Functions to call before and after a module's forward, and when the hook is attached and detached.
 
+    A subclass replaces those that it needs. Attach it by `add_hook_to_module`.
+
     Attributes:
         no_grad: Compute the module without gradients.
     """
@@ -18,19 +20,50 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Prepare a module when the hook is attached to it; return the module."""
+        """Prepare a module when the hook is attached to it.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The module to use.
+        """
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for the forward."""
+        """Run before the forward.
+
+        Args:
+            module: The module.
+            args: Positional arguments of its forward.
+            kwargs: Keyword arguments of its forward.
+
+        Returns:
+            The arguments to call the forward with.
+        """
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Return the output of the forward."""
+        """Run after the forward.
+
+        Args:
+            module: The module.
+            output: What its forward returned.
+
+        Returns:
+            The output to return in its place.
+        """
         return output
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Undo `init_hook`; return the module."""
+        """Undo `init_hook`, when the hook is removed.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The module to use.
+        """
         return module
 
 

@@ -102,13 +102,18 @@ def chained_operation(function: Operation) -> Operation:
 def GatheredParameters(  # noqa: N802 - Accelerate's name
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Gather parameters that DeepSpeed's ZeRO stage 3 sharded; does nothing for other parameters.
+    """Gather parameters that DeepSpeed's ZeRO stage 3 sharded, for a block; every rank must enter it.
+
+    It does nothing for other parameters.
 
     Args:
         params: The parameters.
-        modifier_rank: The rank whose changes inside the block are sent to all ranks.
+        modifier_rank: The rank whose changes inside the block are sent to all ranks; None: changes are lost.
         fwd_module: The module that uses them.
         enabled: False does nothing.
+
+    Yields:
+        Nothing.
     """
     sharded = [item for item in (params if isinstance(params, (list, tuple)) else [params]) if hasattr(item, "ds_id")]
     if not (enabled and sharded):

@@ -74,7 +74,7 @@ class DeepSpeedEngineWrapper:
 
 
 class DeepSpeedOptimizerWrapper(EngineOptimizer):
-    """DeepSpeed's optimizer; see `EngineOptimizer`."""
+    """DeepSpeed's optimizer: `step` takes the engine's step, and `zero_grad` does nothing: the engine does it."""
 
     library = "DeepSpeed"
 
@@ -85,4 +85,4 @@ class DeepSpeedOptimizerWrapper(EngineOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(EngineScheduler):
-    """DeepSpeed's schedule; see `EngineScheduler`."""
+    """DeepSpeed's schedule: `step` does nothing, because the engine steps it and saves it in its checkpoint."""

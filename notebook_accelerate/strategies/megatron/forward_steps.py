@@ -100,6 +100,8 @@ def _labels_and_mask(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class AbstractTrainStep:
     """The base class of train steps; pass a subclass as `custom_train_step_class`.
 
+    The methods raise NotImplementedError; a subclass replaces them, and sets `forward_step`.
+
     Args:
         name: Name of the step.
     """

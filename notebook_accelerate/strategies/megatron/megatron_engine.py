@@ -326,7 +326,7 @@ def _micro_batches(batch: dict[str, Any], samples: int, count: int) -> Iterator[
 
 
 class MegatronLMOptimizerWrapper(EngineOptimizer):
-    """Megatron's optimizer; see `EngineOptimizer`. The engine clears the gradients before each window."""
+    """Megatron's optimizer: `step` takes the engine's step, and `zero_grad` does nothing: the engine does it."""
 
     library = "Megatron-LM"
 
@@ -337,7 +337,7 @@ class MegatronLMOptimizerWrapper(EngineOptimizer):
 
 
 class MegatronLMSchedulerWrapper(EngineScheduler):
-    """Megatron's schedule; see `EngineScheduler`."""
+    """Megatron's schedule: `step` does nothing, because the engine steps it and saves it in its checkpoint."""
 
     def get_last_lr(self) -> Any:
         """Return the current learning rates, one per parameter group.
