@@ -68,6 +68,30 @@ for field in PyObject.doc_field_types:
     field.label = {"Variables": "Attributes"}.get(str(field.label), field.label)
 
 
+RETURNED = {"api/run", "api/magics", "api/exceptions"}
+"""Pages on classes whose objects this package creates: their constructors are not for users."""
+
+
+def _is_returned(app: Sphinx, what: str) -> bool:
+    return what in {"class", "exception"} and app.env.docname in RETURNED
+
+
+def _without_constructor(
+    app: Sphinx, what: str, _name: str, _object: object, _options: object, arguments: str | None, _returned: str | None
+) -> tuple[str, None] | None:
+    """Return an empty signature for a class whose objects this package creates."""
+    return ("", None) if arguments is not None and _is_returned(app, what) else None
+
+
+def _without_arguments(app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Remove the section on the constructor's arguments of such a class, before napoleon reads the docstring."""
+    if not _is_returned(app, what) or "Args:" not in lines:
+        return
+    begin = lines.index("Args:")
+    end = next((i for i in range(begin + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), len(lines))
+    del lines[begin:end]
+
+
 def _by_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Link a name in a docstring to the one class or function of that name in the reference."""
     entries = env.domains["py"].objects.items() if node.get("refdomain") == "py" else ()
@@ -145,6 +169,8 @@ def setup(app: Sphinx) -> None:
     app.connect("config-inited", _copy_tutorials)
     app.connect("builder-inited", _remove_sources)
     app.connect("missing-reference", _by_short_name)
+    app.connect("autodoc-process-signature", _without_constructor)
+    app.connect("autodoc-process-docstring", _without_arguments, priority=100)
     app.connect("source-read", _link_tutorials)
     app.connect("build-finished", _write_short_addresses)
     app.connect("build-finished", _correct_links_of_sources)

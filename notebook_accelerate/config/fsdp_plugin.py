@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 class FullyShardedDataParallelPlugin:
     """Settings of FSDP 1 and 2; the constructor replaces names by torch's objects.
 
-    Choices and flags that are None are read from variables: FSDP_ and the field's name, where none is given below.
+    Choices and flags that are None are read from variables: ``FSDP_`` and the field's name, where none is given below.
 
     Raises:
         ValueError: A value is not allowed, or belongs to the other version of FSDP.

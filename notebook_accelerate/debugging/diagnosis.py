@@ -68,6 +68,7 @@ class Diagnosis:
         places: The position of every rank, by rank.
         groups: Ranks at the same position, the largest group first.
         time: Time of the diagnosis, in seconds since the epoch.
+        name_place: Returns the location of a frame as text.
         mistake: The common mistake that causes it, with the fix, in a line; "" where there is none.
     """
 

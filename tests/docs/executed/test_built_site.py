@@ -70,3 +70,19 @@ def test_the_quickstart_shows_its_reports_and_pictures() -> None:
     assert page.count("<img") >= 4
     assert 'href="02_tiny_gpt.html"' in page
     assert 'href="../hosts.html"' in (SITE / "tutorials" / "07_cluster.html").read_text()
+
+
+def test_a_class_that_users_never_construct_has_no_constructor() -> None:
+    page = (SITE / "api" / "run.html").read_text()
+    signature = page.partition('id="notebook_accelerate.Run">')[2].partition("</dt>")[0]
+    assert ">Run<" in signature
+    assert "sig-paren" not in signature
+    assert "Name of the launched function" in page  # its attributes stay
+    assert "None means a new one" not in page
+
+
+def test_inherited_members_have_entries() -> None:
+    inherited = ("device", "is_main_process", "main_process_first", "on_main_process", "sync_gradients")
+    anchors = links(SITE / "api" / "accelerator.html").anchors
+    assert {f"notebook_accelerate.Accelerator.{name}" for name in inherited} <= anchors
+    assert "notebook_accelerate.tracking.WandBTracker.log_images" in links(SITE / "api" / "tracking.html").anchors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import notebook_accelerate
 from notebook_accelerate import errors
+from notebook_accelerate.widgets.fields import help_texts
 from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
 from tests.parity.surface import compare
 from tests.support import pages
@@ -38,6 +40,18 @@ def test_every_name_of_the_package_root_has_an_entry() -> None:
 
 def test_no_name_has_two_entries() -> None:
     assert not ENTRIES & ALIASES
+
+
+def test_every_field_of_a_public_dataclass_is_documented() -> None:
+    missing = {}
+    for entry in sorted(ENTRIES):
+        module, _, name = entry.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            fields = {field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")}
+            missing[entry] = sorted(fields - {name for name, text in help_texts(kind).items() if text})
+    assert len(missing) > 30
+    assert {entry: fields for entry, fields in missing.items() if fields} == {}
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
