@@ -24,7 +24,7 @@ PERIOD = 0.2
 """The shortest time between two renders of a view, in seconds."""
 IDLE_PERIOD = 1.0
 """Seconds between two renders without events: elapsed times and silences still change."""
-REST = 9.0
+REST = 24.0
 """After a round of renders the thread sleeps this many times its processor time, but at most a second."""
 
 
@@ -143,8 +143,8 @@ class Ticker:
                 schedule.tick()
             with suppress(Exception):  # private names of ipykernel
                 busy_indicator.restore()
-            # Sleep at least as long as the round took, for slow front ends and busy machines; the panels of thousands
-            # of ranks use at most a tenth of a processor.
+            # Sleep at least as long as the round took, for slow front ends and busy machines; the panels of hundreds
+            # of ranks use at most a twentieth of a processor.
             spent, worked = time.monotonic() - begin, time.thread_time() - before
             self._woken.wait(max(PERIOD - spent, spent, min(REST * worked, IDLE_PERIOD), 0.01))
             self._woken.clear()

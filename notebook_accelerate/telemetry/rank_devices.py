@@ -45,6 +45,7 @@ class RankDevices:
     def __init__(self) -> None:
         self._memory: dict[int, dict[str, DeviceMemoryEvent]] = {}
         self._use: dict[str, DeviceUseEvent] = {}
+        self._on: dict[str, dict[int, None]] = {}  # the ranks by uuid: each sample of a device asks for them
 
     def add_memory(self, rank: int, event: DeviceMemoryEvent) -> None:
         """Keep what a rank reports; its peak is the highest of all reports, for torch's can be reset."""
@@ -57,6 +58,11 @@ class RankDevices:
         elif len(devices) >= MAX_DEVICES:
             return
         devices[event.device] = event
+        self._on.setdefault(event.uuid, {})[rank] = None
+        if before is not None and all(each.uuid != before.uuid for each in devices.values()):
+            del self._on[before.uuid][rank]
+            if not self._on[before.uuid]:
+                del self._on[before.uuid]
 
     def add_use(self, event: DeviceUseEvent) -> None:
         """Keep what a host reports."""
@@ -70,7 +76,7 @@ class RankDevices:
 
     def ranks_on(self, uuid: str) -> list[int]:
         """Return the ranks that hold memory on a device."""
-        return [rank for rank, devices in self._memory.items() if any(each.uuid == uuid for each in devices.values())]
+        return list(self._on.get(uuid, ()))
 
     def __bool__(self) -> bool:
         return bool(self._memory)

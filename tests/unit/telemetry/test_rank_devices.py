@@ -39,6 +39,21 @@ def test_a_peak_outlives_its_reset_and_a_new_attempt() -> None:
     assert found.of_rank(0)[0].peak == 7 * GIB
 
 
+def test_the_ranks_on_a_device_follow_its_identity() -> None:
+    found = RankDevices()
+    for rank in (0, 1):
+        found.add_memory(rank, _memory())
+    found.add_memory(0, _memory("cuda:1"))
+    found.add_memory(0, _memory(uuid="b"))  # another machine, after a restart
+    assert (found.ranks_on("a"), found.ranks_on("b"), found.ranks_on("c")) == ([0, 1], [0], [])
+    found.add_memory(0, _memory("cuda:1", uuid="c"))
+    assert (found.ranks_on("a"), found.ranks_on("b"), found.ranks_on("c")) == ([1], [0], [0])
+    for index in range(1000):
+        found.add_memory(1, _memory(uuid=f"{index}"))
+    assert found.ranks_on("a") == []
+    assert len(found._on) == 3
+
+
 def test_devices_are_in_the_order_of_their_numbers() -> None:
     found = RankDevices()
     for index in (10, 2, 0):
