@@ -7,11 +7,13 @@ import os
 import re
 from pathlib import Path
 
+from notebook_accelerate.telemetry import events
+
 CUSTOM_OBJECT_NAME = "custom_checkpoint"
 DATALOADER_STATE_NAME = "dl_state_dict"
 CHECKPOINTS_FOLDER = "checkpoints"
 """Folder of the project that contains the automatically named checkpoints."""
-MANIFEST_NAME = "checkpoint_manifest.json"
+MANIFEST_NAME = events.MANIFEST_NAME
 """Sizes and checksums of all files; a checkpoint is complete when the manifest exists and matches."""
 STAGING_SUFFIX = ".incomplete"
 """Suffix of the hidden folder in which a checkpoint is being written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,8 @@ from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunContinued
 from notebook_accelerate.telemetry import CheckpointEvent
+from notebook_accelerate.telemetry.events import MANIFEST_NAME
 from notebook_accelerate.telemetry.store import Record
-
-MANIFEST_NAME = "checkpoint_manifest.json"
-"""Written last: a folder with it is a complete checkpoint; the name is of `checkpointing.checkpoint_layout`, which the
-kernel's side does not import."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,9 @@ def newest_checkpoint(run: Run) -> CheckpointEvent | None:
     A URL is taken as it is: the ranks, which have the packages for it, look there.
     """
     for event in reversed(list(run.store.checkpoints)):
-        if "://" in event.path or (Path(event.path) / MANIFEST_NAME).is_file():
-            return event
+        with suppress(OSError, ValueError):  # a path that the system does not allow, or a disk that does not answer
+            if "://" in event.path or (Path(event.path) / MANIFEST_NAME).is_file():
+                return event
     return None
 
 

@@ -240,6 +240,10 @@ class TraceEvent(Event):
     size: int
 
 
+MANIFEST_NAME = "checkpoint_manifest.json"
+"""Written last into a checkpoint: sizes and checksums of all its files. A folder with it is complete."""
+
+
 @dataclass(slots=True)
 class CheckpointEvent(Event):
     """A checkpoint is complete: its absolute path or URL.
