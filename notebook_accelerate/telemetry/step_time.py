@@ -50,6 +50,8 @@ _reported = 0.0
 _steps = 0
 _total_steps = 0
 _sink: Sink | None = None
+_short: StepTimeEvent | None = None
+"""The sums after the latest step of a run's first second."""
 on_end: Callable[[], None] | None = None
 """Called at the end of each step, on the thread that trains, while steps are profiled."""
 
@@ -57,6 +59,11 @@ on_end: Callable[[], None] | None = None
 def running() -> bool:
     """Whether a sink is installed."""
     return current_sink() is not None
+
+
+def steps() -> int:
+    """Return how many steps of an optimizer this run has counted on this rank."""
+    return _total_steps if _sink is not None and _sink is current_sink() else 0
 
 
 def switch(part: int) -> int:
@@ -82,21 +89,32 @@ def _event() -> StepTimeEvent:
 
 def end_step() -> None:
     """Count a step, and emit the sums once a second. A run's first step starts the clock."""
-    global _steps, _total_steps, _reported, _sink  # noqa: PLW0603 - as in switch
+    global _steps, _total_steps, _reported, _sink, _short  # noqa: PLW0603 - as in switch
     ended = on_end  # read once: a signal handler may remove it
     if ended is not None:
         ended()
     sink = current_sink()
     if sink is not _sink:  # a new run: the time before belongs to no step
-        _sink, _reported, _steps, _total_steps = sink, _since, 0, 1
+        _sink, _reported, _steps, _total_steps, _short = sink, _since, 0, 1, None
         _seconds[:] = [0.0] * len(_seconds)
         return
     _steps += 1
     _total_steps += 1
     if _since - _reported >= PERIOD:
         emit(_event())
-        _reported, _steps = _since, 0
+        _reported, _steps, _short = _since, 0, None
         _seconds[:] = [0.0] * len(_seconds)
+    elif _steps == _total_steps - 1:
+        _short = _event()
+
+
+def end_run() -> None:
+    """Emit the sums of a run that ends within its first second: too short to compare the ranks' own work."""
+    global _short  # noqa: PLW0603 - as in switch
+    if _short is not None and _sink is current_sink():
+        _short.own = 0.0
+        emit(_short)
+    _short = None
 
 
 def backward(function: Function) -> Function:

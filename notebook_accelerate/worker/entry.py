@@ -39,6 +39,7 @@ from notebook_accelerate.telemetry import (
     inherited_state,
     install_sink,
     steady_time,
+    step_time,
     tracebacks,
 )
 from notebook_accelerate.telemetry.automatic_metrics import sampler
@@ -98,6 +99,7 @@ def main(
         outcome = run_function(order, load, debugging)
         debugging.exit_watch.begin()
         devices.send()  # the last peak, and the only one of a short run
+        step_time.end_run()
         code = report(outcome, agent)
     except KeyboardInterrupt:  # the run is being stopped, after the function returned
         pass

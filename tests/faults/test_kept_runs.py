@@ -138,3 +138,4 @@ def test_a_failed_run_resumes_by_itself(tmp_path: Path) -> None:
     undisturbed = notebook_launcher(train, (str(tmp_path / "b"), 0.0, 40), **options)  # type: ignore[arg-type]
     assert resumed.results == undisturbed.results
     assert resumed.name == run.name
+    assert "ms per step" in str(undisturbed.report()), "of a run of less than a second, too"

@@ -57,6 +57,41 @@ def test_parts_add_up_to_the_time_that_passed(sink: _Kept, monkeypatch: pytest.M
         assert event.parts["optimizer"] >= 0.005
 
 
+def _step_events(sink: _Kept) -> list[step_time.StepTimeEvent]:
+    return [event for event in sink.events if isinstance(event, step_time.StepTimeEvent)]
+
+
+def test_a_run_of_less_than_a_second_is_reported_at_its_end(sink: _Kept) -> None:
+    step_time.end_run()
+    for _ in range(5):
+        step_time.switch(step_time.OPTIMIZER)
+        time.sleep(0.001)
+        step_time.switch(step_time.OTHER)
+        step_time.end_step()
+    assert _step_events(sink) == []
+    step_time.switch(step_time.DATA)
+    time.sleep(0.2)  # as an evaluation after the last step
+    step_time.switch(step_time.OTHER)
+    for _ in range(2):
+        step_time.end_run()
+    (event,) = _step_events(sink)
+    assert (event.step, event.steps) == (5, 4)
+    assert event.parts["optimizer"] >= 0.004
+    assert event.parts["waiting for data"] < 0.2
+    assert event.own == 0.0, "no rank is a straggler by so few steps"
+
+
+def test_a_longer_run_has_no_more_than_its_seconds(sink: _Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_time, "PERIOD", 0.05)
+    while len(_step_events(sink)) < 2:
+        step_time.switch(step_time.OPTIMIZER)
+        time.sleep(0.001)
+        step_time.switch(step_time.OTHER)
+        step_time.end_step()
+    step_time.end_run()
+    assert len(_step_events(sink)) == 2
+
+
 def test_a_loop_left_early_closes_its_batches(sink: _Kept) -> None:
     closed = []
 
