@@ -207,7 +207,7 @@ class PortInUseError(LaunchError):
 
 
 class DeviceBusyError(LaunchError):
-    """Another run of this kernel holds the accelerators that this launch needs."""
+    """Another run of this kernel, or a detached run, holds the accelerators that this launch needs."""
 
 
 class AuthenticationError(LaunchError):

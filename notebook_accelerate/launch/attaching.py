@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,6 +18,7 @@ from notebook_accelerate import errors
 from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient
+from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.kept.run_folder import read_summary
 from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter, to_file, uninterrupted
@@ -36,6 +37,8 @@ START_SECONDS = 120.0
 """Seconds that the process of a detached run has to begin: on a slow disk the imports take long."""
 OPEN_SECONDS = 20.0
 """Seconds that the journal of a run that has just begun has for its first events."""
+CLAIM_SECONDS = 10.0
+"""Seconds to wait for a name that another process has: one whose run has ended, or whose launch is under way."""
 LISTED_RUNS = 20
 """Most detached runs that are listed of those that have ended, the latest ones."""
 _attached: dict[str, Run] = {}
@@ -66,24 +69,23 @@ def launch_detached(
             f"run {resume.name} is not kept in a folder, so a detached run cannot go on with it; "
             f"launch it with detach=False, or keep it next time: notebook_launcher(..., save='runs')"
         )
-    cells = cell_sources()
-    payload = to_file(function, arguments)
-    try:
+    with ExitStack() as undo:
+        payload = to_file(function, arguments)
+        undo.callback(os.close, payload)
+        name, claimed = _claimed_name(config, function_name, resume)
+        undo.callback(os.close, claimed)  # the process of the run has a copy
         order = {
             "config": config.changed(
-                name=_unused_name(config, function_name, resume),
-                save=config.save or os.environ.get("NOTEBOOK_ACCELERATE_RUNS") or run_directory.runs_folder(),
+                name=name, save=config.save or os.environ.get("NOTEBOOK_ACCELERATE_RUNS") or run_directory.runs_folder()
             ),
             "function": function_name,
             "arguments": call_arguments(function, arguments),
             "resume": None if resume is None else str(resume.folder),
-            "sources": cells,
+            "sources": (cells := cell_sources()),
             "names": {filename: cell_name(filename) for filename in cells},
             "origin": _origin(),
         }
-        answer = _start(dump(order, "the configuration of the launch").to_file(), payload)
-    finally:
-        os.close(payload)
+        answer = _start(dump(order, "the configuration of the launch").to_file(), payload, claimed)
     if "error" in answer:
         kind = getattr(errors, answer["error"], None) or {"ValueError": ValueError, "TypeError": TypeError}.get(
             answer["error"], LaunchError
@@ -97,21 +99,52 @@ def launch_detached(
     return run
 
 
-def _unused_name(config: LaunchConfig, function_name: str, resume: Run | None) -> str:
-    """Return the name of a new run: one given by the user must not be that of a detached run that lives."""
-    # A run has its summary when it has ended; its process needs a moment more.
-    running = [each for each in run_directory.entries() if each.lives and read_summary(Path(each.folder)) is None]
-    living = {entry.name for entry in running}
+def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) -> tuple[str, int]:
+    """Return the name of a new run, and the descriptor of its claim: no other detached run that goes on has it.
+
+    Raises:
+        ValueError: The user has given the name of a run that goes on, or one that is not allowed.
+        LaunchError: Names cannot be claimed.
+    """
     given = config.name or ("" if resume is None else resume.name)
-    if given and given in living:
-        raise ValueError(
-            f"name={given!r} is the name of a detached run that has not ended: pass another name, "
-            f"or use that run: notebook_accelerate.attach({given!r})"
-        )
-    name = given or default_name(function_name, next_number())
-    while name in living:
-        name = default_name(function_name, next_number())
-    return name
+    try:
+        if given:
+            config.changed(name=given)  # checks the name of a run that was opened
+            return given, _claim(given)
+        while True:
+            name = default_name(function_name, next_number())
+            if name not in _running_names() and (claimed := run_directory.claim(name)) is not None:
+                return name, claimed
+    except OSError as error:
+        raise LaunchError(f"the detached run cannot be found later: {error}") from error
+
+
+def _claim(name: str) -> int:
+    deadline = time.monotonic() + CLAIM_SECONDS
+    while name not in _running_names() and time.monotonic() < deadline:
+        if (claimed := run_directory.claim(name)) is not None:
+            return claimed
+        time.sleep(0.05)
+    raise ValueError(
+        f"name={name!r} is the name of a detached run that has not ended: pass another name, "
+        f"or use that run: notebook_accelerate.attach({name!r})"
+    )
+
+
+def _running_names() -> set[str]:
+    return {entry.name for entry in running_entries()}
+
+
+def running_entries() -> list[DetachedEntry]:
+    """Return the detached runs that have not ended."""
+    found = []
+    for entry in run_directory.entries():
+        known = _attached.get(entry.folder)
+        ended = known is not None and known.ended is not None and known.status != "lost"  # its folder may be deleted
+        # A run has its summary when it has ended; its process needs a moment more.
+        if entry.lives and not ended and read_summary(Path(entry.folder)) is None:
+            found.append(entry)
+    return found
 
 
 def _origin() -> dict[str, Any]:
@@ -124,24 +157,25 @@ def _origin() -> dict[str, Any]:
     return found
 
 
-def _start(order: int, payload: int) -> dict[str, Any]:
+def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
     """Start the process of a run and return its answer: the run's folder, or an error."""
     ours, theirs = socket.socketpair()
     with ours, TemporaryFile() as log:
         try:
             with theirs, uninterrupted():
+                descriptors = [order, payload, theirs.fileno(), claimed]
                 call = "from notebook_accelerate.launch.detached_process import main; "
-                call += f"main({order}, {payload}, {theirs.fileno()})"
-                process = start_interpreter(call, [order, payload, theirs.fileno()], log.fileno())
+                call += f"main({', '.join(map(str, descriptors))})"
+                process = start_interpreter(call, descriptors, log.fileno())
         finally:
             os.close(order)
+        answer = None
         try:
             answer = _answer(ours)
-        except BaseException:
-            with suppress(OSError):
-                ours.send(b"cancel")
-            raise
         finally:
+            if answer is None:  # the launch was interrupted, or has taken too long
+                with suppress(OSError):
+                    ours.send(b"cancel")
             process.wait()  # it has forked the process that stays
         if answer is None:
             raise LaunchError(f"the process of the detached run did not start{log_tail(log)}")
@@ -152,15 +186,16 @@ def _answer(connection: socket.socket) -> dict[str, Any] | None:
     """Wait for the answer of the process, in slices that an interrupt ends; None where it ends without one."""
     connection.settimeout(SLICE)
     deadline, data = time.monotonic() + START_SECONDS, b""
-    while time.monotonic() < deadline:
+    while b"\n" not in data and time.monotonic() < deadline:
         try:
             received = connection.recv(1 << 16)
         except TimeoutError:
             continue
-        data += received
-        if not received or data.endswith(b"\n"):
+        if not received:
             break
-    found: dict[str, Any] | None = json.loads(data) if data.endswith(b"\n") else None
+        data += received
+    line, end, _ = data.partition(b"\n")  # an error may follow the folder, which the run has by itself
+    found: dict[str, Any] | None = json.loads(line) if end else None
     return found
 
 
@@ -183,7 +218,7 @@ def attach(name: str | PathLike[str]) -> Run:
     folder = _folder_of(name)
     with _lock:
         known = _attached.get(str(folder))
-        if known is not None and (known.ended is None or known.status != "lost"):
+        if known is not None and known.status != "lost":
             return known
         run = _attached[str(folder)] = _open(folder)
         return run
@@ -245,12 +280,38 @@ def leave() -> None:
 
 
 def stop_detached(grace: float) -> None:
-    """Stop the user's detached runs, and wait for their ends."""
-    running = [run for run in detached_runs() if run.ended is None or run.held]
+    """Stop the user's detached runs of this machine, and wait for their ends."""
+    readable = detached_runs()
+    running = [run for run in readable if (run.ended is None or run.held) and not run.commands.refusal]
     for run in running:
         run.request_stop(grace)
-    for run in running:
-        run.stop(grace)
+    opened = {str(run.folder) for run in readable}
+    others = [entry for entry in running_entries() if entry.folder not in opened and _stopped(entry, grace)]
+    while any(not run.done or run.held for run in running) or any(_listens(entry) for entry in others):
+        time.sleep(0.05)
 
 
-__all__ = ["attach", "attached_runs", "detached_runs", "launch_detached", "leave", "stop_detached"]
+def _listens(entry: DetachedEntry) -> bool:
+    return entry.lives and Path(entry.socket).exists()
+
+
+def _stopped(entry: DetachedEntry, grace: float) -> bool:
+    """Stop a run whose folder cannot be read, as a deleted one; return whether its process listens."""
+    try:
+        client = ControlClient(Path(entry.socket))
+    except OSError:
+        return False
+    client.stop(grace)
+    client.close()
+    return True
+
+
+__all__ = [
+    "attach",
+    "attached_runs",
+    "detached_runs",
+    "launch_detached",
+    "leave",
+    "running_entries",
+    "stop_detached",
+]

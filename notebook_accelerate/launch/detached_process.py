@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.detached import run_directory
@@ -31,22 +32,26 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.run import Run
 
-HELD_SECONDS = 3600.0
+HELD_SECONDS = 3600
 """Seconds that the ranks of a failed run are held for the debugger while no kernel is attached."""
+HELD_VARIABLE = "NOTEBOOK_ACCELERATE_HELD_SECONDS"
+"""Variable of the kernel that launches the run: another number of seconds."""
 
 
-def main(order: int, payload: int, answer: int) -> None:
+def main(order: int, payload: int, answer: int, claimed: int) -> None:
     """Launch a run and return when its ranks have ended.
 
     Args:
         order: Descriptor of the file with what to launch; see ``attaching.launch_detached``.
         payload: Descriptor of the file with the function and its arguments.
         answer: Descriptor of the socket to the kernel that launches it.
+        claimed: Descriptor of the claim of the run's name.
     """
     if os.fork():
         os._exit(0)  # the kernel waits for this process; the other one is nobody's child
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    DetachedRun(load_file(order), payload, socket.socket(fileno=answer)).main()
+    os.set_inheritable(claimed, False)
+    DetachedRun(load_file(order), payload, socket.socket(fileno=answer), claimed).main()
 
 
 class DetachedRun:
@@ -56,12 +61,14 @@ class DetachedRun:
         order: What to launch.
         payload: Descriptor of the function and its arguments.
         kernel: The connection to the kernel that launches it.
+        claimed: Descriptor of the claim of the run's name.
     """
 
-    def __init__(self, order: dict[str, Any], payload: int, kernel: socket.socket) -> None:
+    def __init__(self, order: dict[str, Any], payload: int, kernel: socket.socket, claimed: int) -> None:
         self._order, self._payload, self._kernel = order, payload, kernel
+        self._claimed: int | None = claimed
         self._service: ControlService | None = None
-        self._path = Path()
+        self._path, self._held_seconds = Path(), HELD_SECONDS
         self._over = threading.Event()
 
     def main(self) -> None:
@@ -72,6 +79,7 @@ class DetachedRun:
         tracebacks.name_foreign_cells(order["names"])
         run_registry.watch(self._begun)
         try:
+            self._held_seconds = held_seconds()
             self._path = run_directory.new_socket()
             function = PickledFunction(order["function"], self._payload, order["arguments"])
             earlier = None if order["resume"] is None else open_run(order["resume"])
@@ -88,14 +96,27 @@ class DetachedRun:
         """Serve kernels from now on, and tell the one that launches the run; called before its ranks start."""
         try:
             self._service = ControlService(run, self._path)
-            place, origin = (str(run.folder), str(self._path)), self._order["origin"]
-            run_directory.add(DetachedEntry(run.name, *place, run.started, asdict(this_process()), origin))
+            run_directory.add(self._entry(run))
         except OSError as error:
             self._tell({"error": "LaunchError", "message": f"the detached run cannot be found later: {error}"})
             run.request_stop(grace=0.0)
             return
         threading.Thread(target=self._watch_kernel, args=(run,), daemon=True).start()
         self._tell({"folder": str(run.folder)})
+        _discard_output()
+
+    def _entry(self, run: Run) -> DetachedEntry:
+        accelerator = run.plan.accelerator if run.plan is not None else "cpu"
+        return DetachedEntry(
+            name=run.name,
+            folder=str(run.folder),
+            socket=str(self._path),
+            created=run.started,
+            process=asdict(this_process()),
+            origin=self._order["origin"],
+            accelerator=accelerator,
+            visible=run_registry.visible_devices(accelerator, run.config.env),
+        )
 
     def _watch_kernel(self, run: Run) -> None:
         """Stop the run where its launch is interrupted; that kernel may also end, or be done."""
@@ -111,16 +132,44 @@ class DetachedRun:
         """Wait for the end of the run, and as long as a kernel uses ranks that are held after a failure."""
         run.add_done_callback(lambda _: self._over.set())
         wait_for(self._over)
+        self._release_name()
         while run.held:
             time.sleep(0.5)
-            if self._service is None or self._service.unattended_seconds > HELD_SECONDS:
+            if self._service is None or self._service.unattended_seconds > self._held_seconds:
                 run.stop(grace=1.0)
 
+    def _release_name(self) -> None:
+        if self._claimed is not None:
+            run_directory.release(self._order["config"].name, self._claimed)
+            self._claimed = None
+
     def _end(self) -> None:
+        self._release_name()
         if self._service is not None:
             self._service.close()
         run_registry.shutdown()
         sys.stdout.flush()
+
+
+def held_seconds() -> int:
+    """Return how long the ranks of a failed run are held for the debugger while no kernel is attached.
+
+    Raises:
+        ValueError: The variable is not a number of seconds.
+    """
+    seconds = environ.integer(HELD_VARIABLE, HELD_SECONDS)
+    if seconds is None or seconds < 0:
+        raise ValueError(f"{HELD_VARIABLE}={seconds} is not allowed; set seconds of at least 0, as {HELD_SECONDS}")
+    return seconds
+
+
+def _discard_output() -> None:
+    """Write nothing to the log of the start any more, a file that nobody can read: the run's journal has its output."""
+    sys.stdout.flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(null, descriptor)
+    os.close(null)
 
 
 __all__ = ["main"]

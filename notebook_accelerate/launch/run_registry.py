@@ -10,13 +10,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate.errors import DeviceBusyError
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
 from notebook_accelerate.launch.run_display import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from notebook_accelerate.launch.kept.kept_runs import KeptRuns
     from notebook_accelerate.launch.plan.planner import LaunchPlan
@@ -232,18 +233,37 @@ def release_held() -> None:
 
 
 def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
-    """Check that no other run holds the accelerators that ``launch_plan`` needs.
+    """Check that no other run of this kernel, and no detached run, holds the accelerators that ``launch_plan`` needs.
 
     Raises:
         DeviceBusyError: Another run holds one of them.
     """
-    if launch_plan.accelerator == "cpu" or launch_plan.where:  # a cluster assigns its devices itself
+    accelerator = launch_plan.accelerator
+    if accelerator == "cpu" or launch_plan.where:  # a cluster assigns its devices itself
         return
     for other in _living():
         if other is run or other.ended is not None or other.plan is None:
             continue
-        if other.plan.accelerator == launch_plan.accelerator:
+        if other.plan.accelerator == accelerator:
             raise DeviceBusyError(
-                f"run {other.id} ({other.function_name}) holds the {launch_plan.accelerator} devices; "
+                f"run {other.id} ({other.function_name}) holds the {accelerator} devices; "
                 f"wait for it, or end it with notebook_accelerate.runs()[{runs().index(other)}].stop()"
             )
+    visible = visible_devices(accelerator, run.config.env)
+    for entry in attaching.running_entries():
+        if entry.shares_devices(accelerator, visible):
+            raise DeviceBusyError(
+                f"the detached run {entry.name} holds the {accelerator} devices; "
+                f"wait for it, or end it with notebook_accelerate.attach({entry.name!r}).stop()"
+            )
+
+
+def visible_devices(accelerator: str, env: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the variables that restrict the devices of ranks, by name, as CUDA_VISIBLE_DEVICES.
+
+    Args:
+        accelerator: Device type of the ranks.
+        env: Their variables, over those of this process.
+    """
+    found = {**os.environ, **(env or {})}
+    return {name: found[name] for name in device_table.row(accelerator).visible_variables if name in found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -161,7 +162,10 @@ def _writer(
         header = run_folder.header(name, number, function, arguments, config, now)
         return run_writer.RunWriter(folder, header, journal, detached=config.detach)
     except OSError as error:
-        raise LaunchError(f"the run cannot be kept in {folder}: {error.strerror or error}") from error
+        shutil.rmtree(folder, ignore_errors=True)
+        raise LaunchError(
+            f"the run cannot be kept in {folder}: {error.strerror or error}; pass another folder: save='runs'"
+        ) from error
 
 
 def _where(config: LaunchConfig) -> LaunchConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -14,7 +15,7 @@ from notebook_accelerate.debugging.process_inspection import ProcessStacks
 from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.detached import control_protocol as protocol
-from notebook_accelerate.launch.detached.control_service import short_path
+from notebook_accelerate.launch.detached.control_service import is_own, short_path
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.telemetry import Event, InputReply, InputRequest, Stamped, encode, steady_time
 from notebook_accelerate.telemetry.channel import Channel, Decoder
@@ -22,6 +23,10 @@ from notebook_accelerate.telemetry.debug_protocol import Reply
 
 CAPTURE_SECONDS = 10.0
 """Seconds to wait for the stacks of a rank that cannot reply."""
+AGAIN_SECONDS = 0.1
+"""Seconds after which a kernel that has lost its connection looks whether the process is still there."""
+SEND_SECONDS = 2.0
+"""Seconds that a command waits for that connection."""
 STATE_SECONDS = 5.0
 """Seconds to wait for what its ranks wait for now; a process that is stopped sends nothing."""
 
@@ -39,15 +44,9 @@ class ControlClient:
     refusal = ""
 
     def __init__(self, path: Path) -> None:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            with short_path(path) as address:
-                connection.connect(address)
-        except OSError:
-            connection.close()
-            raise
+        self._path, self._channel = path, _connected(path)
+        self._left = self._over = False
         self.prompts, self.requests = PromptQueue(), RankRequests()
-        self._channel = Channel(connection)
         self._numbers = itertools.count(1)
         self._captured: dict[int, ProcessStacks] = {}
         self._changed = threading.Condition()
@@ -58,6 +57,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Leave the run to itself."""
+        self._left = True
         self._channel.shut()
 
     # ---- any thread
@@ -82,8 +82,14 @@ class ControlClient:
         self._send(protocol.ClockCommand(rank, held=False))
 
     def _send(self, *events: Event) -> None:
-        with suppress(ChannelClosedError):  # the run is over
-            self._channel.send(*events)
+        channel = self._channel
+        try:
+            channel.send(*events)
+        except ChannelClosedError:
+            with self._changed:  # another connection may follow, unless the run is over
+                self._changed.wait_for(lambda: self._over or self._channel is not channel, SEND_SECONDS)
+            with suppress(ChannelClosedError):
+                self._channel.send(*events)
 
     def _capture(self, rank: int) -> ProcessStacks:
         number = next(self._numbers)
@@ -95,15 +101,35 @@ class ControlClient:
     # ---- the client's thread
 
     def _main(self) -> None:
-        with suppress(ChannelClosedError):
-            while True:
-                for _, event in self._channel.receive():
-                    self._handle(event)
+        while True:
+            with suppress(ChannelClosedError):
+                while True:
+                    for _, event in self._channel.receive():
+                        self._handle(event)
+            if self._left or not self._connect_again():
+                break
         self._known.set()
         for rank in self.requests.open_ranks():
             self.requests.close(rank)
         self.prompts.close()
+        self._use(self._channel, over=True)
         self._channel.close()
+
+    def _connect_again(self) -> bool:
+        """Connect once more, unless the run is over: its process drops a kernel that was stopped and read nothing."""
+        time.sleep(AGAIN_SECONDS)
+        try:
+            channel = _connected(self._path)
+        except OSError:
+            return False
+        self._channel.close()
+        self._use(channel)
+        return not self._left
+
+    def _use(self, channel: Channel, *, over: bool = False) -> None:
+        with self._changed:
+            self._channel, self._over = channel, over
+            self._changed.notify_all()
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, protocol.OpenEvent):
@@ -132,6 +158,24 @@ class ControlClient:
         for rank, number in self._open - now:
             self.prompts.withdraw(rank, number)
         self._open = now
+
+
+def _connected(path: Path) -> Channel:
+    """Return a channel to the process that listens at a path.
+
+    Raises:
+        OSError: Nobody listens there, or another user does.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        with short_path(path) as address:
+            connection.connect(address)
+        if not is_own(connection):
+            raise PermissionError(f"another user listens at {path}")
+    except OSError:
+        connection.close()
+        raise
+    return Channel(connection)
 
 
 class _RankChannel:

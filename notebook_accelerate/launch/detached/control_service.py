@@ -39,7 +39,6 @@ class ControlService:
 
     Raises:
         OSError: The socket cannot be opened.
-
     """
 
     def __init__(self, run: Run, path: Path) -> None:
@@ -106,7 +105,7 @@ class ControlService:
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            if not _is_own(connection):
+            if not is_own(connection):
                 connection.close()
                 return
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
@@ -212,12 +211,12 @@ class short_path:  # noqa: N801 - a context manager
             os.close(self._descriptor)
 
 
-def _is_own(connection: socket.socket) -> bool:
-    """Whether a process of this user has connected, where the system tells."""
+def is_own(connection: socket.socket) -> bool:
+    """Whether a process of this user is at the other end, where the system tells."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True  # the folder's mode decides
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())
 
 
-__all__ = ["ControlService", "listen", "short_path"]
+__all__ = ["ControlService", "is_own", "listen", "short_path"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import secrets
@@ -9,7 +11,7 @@ import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ class DetachedEntry:
         created: When it was launched, in seconds since the epoch.
         process: The identity of its process; see ``hardware.process_liveness``.
         origin: Where it was launched: "folder", and where they are known "notebook" and "pid".
+        accelerator: Device type of its ranks.
+        visible: The variables that restrict its devices, as CUDA_VISIBLE_DEVICES.
     """
 
     name: str
@@ -40,6 +44,8 @@ class DetachedEntry:
     created: float
     process: Mapping[str, Any]
     origin: Mapping[str, Any] = field(default_factory=dict)
+    accelerator: str = "cpu"
+    visible: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lives(self) -> bool:
@@ -52,6 +58,20 @@ class DetachedEntry:
         """Whether its process is known to have ended; False also for one of another machine or container."""
         identity = parse_identity(self.process)
         return identity is None or identity.has_ended()
+
+    def shares_devices(self, accelerator: str, visible: Mapping[str, str]) -> bool:
+        """Whether ranks of another run with these variables may use the same devices.
+
+        Args:
+            accelerator: Device type of these ranks.
+            visible: As the attribute.
+        """
+        lists = [(_listed(self.visible[name]), _listed(visible[name])) for name in self.visible.keys() & visible.keys()]
+        return self.accelerator == accelerator != "cpu" and all(ours & theirs for ours, theirs in lists)
+
+
+def _listed(devices: str) -> set[str]:
+    return {each.strip() for each in devices.split(",")}
 
 
 def state_folder() -> Path:
@@ -87,16 +107,30 @@ def new_socket() -> Path:
     Raises:
         LaunchError: There is no such folder.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    for parent in ([Path(base)] if base.startswith("/") else []) + [state_folder()]:
-        folder = parent / ("notebook-accelerate" if parent != state_folder() else "sockets")
-        with suppress(OSError):
+    base = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    folders = [base / "notebook-accelerate"] if base.is_absolute() and _is_own(base) else []
+    folders.append(state_folder() / "sockets")
+    problem = OSError()
+    for folder in folders:
+        try:
             make_private(folder)
+        except OSError as error:
+            problem = error
+        else:
             return folder / secrets.token_hex(8)
     raise LaunchError(
-        f"a detached run needs a folder that only you can enter, and {state_folder()} is none; "
-        "set XDG_STATE_HOME to a folder of yours"
+        f"a detached run needs a folder that only you can enter: {problem}; "
+        f"mend {folders[-1]}, or set XDG_STATE_HOME to a folder of yours"
     )
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is there, and nobody but the user can replace what is in it."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def make_private(folder: Path) -> None:
@@ -105,12 +139,14 @@ def make_private(folder: Path) -> None:
     Raises:
         OSError: It cannot be created, or it is there and others own it or can enter it.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder that only this user can enter")
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not a folder of yours")
+    if found.st_mode & 0o077:
+        raise PermissionError(f"others can enter {folder}: chmod 700 {folder}")
 
 
 def add(entry: DetachedEntry) -> None:
@@ -128,25 +164,82 @@ def add(entry: DetachedEntry) -> None:
 
 
 def entries() -> list[DetachedEntry]:
-    """Return the user's detached runs, the oldest first; those whose folder was deleted are forgotten."""
+    """Return the user's detached runs, the oldest first; those that ended are forgotten with their folders."""
     found = []
     for path in _files():
         entry = _read(path)
-        old = entry is not None and time.time() - entry.created > LISTED_SECONDS and not entry.lives
-        if entry is None or old or not Path(entry.folder).is_dir():
+        if entry is None:
+            continue
+        lives = entry.lives
+        if not lives and (time.time() - entry.created > LISTED_SECONDS or is_gone(Path(entry.folder))):
             with suppress(OSError):
                 path.unlink()
         else:
             found.append(entry)
-        if entry is not None and (old or entry.has_ended):  # killed processes leave their sockets
+        if entry.has_ended:  # killed processes leave their sockets
             with suppress(OSError):
                 Path(entry.socket).unlink()
     return sorted(found, key=lambda entry: (entry.created, entry.folder))
 
 
+def is_gone(folder: Path) -> bool:
+    """Whether a folder was deleted; a disk that does not answer now, or that this user may not enter, has it still."""
+    try:
+        return not stat.S_ISDIR(folder.stat().st_mode)
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR)
+
+
+def claim(name: str) -> int | None:
+    """Claim the name of a detached run, which one process at a time can have.
+
+    Returns:
+        The descriptor of a locked file: the name is taken until `release`, or until all processes that have it open
+        have ended. None: another process has claimed it.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
+    make_private(_entries_folder())
+    path = _claim_file(name)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not _lock(descriptor):
+            os.close(descriptor)
+            return None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)  # who had the name has removed the file since it was opened here
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
+def release(name: str, descriptor: int) -> None:
+    """Give back a name that `claim` has claimed, whoever has the file open."""
+    with suppress(OSError):
+        _claim_file(name).unlink()
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _claim_file(name: str) -> Path:
+    return _entries_folder() / f"{name}.lock"
+
+
 def _files() -> list[Path]:
     try:
-        return list(_entries_folder().glob("*.json"))
+        folder = _entries_folder()
+        return list(folder.glob("*.json")) if _is_own(folder) else []
     except (LaunchError, OSError):
         return []
 
@@ -159,12 +252,25 @@ def _read(path: Path) -> DetachedEntry | None:
     try:
         if path.stat().st_size > _MAX_ENTRY_BYTES:
             return None
-        entry = DetachedEntry(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        content = json.loads(path.read_bytes())
+        known = {each.name for each in fields(DetachedEntry)}  # a newer version may have more
+        entry = DetachedEntry(**{name: value for name, value in content.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
-    texts = all(isinstance(text, str) for text in (entry.name, entry.folder, entry.socket))
-    maps = isinstance(entry.origin, dict) and isinstance(entry.process, dict)
+    texts = all(isinstance(text, str) for text in (entry.name, entry.folder, entry.socket, entry.accelerator))
+    maps = all(isinstance(each, dict) for each in (entry.origin, entry.process, entry.visible))
     return entry if texts and maps and isinstance(entry.created, (int, float)) else None
 
 
-__all__ = ["DetachedEntry", "add", "entries", "make_private", "new_socket", "runs_folder", "state_folder"]
+__all__ = [
+    "DetachedEntry",
+    "add",
+    "claim",
+    "entries",
+    "is_gone",
+    "make_private",
+    "new_socket",
+    "release",
+    "runs_folder",
+    "state_folder",
+]

@@ -61,7 +61,7 @@ class JournalFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
+        self.path, self.size, self._thinned_size = path, 0, 0
         _write_new(path, journal_format.MAGIC)
         self.size = len(journal_format.MAGIC)
 
@@ -73,6 +73,8 @@ class JournalFile:
         """
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
+            if os.fstat(descriptor).st_size > self.size:  # what an error left, and could not be removed then
+                os.ftruncate(descriptor, self.size)
             _write_all(descriptor, data)
         except OSError:
             with suppress(OSError):
@@ -91,11 +93,16 @@ class JournalFile:
         finally:
             os.close(descriptor)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the file is to be thinned. Where what stays is long itself, not again before it has grown by half."""
+        return self.size > max(MAX_JOURNAL_BYTES, self._thinned_size * 3 // 2)
+
     def thin(self) -> None:
         """Replace the file with a smaller one, at once: of its curves and its output, a bounded part stays."""
         data = b"".join([journal_format.MAGIC, *thinned_frames(read_journal(self.path))])
         write_file(self.path, data)
-        self.size = len(data)
+        self.size = self._thinned_size = len(data)
 
 
 def write_file(path: Path, data: bytes) -> None:

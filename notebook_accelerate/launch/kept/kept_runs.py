@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from os import PathLike
@@ -106,7 +107,7 @@ class KeptRuns(Sequence[KeptRun]):
                 {
                     "name": row.name,
                     "status": row.status,
-                    "started": pd.Timestamp(row.started, unit="s", tz="UTC"),
+                    "started": pd.to_datetime(row.started, unit="s", utc=True, errors="coerce"),
                     "seconds": row.seconds,
                     "ranks": row.ranks,
                     "commit": row.commit,
@@ -142,7 +143,9 @@ class KeptRuns(Sequence[KeptRun]):
 
 
 def _fixed(row: KeptRun) -> list[str]:
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started)) if row.started else ""
+    started = ""
+    with suppress(ValueError, OverflowError, OSError):  # a file may have any number
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started)) if row.started else ""
     duration = "" if row.seconds is None else f"{row.seconds:.1f} s"
     code = row.commit[:_COMMIT_SHOWN] + (" +changes" if row.dirty else "")
     return [row.name, row.status, started, duration, str(row.ranks), code]

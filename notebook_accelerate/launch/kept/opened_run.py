@@ -205,9 +205,10 @@ class _Follower:
             try:
                 _read_on(self._contents, self._file)
             except (BrokenRunError, OSError) as error:
-                if journal.state.ended is None:
-                    self._contents.journal.append(RunLost(f"the journal cannot be read any more: {error}"))
-                return
+                # A disk may not answer for a while. A run whose ranks are held has nothing more to tell than its end.
+                lasting = isinstance(error, BrokenRunError) or run_directory.is_gone(self._file.parent)
+                if lasting and journal.state.ended is None:
+                    journal.append(RunLost(f"the journal cannot be read any more: {error}"), journal.last_time)
             if gone:
                 _lose(self._contents)
                 if journal.state.held:
@@ -217,7 +218,7 @@ class _Follower:
 def _read_on(contents: JournalContents, file: Path) -> None:
     """Add what was appended since the last call; where the file was replaced by a thinned one, what is new in it."""
     with file.open("rb") as stream:
-        if stream.seek(0, 2) >= contents.end and contents.same_file(stream):
+        if contents.same_file(stream):  # for a moment shorter than what was read, after an error of the writer's disk
             stream.seek(contents.end)
             feed(contents, stream.read(), file)
             return

@@ -6,10 +6,12 @@ import json
 import math
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -86,9 +88,16 @@ def header(
             "torch": installed_version("torch") or "",
             "notebook_accelerate": installed_version("notebook-accelerate") or "",
         },
-        "folder": str(Path.cwd()),
+        "folder": _working_folder(),
         "cells": {filename: tracebacks.cell_name(filename) for filename in cell_sources()},
     }
+
+
+def _working_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was deleted
+        return ""
 
 
 def _stored_config(config: LaunchConfig) -> dict[str, Any]:
@@ -107,7 +116,7 @@ def _plain(value: object, depth: int = 4) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else str(value)
     if type(value) is str:
-        return hide_credentials(value[:_TEXT_CHARS])
+        return hide_credentials(value)[:_TEXT_CHARS]
     if depth and isinstance(value, Mapping) and len(value) <= _TEXT_CHARS:
         return {
             str(key): HIDDEN if _SECRET.search(str(key)) else _plain(item, depth - 1) for key, item in value.items()
@@ -120,13 +129,15 @@ def _plain(value: object, depth: int = 4) -> Any:
 def config_from(stored: Mapping[str, Any]) -> LaunchConfig:
     """Return the configuration that a header has; fields that were hidden, or are of no use here, keep defaults."""
     known = {each.name for each in fields(LaunchConfig)} - {"env", "rdzv_conf", "accelerator", "on"}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items() if name in known
+    }
     config = LaunchConfig()
-    for name, value in stored.items():
-        if name in known:
-            try:
-                config = config.changed(**{name: tuple(value) if isinstance(value, list) else value})
-            except (TypeError, ValueError):
-                continue
+    with suppress(TypeError, ValueError, AttributeError):
+        return config.changed(**values)
+    for name, value in values.items():
+        with suppress(TypeError, ValueError, AttributeError):  # another version may have had other values
+            config = config.changed(**{name: value})
     return config
 
 
@@ -171,7 +182,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return what the table of runs needs of a run that has ended; None where it has not, or its summary is no use."""
     path = folder / SUMMARY_NAME
     try:
-        if path.stat().st_size > MAX_SUMMARY_BYTES:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_SUMMARY_BYTES:  # reading a pipe would wait
             return None
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

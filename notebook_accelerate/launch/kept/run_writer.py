@@ -8,10 +8,12 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
+from notebook_accelerate.launch.detached.run_directory import is_gone
+from notebook_accelerate.launch.kept import journal_format, run_folder
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalFile, distinguishing, write_file
 from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, WarningAdded
 from notebook_accelerate.telemetry import (
@@ -89,6 +91,8 @@ class RunWriter:
         self._dropped: dict[int, int] = {}
         self._wake, self._over = threading.Event(), False
         self._code: dict[str, Any] = {}
+        self._code_written = False
+        self._code_thread = threading.Thread(target=self._find_code, name="notebook-accelerate-code", daemon=True)
         self._unwritten: list[bytes] = []
         self._problem, self._retry_at, self._sync_at = "", 0.0, time.monotonic() + SYNC_SECONDS
         self._unsubscribe = journal.subscribe(self._on_records)
@@ -137,21 +141,22 @@ class RunWriter:
     # ---- on the writer's thread
 
     def _main(self) -> None:
-        self._write(last=False)  # first: another kernel may open the run
-        try:
-            self._code = run_folder.code_version(Path.cwd())
-            self._unwritten.append(journal_format.encode_frame(self._code))
-        except Exception:  # noqa: BLE001 - a run is kept without it
-            self._code = {}
+        self._code_thread.start()  # on a large repository git takes seconds
         while True:
             over = self._over
+            if over:
+                self._code_thread.join(END_SECONDS / 2)
             self._write(last=over)
-            if over and not (self._problem and time.monotonic() < self._patient_until):
+            if over and not (self._problem and time.monotonic() < self._patient_until and not is_gone(self.folder)):
                 return
             if over:
                 time.sleep(END_PERIOD)
             else:
                 self._wake.wait(PERIOD)
+
+    def _find_code(self) -> None:
+        with suppress(Exception):  # a run is kept without it
+            self._code = run_folder.code_version(Path.cwd())
 
     def _write(self, *, last: bool) -> None:
         if not last and time.monotonic() < self._retry_at:
@@ -189,9 +194,16 @@ class RunWriter:
         now = records[-1].time if records else 0.0
         rows += [[DroppedEvent.__name__, rank, now, {"count": count}] for rank, count in dropped.items()]
         self._unwritten += journal_format.encode_rows(rows)
+        if self._code and not self._code_written:
+            self._unwritten.append(journal_format.encode_frame(self._code))
+            self._code_written = True
 
     def _store_result(self, rank: int, result: RankResult) -> dict[str, Any] | None:
-        pickled = result.pickled(MAX_DETACHED_RESULT_BYTES if self._detached else MAX_RESULT_BYTES)
+        try:
+            pickled = result.pickled(MAX_DETACHED_RESULT_BYTES if self._detached else MAX_RESULT_BYTES)
+        except Exception as error:  # noqa: BLE001 - as of too little memory
+            self._journal.append(WarningAdded(f"the result of rank {rank} is not kept: {describe_error(error)}"))
+            return None
         if pickled is None:
             return None
         try:
@@ -212,7 +224,7 @@ class RunWriter:
             del self._unwritten[:count]
 
     def _tidy(self, last: bool) -> None:
-        if self._file.size > journal_file.MAX_JOURNAL_BYTES:
+        if self._file.is_long:
             self._file.thin()
         if last or time.monotonic() >= self._sync_at:
             self._file.sync()

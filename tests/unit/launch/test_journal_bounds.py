@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from notebook_accelerate import open_run
+from notebook_accelerate import open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch.kept import journal_file, journal_format, opened_run, run_folder, run_writer
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.rank_result import RankResult
-from notebook_accelerate.launch.state.run_events import RankReturned, WarningAdded
+from notebook_accelerate.launch.state.run_events import (
+    AttemptEnded,
+    FailuresRecorded,
+    RankReturned,
+    RunEnded,
+    StopAdvanced,
+    WarningAdded,
+)
 from notebook_accelerate.telemetry import (
     CheckpointEvent,
     DroppedEvent,
@@ -32,6 +44,7 @@ from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.store import Record
 from tests.support.runs import START, end, make_run
+from tests.support.waiting import until
 
 
 def _writer(folder: Path, journal: Journal, **options: Any) -> RunWriter:
@@ -124,6 +137,162 @@ def test_a_follower_misses_nothing_of_a_journal_that_was_thinned(
     assert store.automatic.series("auto/lr").values.tolist() == [0.5]
     opened_run._read_on(contents, tmp_path / JOURNAL_NAME)
     assert (store.dropped, len(store.checkpoints)) == ({0: 5}, 2)
+
+
+def test_a_journal_that_thinning_cannot_shorten_is_not_thinned_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_file, "MAX_JOURNAL_BYTES", 1_000)
+    thin, calls = journal_file.JournalFile.thin, []
+    monkeypatch.setattr(journal_file.JournalFile, "thin", lambda file: (calls.append(file.size), thin(file)))
+    journal = Journal()
+    writer = _writer(tmp_path, journal)
+    for number in range(40):
+        journal.add([_log("x" * 200, number)])
+        writer._write(last=False)
+    assert 2 <= len(calls) <= 8
+    assert len(open_run(tmp_path).logs(0)) == 40
+
+
+# ---- what goes wrong beside the disk
+
+
+def test_git_delays_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = threading.Event()
+
+    def slow(_folder: Path) -> dict[str, Any]:
+        assert found.wait(60)
+        return {"kind": "code", "commit": "abc", "dirty": False}
+
+    monkeypatch.setattr(run_folder, "code_version", slow)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    journal = Journal()
+    writer = _writer(folder, journal)
+    run = Run(LaunchConfig(), "int", journal)
+    writer.start(run)
+    journal.add([Record(0, START, MetricEvent({"loss": 1.0}, 7))])
+    until(lambda: read_journal(folder / JOURNAL_NAME).journal.store.metric_names() == ["loss"], seconds=20)
+    found.set()
+    end(run)
+    assert runs(tmp_path)[0].commit == "abc"
+    assert read_journal(folder / JOURNAL_NAME).sections["code"]["commit"] == "abc"
+
+
+def test_a_result_that_cannot_be_written_keeps_nothing_else_from_it(tmp_path: Path) -> None:
+    journal = Journal()
+    writer = _writer(tmp_path, journal, detached=True)
+    run = Run(LaunchConfig(), "int", journal)
+
+    def too_large() -> bytes:
+        raise MemoryError("no room")
+
+    journal.append(RankReturned(0, RankResult(int, 1, rank=0, pickled=too_large)))
+    end(run)
+    writer._write(last=False)
+    opened = open_run(tmp_path)
+    assert opened.status == "succeeded"
+    assert opened.warnings == ["the result of rank 0 is not kept: MemoryError: no room"]
+
+
+def test_the_end_does_not_wait_for_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_writer, "END_PERIOD", 0.05)
+    (tmp_path / "run").mkdir()
+    journal = Journal()
+    writer = _writer(tmp_path / "run", journal, detached=True)
+    run = Run(LaunchConfig(), "int", journal)
+    writer.start(run)
+    until(lambda: (tmp_path / "run" / JOURNAL_NAME).stat().st_size > 200, seconds=20)
+    shutil.rmtree(tmp_path / "run")
+    begin = time.monotonic()
+    end(run)
+    assert time.monotonic() - begin < 30
+
+
+def test_what_a_full_disk_left_in_the_journal_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal()
+    writer = _writer(tmp_path, journal)
+    writer._write(last=False)
+    write, truncate = os.write, os.ftruncate
+
+    def half(descriptor: int, data: Any) -> int:
+        write(descriptor, bytes(data)[:10])
+        raise OSError(5, "Input/output error")
+
+    def refused(_descriptor: int, _size: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "write", half)
+    monkeypatch.setattr(os, "ftruncate", refused)
+    journal.add([_log("first", 1.0)])
+    writer._write(last=False)
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    writer._retry_at = 0.0
+    journal.add([_log("second", 2.0)])
+    writer._write(last=False)
+    assert open_run(tmp_path).logs(0) == ["first", "second"]
+
+
+def test_a_follower_waits_for_a_disk_that_does_not_answer(tmp_path: Path) -> None:
+    journal = Journal()
+    writer = _writer(tmp_path, journal)
+    writer._write(last=False)
+    followed = open_run(tmp_path)
+    (tmp_path / JOURNAL_NAME).rename(tmp_path / "away")
+    time.sleep(3 * opened_run.FOLLOW_SECONDS)
+    assert followed.status == "running"
+    (tmp_path / "away").rename(tmp_path / JOURNAL_NAME)
+    journal.add([_log("later", 1.0)])
+    writer._write(last=False)
+    until(lambda: followed.logs(0) == ["later"], seconds=20)
+
+
+def test_a_follower_reads_on_where_an_append_was_undone(tmp_path: Path) -> None:
+    """An error of the disk is followed by a write of the same events, at the same place."""
+    journal = Journal()
+    writer = _writer(tmp_path, journal)
+    writer._write(last=False)
+    file = tmp_path / JOURNAL_NAME
+    before = file.read_bytes()
+    journal.append(WarningAdded("again"))
+    journal.add([Record(0, START + 1, MetricEvent({"loss": 1.0}, 0))])
+    writer._write(last=False)
+    whole = file.read_bytes()
+    contents = read_journal(file)
+    for content in (before, whole):
+        with file.open("r+b") as stream:
+            stream.write(content)
+            stream.truncate()
+        opened_run._read_on(contents, file)
+    assert contents.journal.state.warnings == ("again",)
+    assert contents.journal.store.series("loss").steps.tolist() == [0]
+
+
+def test_held_ranks_are_released_where_their_journal_is_gone(tmp_path: Path) -> None:
+    """Their process ends some time after the run: who attached to it must not wait for ever."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        journal = Journal()
+        identity = asdict(replace(this_process(), pid=process.pid, started=0))
+        header = run_folder.header("made", 1, int, (), LaunchConfig(), START) | {"process": identity}
+        (tmp_path / "run").mkdir()
+        writer = RunWriter(tmp_path / "run", header, journal)
+        journal.replay(make_run().journal.records)
+        for event in (
+            StopAdvanced("settling"), StopAdvanced("held"), FailuresRecorded([]), AttemptEnded("failed"),
+            RunEnded("failed", "WorkerError", "it failed"),
+        ):  # fmt: skip
+            journal.append(event)
+        writer._write(last=False)
+        held = open_run(tmp_path / "run")
+        assert held.held
+        shutil.rmtree(tmp_path / "run")
+        time.sleep(3 * opened_run.FOLLOW_SECONDS)
+        assert held.held
+        process.communicate()
+    until(lambda: not held.held, seconds=20)
+    held.stop()
+    assert held.status == "failed"
 
 
 @pytest.mark.parametrize("thinned", [False, True])

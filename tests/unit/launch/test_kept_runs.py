@@ -11,7 +11,10 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,9 @@ from notebook_accelerate.errors import LaunchError, NotebookAccelerateError, Res
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
 from notebook_accelerate.launch.kept.run_writer import RunWriter
+from notebook_accelerate.launch.resumption import newest_checkpoint
 from notebook_accelerate.launch.state.journal import Journal
-from notebook_accelerate.telemetry import LogEvent, MetricEvent
+from notebook_accelerate.telemetry import CheckpointEvent, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.live_panel import close_all
 from notebook_accelerate.widgets.runs_table import RunsTable
@@ -347,6 +351,66 @@ def test_a_pickle_of_a_stranger_runs_only_where_results_are_read(tmp_path: Path)
     assert (tmp_path / "harmed").exists()
 
 
+def test_one_odd_file_does_not_spoil_the_table(tmp_path: Path) -> None:
+    for name, started in {"ages": 1e300, "nan": float("nan"), "good": START}.items():
+        folder = write_journal(tmp_path / name, [], name)
+        summary = {
+            "name": name, "function": "f", "status": "succeeded", "started": started, "ended": started, "ranks": 1,
+            "config": {}, "arguments": {}, "commit": "", "dirty": None, "metrics": {}, "message": "", "continues": [],
+        }  # fmt: skip
+        (folder / run_folder.SUMMARY_NAME).write_text(json.dumps(summary))
+    os.mkfifo(write_journal(tmp_path / "pipe", [], "pipe") / run_folder.SUMMARY_NAME)  # reading it would wait
+    table = runs(tmp_path)
+    assert {row.name: row.status for row in table} == {
+        "ages": "succeeded", "nan": "succeeded", "good": "succeeded", "pipe": "running",
+    }  # fmt: skip
+    assert "1970-01-12" in repr(table)
+    assert "ages" in table._repr_html_()
+    assert table.to_pandas()["name"].tolist() == [row.name for row in table]
+
+
+def test_settings_that_depend_on_each_other_are_read_together(tmp_path: Path) -> None:
+    config = LaunchConfig(node_rank=1, num_nodes=3, min_nodes=2, rdzv_backend="c10d", tags=["a"])
+    stored = run_folder.header("x", 1, int, (), config, START)["config"]
+    assert run_folder.config_from(stored) == config.changed(tags=("a",))
+    odd = {**stored, "rdzv_endpoint": 5, "start_method": {}, "added_later": 1}
+    assert run_folder.config_from(odd).num_nodes == 3
+
+
+def test_a_run_is_kept_where_the_working_folder_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    run = notebook_launcher(int, (), save=tmp_path / "runs", num_processes=1, start_method="inline", panel=False)
+    assert open_run(run.folder or "").status == "succeeded"
+
+
+def test_a_checkpoint_that_cannot_be_looked_for_is_none(tmp_path: Path) -> None:
+    records = [Record(0, START, CheckpointEvent(path, START)) for path in (f"/{'x' * 5000}", "/a\0b")]
+    assert newest_checkpoint(open_run(write_journal(tmp_path / "made", records))) is None
+
+
+def test_a_folder_is_deleted_while_its_last_file_is_written(tmp_path: Path) -> None:
+    folder = write_journal(tmp_path / "made", [])
+    contents = read_journal(folder / JOURNAL_NAME)
+    run = Run.rebuilt(LaunchConfig(), "train", contents.journal.records)
+    run.folder = folder
+    until_then = time.monotonic() + 0.5
+
+    def write() -> None:
+        number = 0
+        while time.monotonic() < until_then and folder.exists():
+            number += 1
+            with suppress(FileNotFoundError):
+                (folder / f"{number}.new").touch()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    run.delete()
+    writer.join()
+    assert not folder.exists()
+
+
 # ---- bounds, and kills
 
 
@@ -381,6 +445,7 @@ from pathlib import Path
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch.kept import journal_file, run_folder
 from notebook_accelerate.launch.kept.run_writer import RunWriter
+from notebook_accelerate.launch.resumption import newest_checkpoint
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.telemetry.store import Record

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,15 +19,16 @@ import pytest
 
 from notebook_accelerate import BrokenRunError, attach, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.errors import DeviceBusyError, LaunchError
 from notebook_accelerate.hardware.process_liveness import this_process
-from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch import attaching, run_registry
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.control_service import ControlService
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from tests.support.runs import START, make_run
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +40,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     attaching.leave()
 
 
-def _recorded(folder: Path, name: str, created: float, **process: object) -> DetachedEntry:
+def _recorded(
+    folder: Path, name: str, created: float, devices: tuple[str, str] = ("cpu", ""), **process: object
+) -> DetachedEntry:
     """Write a kept run and record it as a detached one, of this process or of one with other attributes."""
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
@@ -45,7 +51,16 @@ def _recorded(folder: Path, name: str, created: float, **process: object) -> Det
     journal_file.JournalFile(folder / journal_file.JOURNAL_NAME).append(
         b"".join([journal_format.encode_frame(header), *records])
     )
-    entry = DetachedEntry(name, str(folder), str(run_directory.new_socket()), created, asdict(identity), {})
+    accelerator, visible = devices
+    entry = DetachedEntry(
+        name,
+        str(folder),
+        str(run_directory.new_socket()),
+        created,
+        asdict(identity),
+        accelerator=accelerator,
+        visible={"CUDA_VISIBLE_DEVICES": visible} if visible else {},
+    )
     run_directory.add(entry)
     return entry
 
@@ -154,3 +169,182 @@ def test_a_process_that_is_stopped_does_not_block_who_attaches(tmp_path: Path, m
         client = ControlClient(tmp_path / "s")
         assert client.requests.open_ranks() == []
         client.close()
+
+
+def test_a_kernel_does_not_talk_to_another_user() -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    listens = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("listens", flush=True)
+sys.stdin.read()
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        command = [sys.executable, "-c", listens, f"{folder}/s"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "listens\n"
+            with pytest.raises(PermissionError, match="another user listens"):
+                ControlClient(Path(folder) / "s")
+            process.communicate()
+
+
+def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path) -> None:
+    """A kernel that was stopped has read nothing for seconds: its connection is closed, and its run goes on."""
+    run = make_run()
+    service = ControlService(run, tmp_path / "s")
+    client = ControlClient(tmp_path / "s")
+    try:
+        stopped: list[float] = []
+        run.commands.stop = stopped.append  # type: ignore[method-assign]
+        (first,) = service._clients
+        first.shut()
+        until(lambda: service._clients and first not in service._clients, seconds=20)
+        client.stop(3.0)
+        until(lambda: stopped == [3.0], seconds=20)
+    finally:
+        client.close()
+        service.close()
+    begin = time.monotonic()
+    until(lambda: client._over, seconds=20)
+    client.stop(1.0)
+    assert time.monotonic() - begin < 10, "of a run that is over, a command does not wait"
+
+
+# ---- entries
+
+
+def test_what_this_version_cannot_read_stays(tmp_path: Path, state: Path) -> None:
+    entry = _recorded(tmp_path / "newer", "newer", time.time())
+    (path,) = (state / "detached").glob("*.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "priority": 3}))
+    (state / "detached" / "other.json").write_text("[]")
+    (state / "detached" / "torn.json").write_text('{"name"')
+    assert run_directory.entries() == [entry]
+    assert len(list((state / "detached").glob("*.json"))) == 3
+
+
+def test_only_ended_runs_are_forgotten_with_their_folders(tmp_path: Path) -> None:
+    for name, process in {"lives": {}, "ended": {"pid": 2**22 - 1}}.items():
+        entry = _recorded(tmp_path / name, name, time.time(), **process)
+        shutil.rmtree(entry.folder)
+    assert [entry.name for entry in run_directory.entries()] == ["lives"]
+    with pytest.raises(FileNotFoundError):
+        attach("lives")
+    # A disk that does not answer gives an error, as a name that is too long does.
+    run_directory.add(replace(entry, name="away", folder=f"/{'x' * 300}"))
+    assert [entry.name for entry in run_directory.entries()] == ["lives", "away"]
+    assert [run.name for run in runs() if run.config.detach] == []
+
+
+# ---- folders
+
+
+def test_the_folder_of_all_is_private(tmp_path: Path, state: Path) -> None:
+    before = os.umask(0)
+    try:
+        _recorded(tmp_path / "a", "a", time.time())
+    finally:
+        os.umask(before)
+    assert state.stat().st_mode & 0o777 == 0o700, "or others could replace the folders in it"
+
+
+def test_a_runtime_folder_that_is_not_the_users_is_not_used(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    assert run_directory.new_socket().parent == state / "sockets"
+    assert not (tmp_path / "missing").exists()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "shared"))
+    assert run_directory.new_socket().parent == state / "sockets"
+    (tmp_path / "shared").chmod(0o700)
+    assert run_directory.new_socket().parent == tmp_path / "shared" / "notebook-accelerate"
+    if os.getuid() == 0:  # as with sudo, which keeps the variable
+        os.chown(tmp_path / "shared", 65534, 65534)
+        assert run_directory.new_socket().parent == state / "sockets"
+
+
+def test_the_error_of_a_folder_names_what_mends_it(state: Path) -> None:
+    run_directory.new_socket()
+    (state / "sockets").chmod(0o750)
+    with pytest.raises(LaunchError, match=f"chmod 700 {state}/sockets"):
+        run_directory.new_socket()
+
+
+# ---- names
+
+_CLAIMS = """
+import sys
+from notebook_accelerate.launch.detached import run_directory
+print(run_directory.claim("one") is not None, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_process_at_a_time_has_a_name(state: Path) -> None:
+    claimed = run_directory.claim("one")
+    assert claimed is not None
+    assert run_directory.claim("one") is None
+    other = run_directory.claim("other")
+    assert other is not None
+    run_directory.release("one", claimed)
+    run_directory.release("other", other)
+    assert not list((state / "detached").glob("*.lock"))
+    command = [sys.executable, "-c", _CLAIMS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        assert run_directory.claim("one") is None
+        process.kill()
+    claimed = run_directory.claim("one")
+    assert claimed is not None, "of a process that was killed"
+    copy = os.dup(claimed)  # as a process has that was forked meanwhile
+    run_directory.release("one", claimed)
+    again = run_directory.claim("one")
+    assert again is not None
+    os.close(copy)
+    assert run_directory.claim("one") is None
+    run_directory.release("one", again)
+
+
+# ---- launches
+
+
+def test_the_first_answer_of_a_process_counts() -> None:
+    """A run that has its folder may fail a moment later, before the kernel has read the first answer."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b'{"folder": "/runs/1"}\n{"error": "LaunchError", "message": "later"}\n')
+        assert attaching._answer(ours) == {"folder": "/runs/1"}
+        theirs.close()
+        ours.setblocking(True)
+        assert attaching._answer(ours) is None
+
+
+def test_devices_of_detached_runs_are_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    entry = _recorded(tmp_path / "gpu", "gpu", time.time(), ("cuda", "0,1"))
+    _recorded(tmp_path / "ended", "ended", time.time(), ("xpu", ""), pid=2**22 - 1)
+    run = make_run()
+    assert run.plan is not None
+    on_cuda = replace(run.plan, accelerator="cuda")
+    with pytest.raises(DeviceBusyError, match=re.escape("end it with notebook_accelerate.attach('gpu').stop()")):
+        run_registry.check_devices(run, on_cuda)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 2")
+    with pytest.raises(DeviceBusyError, match="the detached run gpu holds the cuda devices"):
+        run_registry.check_devices(run, on_cuda)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    run_registry.check_devices(run, on_cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    run_registry.check_devices(make_run(env={"CUDA_VISIBLE_DEVICES": "3"}), on_cuda)
+    run_registry.check_devices(run, run.plan)
+    run_registry.check_devices(run, replace(run.plan, accelerator="xpu"))
+    (Path(entry.folder) / run_folder.SUMMARY_NAME).write_text("{}")
+    run_registry.check_devices(run, on_cuda)

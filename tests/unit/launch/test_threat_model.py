@@ -192,9 +192,9 @@ def test_no_other_user_can_attach_to_a_detached_run(monkeypatch: pytest.MonkeyPa
             assert done.stdout == "refused\n"
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            assert control_service._is_own(ours)
+            assert control_service.is_own(ours)
             monkeypatch.setattr(os, "getuid", lambda: 12345)
-            assert not control_service._is_own(ours)
+            assert not control_service.is_own(ours)
         assert listener.fileno() >= 0
     path.unlink()
 

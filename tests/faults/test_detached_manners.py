@@ -1,0 +1,210 @@
+"""Detached runs beside each other: names that two launches want, ends that nobody attends, folders that are deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from notebook_accelerate import LaunchError, Run, attach, notebook_launcher, shutdown
+from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch.detached import run_directory
+from tests.support.detached import processes_of, supervisor_of, user_folder
+from tests.support.waiting import until
+
+_OPTIONS: dict[str, Any] = {"num_processes": 1, "use_port": 0, "detach": True, "panel": False}
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder of detached runs, which are stopped at the end."""
+    with user_folder(tmp_path / "state", monkeypatch) as folder:
+        yield folder
+
+
+def _launch(function: Any, *arguments: Any, **options: Any) -> Run:
+    return notebook_launcher(function, arguments, **{**_OPTIONS, **options})
+
+
+# ---- names
+
+_AT_ONCE = """
+import sys, time
+from pathlib import Path
+from notebook_accelerate import notebook_launcher
+from notebook_accelerate.launch import attaching
+
+folder, me, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3] or None
+(folder / f"ready-{me}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.001)
+try:
+    run = notebook_launcher(time.sleep, (600,), num_processes=1, detach=True, name=name, panel=False)
+    print("launched", run.name)
+except ValueError as error:
+    print("refused", error)
+"""
+
+
+def _both_launch(folder: Path, name: str) -> list[str]:
+    """Launch from two processes at the same instant; return what each of them prints."""
+    command = [sys.executable, "-c", _AT_ONCE, str(folder)]
+    both = [subprocess.Popen([*command, me, name], stdout=subprocess.PIPE, text=True) for me in "ab"]
+    until(lambda: all((folder / f"ready-{me}").exists() for me in "ab"))
+    (folder / "go").touch()
+    lines = [process.communicate(timeout=300)[0].strip().splitlines() for process in both]
+    return [next(line for line in each if line.startswith(("launched", "refused"))) for each in lines]
+
+
+def test_of_two_launches_with_one_name_one_wins(state: Path, tmp_path: Path) -> None:
+    refused, launched = sorted(_both_launch(tmp_path, "one"), key=lambda line: line.startswith("launched"))
+    assert launched == "launched one"
+    assert "name='one' is the name of a detached run that has not ended: pass another name" in refused
+    assert "notebook_accelerate.attach('one')" in refused
+    assert [entry.name for entry in run_directory.entries()] == ["one"]
+
+
+def test_two_launches_without_a_name_have_two(state: Path, tmp_path: Path) -> None:
+    lines = _both_launch(tmp_path, "")
+    assert len({entry.name for entry in run_directory.entries()}) == 2
+    assert sorted(lines) == sorted(f"launched {entry.name}" for entry in run_directory.entries())
+
+
+def test_a_name_is_free_when_its_run_has_ended(state: Path) -> None:
+    for _ in range(3):
+        run = _launch(int, name="again")
+        assert run.wait(120)  # its process writes the last file, and ends, after that
+    run = _launch(time.sleep, 600, name="again")
+    until(lambda: run.status == "running")
+    supervisor_of(run).kill()
+    assert run.wait(60)
+    assert _launch(int, name="again").wait(120), "the name of a process that was killed is free, too"
+
+
+# ---- ends that nobody attends
+
+
+def _fails() -> None:
+    raise RuntimeError("as asked")
+
+
+def test_ranks_of_a_failed_run_that_nobody_attends_end(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_HELD_SECONDS", "2")
+    run = _launch(_fails, debug=True)
+    until(lambda: run.held)
+    time.sleep(4.0)
+    assert processes_of(state), "this kernel is attached"
+    attaching.leave()
+    until(lambda: not processes_of(state), seconds=60)
+    ended = attach(run.name)
+    until(lambda: not ended.held, seconds=20)
+    assert ended.status == "failed"
+
+
+def test_a_limit_that_is_no_number_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_HELD_SECONDS", "soon")
+    with pytest.raises(ValueError, match="NOTEBOOK_ACCELERATE_HELD_SECONDS='soon' is not a whole number"):
+        _launch(int)
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_HELD_SECONDS", "-1")
+    with pytest.raises(ValueError, match="set seconds of at least 0, as 3600"):
+        _launch(int)
+
+
+def test_a_start_that_takes_too_long_is_given_up(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attaching, "START_SECONDS", 0.0)
+    with pytest.raises(LaunchError, match="did not start"):
+        _launch(time.sleep, 600, name="late")
+    until(lambda: not processes_of(state), seconds=120)
+    assert [attach(entry.name).status for entry in run_directory.entries()] == ["stopped"]
+
+
+# ---- folders that are deleted
+
+
+def test_a_run_whose_folder_is_deleted_can_be_stopped(state: Path) -> None:
+    run = _launch(time.sleep, 600, name="homeless")
+    until(lambda: run.status == "running")
+    assert run.folder is not None
+    shutil.rmtree(run.folder)
+    assert run.wait(60)
+    assert run.status == "lost", "what it does cannot be read any more"
+    with pytest.raises(ValueError, match="has not ended"):
+        _launch(int, name="homeless")
+    attaching.leave()
+    assert processes_of(state)
+    shutdown(all=True)
+    until(lambda: not processes_of(state), seconds=60)
+
+
+def test_a_run_that_is_deleted_at_its_end_leaves_no_process(state: Path) -> None:
+    for _ in range(3):
+        run = _launch(int)
+        assert run.wait(120)
+        run.delete()
+        assert run.folder is not None
+        assert not run.folder.exists()
+    until(lambda: not processes_of(state), seconds=60)
+
+
+# ---- stopping
+
+
+def _saves_when_stopped(path: str) -> None:
+    try:
+        Path(f"{path}-began").touch()
+        time.sleep(600)
+    except KeyboardInterrupt:
+        time.sleep(0.3)
+        Path(path).touch()
+        raise
+
+
+def test_shutdown_lets_ranks_end_by_themselves(state: Path, tmp_path: Path) -> None:
+    run = _launch(_saves_when_stopped, str(tmp_path / "saved"))
+    until((tmp_path / "saved-began").exists)
+    shutdown(all=True)
+    assert run.status == "stopped"
+    assert (tmp_path / "saved").exists()
+
+
+def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines may share a home: what goes on elsewhere cannot be stopped from here."""
+    theirs, ours = (_launch(time.sleep, 600, name=name) for name in ("theirs", "ours"))
+    until(lambda: theirs.status == ours.status == "running")
+    (entry,) = (entry for entry in run_directory.entries() if entry.name == "theirs")
+    attaching.leave()
+    hidden = Path(entry.socket).with_suffix(".away")
+    Path(entry.socket).rename(hidden)
+    try:
+        shutdown(all=True)
+    finally:
+        hidden.rename(entry.socket)
+    assert [attach(name).status for name in ("theirs", "ours")] == ["running", "stopped"]
+    attaching.leave()  # the object that was opened meanwhile is read-only
+
+
+# ---- what nobody can read
+
+
+def _prints() -> None:
+    for _ in range(20):
+        print("x" * 100_000, flush=True)
+        os.write(1, b"y" * 10_000 + b"\n")
+    time.sleep(600)
+
+
+def test_output_fills_no_file_that_nobody_can_read(state: Path) -> None:
+    run = _launch(_prints)
+    until(lambda: len(run.logs(0)) >= 40)
+    for process in processes_of(state):
+        for descriptor in (1, 2):
+            found = Path(f"/proc/{process.pid}/fd/{descriptor}")
+            assert not found.exists() or found.stat().st_size < 10_000, psutil.Process(process.pid).cmdline()
