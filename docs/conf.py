@@ -63,7 +63,13 @@ def _returned_text(self: GoogleDocstring, **_: object) -> list[tuple[str, str, l
     return [("", "", lines)] if lines else []
 
 
+def _attribute_text(self: GoogleDocstring) -> tuple[str, list[str]]:
+    """Return the docstring of an attribute or property as text: what stands before a colon is no type."""
+    return "", type(self)(self._dedent(self._consume_to_end()), self._config).lines()
+
+
 GoogleDocstring._consume_returns_section = _returned_text
+GoogleDocstring._consume_inline_attribute = _attribute_text
 for field in PyObject.doc_field_types:
     field.label = {"Variables": "Attributes"}.get(str(field.label), field.label)
 

@@ -86,3 +86,16 @@ def test_inherited_members_have_entries() -> None:
     anchors = links(SITE / "api" / "accelerator.html").anchors
     assert {f"notebook_accelerate.Accelerator.{name}" for name in inherited} <= anchors
     assert "notebook_accelerate.tracking.WandBTracker.log_images" in links(SITE / "api" / "tracking.html").anchors
+
+
+def test_texts_of_fields_are_whole() -> None:
+    pages_with_types = [path.name for path in (SITE / "api").glob("*.html") if ">Type<span" in path.read_text()]
+    assert pages_with_types == []
+    configuration = (SITE / "api" / "configuration.html").read_text()
+    assert "Batches per optimizer step; None: the Accelerator" in configuration
+
+
+def test_members_for_other_modules_have_no_entry() -> None:
+    anchors = links(SITE / "api" / "run.html").anchors
+    assert "notebook_accelerate.Run.panel" in anchors
+    assert not {f"notebook_accelerate.Run.{name}" for name in ("rebuilt", "take_output", "without_results")} & anchors
