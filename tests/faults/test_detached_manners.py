@@ -40,7 +40,6 @@ _AT_ONCE = """
 import sys, time
 from pathlib import Path
 from notebook_accelerate import notebook_launcher
-from notebook_accelerate.launch import attaching
 
 folder, me, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3] or None
 (folder / f"ready-{me}").touch()
