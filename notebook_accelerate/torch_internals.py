@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,6 +107,33 @@ def __getattr__(name: str) -> Any:
 def import_inductor() -> None:
     """Import what torch's profiler imports when it starts, which takes seconds."""
     import_module("torch._inductor.config")
+
+
+def profiler_enabled() -> bool:
+    """Return whether a profiler of torch records on this thread."""
+    return bool(import_module("torch.autograd")._profiler_enabled())
+
+
+def before_profilers_start(call: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``call`` called with each `torch.autograd.profiler.profile` before it prepares to record.
+
+    Returns:
+        Ends this.
+    """
+    kind: Any = import_module("torch.autograd.profiler").profile
+    original = kind._prepare_trace
+
+    @wraps(original)
+    def prepare(self: Any) -> None:
+        call(self)
+        original(self)
+
+    def end() -> None:
+        if kind._prepare_trace is prepare:
+            kind._prepare_trace = original
+
+    kind._prepare_trace = prepare
+    return end
 
 
 # -- Process groups ----------------------------------------------------------------------------------------------------
@@ -432,6 +460,7 @@ __all__ = [
     "Shard",
     "ShardedTensor",
     "StorageInfo",
+    "before_profilers_start",
     "checkpoint_wrapper",
     "compiled_module",
     "count_scheduler_step",
@@ -460,6 +489,7 @@ __all__ = [
     "non_persistent_buffers",
     "offload_wrapper",
     "process_groups",
+    "profiler_enabled",
     "pytree",
     "recorded_static_graph",
     "refresh_parameters",

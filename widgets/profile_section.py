@@ -81,7 +81,7 @@ class ProfileSection:
             return
         replaced, self._parts = self._parts, ProfilePanel.parts(profile, TimelineView(profile.timeline))
         self.profile, self._static = profile, Markup(profile.html)
-        self._say(f"Profile of {STEPS} steps", "", CLOSE)
+        self._say(_title(profile), "", CLOSE)
         for part in replaced:
             close_all(part)
 
@@ -96,13 +96,17 @@ class ProfileSection:
         """Return the profile for the saved notebook; "" without one."""
         if self.profile is None:
             return Markup()
-        return join([element("p", f"Profile of {STEPS} steps"), self._static])
+        return join([element("p", _title(self.profile)), self._static])
 
     def close(self) -> None:
         """Delete what is not shown, which is no part of the panel's tree of widgets."""
         for part in (self._status, *self._parts):
             if part is not None and part not in self.widget.children:
                 close_all(part)
+
+
+def _title(profile: Profile) -> str:
+    return "Profile of 1 step" if profile.steps == 1 else f"Profile of {profile.steps} steps"
 
 
 __all__ = ["PROFILE", "ProfileSection"]

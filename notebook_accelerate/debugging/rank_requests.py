@@ -34,7 +34,7 @@ class RankRequests:
         self._channels: dict[int, Sender] = {}
         self._captures: dict[int, Callable[[], ProcessStacks]] = {}
         self._replies: dict[tuple[int, int], Reply] = {}
-        self._awaited: set[tuple[int, int]] = set()
+        self._awaited: dict[tuple[int, int], Sender | None] = {}
 
     def open(self, rank: int, channel: Sender, capture_stacks: Callable[[], ProcessStacks]) -> None:
         """Register a rank that has started.
@@ -102,7 +102,7 @@ class RankRequests:
         with self._changed:
             while self._missing(keys) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-            self._awaited -= keys
+            self._forget(keys)
             return {rank: self._replies.pop((rank, number)) for rank, number in keys if (rank, number) in self._replies}
 
     def send(self, ranks: Iterable[int], make: Callable[[int], Request]) -> dict[int, int]:
@@ -120,13 +120,17 @@ class RankRequests:
             if not any(key in self._replies for key in sent.items()):
                 self._changed.wait(timeout)
             found = {rank: self._replies.pop((rank, n)) for rank, n in sent.items() if (rank, n) in self._replies}
-            self._awaited -= {(rank, sent[rank]) for rank in found}
+            self._forget((rank, sent[rank]) for rank in found)
             return found
 
     def forget(self, sent: dict[int, int]) -> None:
         """Stop waiting for replies to the ``sent`` requests."""
         with self._changed:
-            self._awaited -= set(sent.items())
+            self._forget(sent.items())
+
+    def _forget(self, keys: Iterable[tuple[int, int]]) -> None:
+        for key in keys:
+            self._awaited.pop(key, None)
 
     def _check_here(self) -> None:
         if self.elsewhere:
@@ -136,13 +140,19 @@ class RankRequests:
         with self._changed:
             channel = self._channels.get(rank)
             number = next(self._numbers)
-            self._awaited.add((rank, number))
+            self._awaited[rank, number] = channel
         if channel is not None:
             with suppress(ChannelClosedError):
                 channel.send(make(number))
                 return number
-        self._awaited.discard((rank, number))
+        self._forget([(rank, number)])
         return None
 
     def _missing(self, keys: set[tuple[int, int]]) -> bool:
-        return any(key not in self._replies and key[0] in self._channels for key in keys)
+        """Return whether a reply may still arrive: a rank that was started anew has another channel."""
+        return any(
+            key not in self._replies
+            and (channel := self._channels.get(key[0])) is not None
+            and channel is self._awaited.get(key)
+            for key in keys
+        )

@@ -149,6 +149,14 @@ class RunDebugging:
         replies = self._session().profile(folder.request(steps, seconds or 0.0, memory=memory), ranks)
         return Profile(folder, folder.traces(replies), tracebacks.frame_location)
 
+    @property
+    def profiles(self) -> list[Profile]:
+        """What ``Accelerator.profile`` has recorded with ``output_trace_dir``, a profile for each folder, oldest first.
+
+        The files are read on each access; ``missing`` tells which are gone, or on another machine.
+        """
+        return Profile.written((rank, path) for rank, path, _ in self.journal.store.traces())
+
     def memory(self, ranks: Iterable[int] | None = None, estimate: Any = None, seconds: float = 30.0) -> RunMemory:
         """Find out what the memory of live ranks holds, and what would fit.
 

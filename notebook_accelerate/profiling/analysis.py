@@ -44,7 +44,8 @@ class Analysis:
         """The facts of all ranks."""
         ranks = [RankReader(trace, self.samples[trace.rank]).read() for trace in self.traces]
         by_rank = {trace.rank: trace for trace in self.traces}
-        return ProfileFacts(ranks, find_waits(by_rank, self._clocks, self.samples, self.joined))
+        waits = find_waits(by_rank, self._clocks, self.samples, self.joined)
+        return ProfileFacts(ranks, waits, max((trace.world for trace in self.traces), default=0))
 
     @cached_property
     def findings(self) -> list[Finding]:

@@ -168,6 +168,8 @@ def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
         agreeing = sum(_same(call, same) for call, same in pairs) / len(pairs)
         if agreeing > most:
             best, most = shift, agreeing
+        if most == 1:
+            break
     return best if most >= LEAST_AGREEMENT else None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -84,8 +86,9 @@ class RankFacts:
         saving: Time in saving checkpoints.
         saving_line: Its line.
         saving_steps: The share of steps in which there was a save.
-        threads: Other Python threads: name, processor time as a share of theirs and the main thread's, line.
-        late: How long a sample waited for the interpreter lock, on average.
+        threads: Other Python threads that compute while samples wait for the interpreter lock, and the main thread
+            does not: name, processor time as a share of theirs and the main thread's, line.
+        blocked: The share of samples that had to wait for the interpreter lock.
         delay: The share of the time that the main thread waited for a processor.
         grown: Tensors with graphs that variables hold: name, count, growth over all steps.
         retained: Activations that variables keep between steps: name, bytes.
@@ -122,12 +125,17 @@ class RankFacts:
     saving_line: Line | None = None
     saving_steps: float = 0.0
     threads: list[tuple[str, float, Line]] = field(default_factory=list)
-    late: float = 0.0
+    blocked: float = 0.0
     delay: float = 0.0
     grown: list[tuple[str, int, int]] = field(default_factory=list)
     retained: list[tuple[str, int]] = field(default_factory=list)
     memory_growth: float = 0.0
     asked: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> float:
+        """The time in which nothing runs on the device; the time of a step where there is none."""
+        return max(0.0, self.step - self.kernel_seconds) if self.kernels else self.step
 
     @property
     def running(self) -> float:
@@ -141,6 +149,8 @@ class ProfileFacts:
 
     ranks: list[RankFacts]
     waits: list[Wait] = field(default_factory=list)
+    world: int = 0
+    """The number of ranks of the training; 0 where it is not known."""
 
 
 class RankReader:
@@ -244,8 +254,9 @@ class RankReader:
         arguments = self._trace.arguments.get(event, {})
         kinds = [kind for kind in arguments.get("Input type", ()) if kind in ("float", "c10::BFloat16", "c10::Half")]
         if kinds and name not in OUTER:
-            matrix = self.facts.matrix
-            matrix[kinds[-1]] = matrix.get(kinds[-1], 0.0) + self._trace.duration[event] / self._per_step
+            # Statistics of a reduced attention are in float32.
+            kind, matrix = next((each for each in kinds if each != "float"), "float"), self.facts.matrix
+            matrix[kind] = matrix.get(kind, 0.0) + self._trace.duration[event] / self._per_step
         step = next((i for i, (a, b) in enumerate(self._steps) if a <= self._trace.start[event] < b), None)
         dims = next(
             (each for each in arguments.get("Input Dims", ()) if isinstance(each, list) and len(each) > 1), None
@@ -314,8 +325,10 @@ class RankReader:
             return
         facts.logging, facts.logging_line, _ = self._where(is_logging)
         facts.saving, facts.saving_line, facts.saving_steps = self._where(is_saving)
-        facts.late = lines.late
+        facts.blocked = lines.blocked
         for thread in lines.threads:
+            if thread.get("lock", 0.0) <= 2 * lines.lock:
+                continue
             line = lines.named(FrameInfo(*thread["frame"]))
             facts.threads.append((thread["name"], thread["cpu"] / max(1e-9, lines.cpu + thread["cpu"]), line))
         marks = self._trace.facts.get("marks") or []
@@ -336,13 +349,15 @@ class RankReader:
         before, after = held[0], held[-1]
         for name, row in after.items():
             earlier = before.get(name, {})
-            key = "nodes" if row["kind"] == "tensor" else "count"
-            growth = row.get(key, 0) - earlier.get(key, 0)
-            # A list may be new, and a sum of losses begins anew; what has grown by a multiple of the steps has not.
-            same = row["kind"] != "container" or earlier.get("id") == row.get("id")
-            if earlier and same and growth >= self.facts.steps and growth % self.facts.steps == 0:
-                self.facts.grown.append((name, row.get(key, 0), growth))
-            elif row["bytes"] and same and earlier:
+            if not earlier or earlier.get("id") != row.get("id"):  # a list may be new
+                continue
+            key = "nodes" if "nodes" in row else "count"
+            count, added = row[key], row.get("added", 0)
+            growth = added or count - earlier.get(key, 0)
+            # A sum of losses begins anew; what has grown by a multiple of the steps has not.
+            if added or (growth >= self.facts.steps and growth % self.facts.steps == 0):
+                self.facts.grown.append((name, count, growth))
+            elif row["bytes"] and row.get("kept", True):
                 self.facts.retained.append((name, row["bytes"]))
 
     def _read_memory(self) -> None:
@@ -359,7 +374,11 @@ def is_logging(frames: list[FrameInfo]) -> bool:
     """Whether a stack is in printing or logging."""
     for frame in frames:
         name = frame.filename.replace("\\", "/")
-        if name.endswith(("logging/__init__.py", "worker/console.py", "/tqdm/std.py")) or "/tracking/" in name:
+        if name.endswith("/tqdm/std.py") and not frame.function.endswith("__iter__"):  # which waits for the next batch
+            return True
+        if name.endswith(("/logging/__init__.py", "notebook_accelerate/worker/console.py")):
+            return True
+        if "notebook_accelerate/tracking/" in name:
             return True
     return bool(frames) and frames[-1].source.lstrip().startswith("print(")
 
@@ -388,7 +407,8 @@ def find_waits(
         longest = max(each.waits().values(), default=0.0)
         if step is not None and longest > rows.setdefault(each.last, {}).get(step, (0.0, each))[0]:
             rows[each.last][step] = longest, each
-    found = [_wait(rank, steps, traces, clocks, lines) for rank, steps in rows.items() if steps]
+    busy = {rank: _Operations(trace) for rank, trace in traces.items()} if rows else {}
+    found = [_wait(rank, steps, traces, busy, clocks, lines) for rank, steps in rows.items() if steps]
     return sorted(found, key=lambda wait: -max(wait.seconds.values(), default=0.0))
 
 
@@ -399,7 +419,7 @@ def _step_of(trace: RankTrace, seconds: float) -> int | None:
 
 def _wait(
     culprit: int, steps: Mapping[int, tuple[float, Joined]], traces: Mapping[int, RankTrace],
-    clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
+    operations: Mapping[int, _Operations], clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
 ) -> Wait:  # fmt: skip
     count = max(1, len(traces[culprit].steps()))
     seconds: dict[int, float] = {}
@@ -408,11 +428,12 @@ def _wait(
     for _, joined in steps.values():
         entered = joined.calls[culprit].start
         for rank, waited in joined.waits().items():
-            idle = waited - _busy(traces[rank], joined.calls[rank].start - clocks[rank], entered - clocks[rank])
+            begin, end = joined.calls[rank].start - clocks[rank], entered - clocks[rank]
+            idle = waited - operations[rank].seconds(begin, end)
             seconds[rank] = seconds.get(rank, 0.0) + max(0.0, idle) / count
         first = min(call.start for call in joined.calls.values())
         begin, end = first - clocks[culprit], entered - clocks[culprit]
-        busy, whole = busy + _busy(traces[culprit], begin, end), whole + end - begin
+        busy, whole = busy + operations[culprit].seconds(begin, end), whole + end - begin
         for index, a, b in lines[culprit].spans(begin * 1e6, end * 1e6):
             if (line := lines[culprit].line(index)) is not None:
                 known[line] = known.get(line, 0.0) + b - a
@@ -421,18 +442,26 @@ def _wait(
     return Wait(label, culprit, seconds, line, len(steps) / count, busy / max(1e-9, whole))
 
 
-def _busy(trace: RankTrace, begin: float, end: float) -> float:
-    """Return the seconds in which the main thread computes between two times, in seconds of the trace's clock."""
-    begin, end = begin * 1e6, end * 1e6
-    main, until, total = trace.main(), begin, 0.0
-    for event in range(len(trace)):
-        if trace.start[event] >= end:
-            break
-        inside = trace.thread[event] == main and trace.text(event).startswith("aten::")
-        if inside and trace.end(event) > until:
-            total += min(trace.end(event), end) - max(trace.start[event], until)
-            until = min(trace.end(event), end)
-    return total / 1e6
+class _Operations:
+    """The outermost operations of a trace's main thread."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self._starts, self._ends = array("d"), array("d")
+        main, until = trace.main(), float("-inf")
+        for event in range(len(trace)):
+            inside = trace.thread[event] == main and trace.text(event).startswith("aten::")
+            if inside and trace.end(event) > until:
+                self._starts.append(max(trace.start[event], until))
+                self._ends.append(until := trace.end(event))
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Return their seconds between two times, which are seconds of the trace's clock."""
+        begin, end, total = begin * 1e6, end * 1e6, 0.0
+        for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._starts)):
+            if self._starts[index] >= end:
+                break
+            total += max(0.0, min(self._ends[index], end) - max(self._starts[index], begin))
+        return total / 1e6
 
 
 __all__ = ["ProfileFacts", "RankFacts", "RankReader", "Wait", "find_waits", "is_logging", "is_saving"]

@@ -10,7 +10,7 @@ from notebook_accelerate.profiling.sampled_lines import Line, SampledLines
 from notebook_accelerate.profiling.timeline import CATEGORIES
 from notebook_accelerate.profiling.trace import RankTrace
 
-_STEP = CATEGORIES.index("step")
+_STEP, _FORWARD = CATEGORIES.index("step"), CATEGORIES.index("forward")
 
 
 @dataclass
@@ -80,9 +80,10 @@ def op_table(traces: Sequence[RankTrace]) -> list[OpTime]:
     found: dict[tuple[str, bool], OpTime] = {}
     for trace in traces:
         own = own_times(trace)
+        begin, end = recorded(trace)
         for event in range(len(trace)):
-            if trace.category[event] == _STEP:
-                continue
+            if trace.category[event] in (_STEP, _FORWARD) or not begin <= trace.start[event] <= end:
+                continue  # steps and forward passes consist of operations
             name, device = trace.text(event), trace.threads[trace.thread[event]].device
             row = found.get((name, device))
             if row is None:

@@ -17,8 +17,6 @@ LEAST_SHARE = 0.1
 LEAST_LOADER, LEAST_WAIT, LEAST_SMALL = 0.15, 0.2, 0.4
 LEAST_SECONDS = 0.0005
 MANY_ITEMS, MANY_OPS, MANY_KERNELS = 16, 300, 500
-LATE = 0.002
-"""Seconds by which samples are late on average where a thread holds the interpreter lock."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,14 @@ def find(facts: ProfileFacts) -> list[Finding]:
     reading = {rank for each in found if each.rule == "reads_of_values" for rank in each.ranks}
     # The operations between two reads are small too: the reads are what to change.
     found = [each for each in found if each.rule != "small_operations" or not reading.issuperset(each.ranks)]
-    found += slowest_rank(ranks, facts, explained={rank for each in found for rank in each.ranks if each.seconds})
+    found += slowest_rank(ranks, facts, found)
     return sorted(found, key=lambda finding: -finding.seconds)
 
 
 def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Ranks wait for their DataLoader."""
     found = []
-    slow = [each for each in ranks if each.loader >= max(LEAST_LOADER * each.step, LEAST_SECONDS)]
+    slow = [each for each in ranks if min(each.loader, each.idle) >= max(LEAST_LOADER * each.step, LEAST_SECONDS)]
     for group in _alike(slow, lambda each: each.loader / each.step):
         first = max(group, key=lambda each: each.loader)
         rest = max(first.step - first.loader, 0.05 * first.step)
@@ -70,7 +68,7 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
             f"{_of(group, 'data loading')} takes {_percent(first.loader / first.step)} of each step "
             f"({_time(first.loader)}); {remedy}"
         )
-        found.append(Finding("slow_loader", text, _numbers(group), (), first.loader))
+        found.append(Finding("slow_loader", text, _numbers(group), (), min(first.loader, first.idle)))
     return found
 
 
@@ -93,23 +91,31 @@ def unbalanced_batches(ranks: Sequence[RankFacts]) -> list[Finding]:
     return [Finding("unbalanced_batches", text, (slowest.rank,), (), slowest.compute - usual)]
 
 
-def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, explained: set[int]) -> list[Finding]:
-    """Ranks wait for another in collectives, and no other rule has told why."""
+def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequence[Finding]) -> list[Finding]:
+    """Ranks wait for another in collectives, and no other rule has told of half of that time.
+
+    A barrier is where ranks wait, and not why.
+    """
+    causes = [each for each in others if each.rule != "barriers"]
     found = []
     for wait in facts.waits:
         known = {each.rank: each for each in ranks}
         culprit = known.get(wait.culprit)
         longest = max(wait.seconds.values(), default=0.0)
-        if culprit is None or wait.culprit in explained or wait.steady < 0.66:
+        if culprit is None or wait.steady < 0.66:
+            continue
+        if any(wait.culprit in each.ranks and each.seconds >= 0.5 * longest for each in causes):
             continue
         if longest < LEAST_WAIT * culprit.step or longest < 2 * LEAST_SECONDS:
             continue
-        if culprit.delay * culprit.step > 0.5 * longest or (wait.line is None and wait.computing < 0.5):
-            continue  # it did not get a processor; or nothing tells what it does
+        working = longest - culprit.delay * culprit.step  # without the time in which it did not get a processor
+        if working < LEAST_WAIT * culprit.step or (wait.line is None and wait.computing < 0.5):
+            continue  # in the second case, nothing tells what it does
         line = (wait.line.text(),) if wait.line is not None else ()
         doing = f", which is at {wait.line.text()}" if wait.line is not None else ", which computes"
         waiting = sorted(wait.seconds)
-        names = "all other ranks wait" if len(waiting) == len(ranks) - 1 > 1 else _waiting(waiting)
+        every = len(waiting) == len(ranks) - 1 > 1 and len(ranks) >= facts.world
+        names = "all other ranks wait" if every else _waiting(waiting)
         text = f"{names} {_time(longest)} per step for rank {wait.culprit} in {wait.label}{doing}"
         found.append(Finding("slowest_rank", text, (wait.culprit,), line, longest))
     return found
@@ -119,7 +125,7 @@ def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
     """The function reads values with ``item()`` often, or waits for the device in it."""
 
     def cost(each: RankFacts) -> float:
-        return each.synchronizing if each.kernels else each.item_seconds
+        return min(each.synchronizing, each.idle) if each.kernels else each.item_seconds
 
     def costly(each: RankFacts) -> bool:
         often = each.items >= 1 if each.kernels else each.items >= MANY_ITEMS
@@ -172,11 +178,11 @@ def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def barriers(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """There is a barrier in each step."""
+    """There is a barrier in each step; its own time is that of the last rank to enter, which waits for no other."""
     group = [each for each in ranks if each.barriers >= 0.9 and each.barrier_seconds >= 0.01 * each.step]
     if not group:
         return []
-    first = max(group, key=lambda each: each.barrier_seconds)
+    first = min(group, key=lambda each: each.barrier_seconds)
     number = "a barrier" if first.barriers < 1.5 else f"{first.barriers:.0f} barriers"
     line = next((each.barrier_line for each in group if each.barrier_line is not None), None)
     text = (
@@ -243,7 +249,7 @@ def full_precision(ranks: Sequence[RankFacts]) -> list[Finding]:
 def logging_storm(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Printing and logging take much of each step."""
     found = []
-    for group in _together([each for each in ranks if each.logging >= LEAST_SHARE * each.step]):
+    for group in _together([each for each in ranks if min(each.logging, each.idle) >= LEAST_SHARE * each.step]):
         first = max(group, key=lambda each: each.logging)
         text = (
             f"{_of(group, 'printing and logging')} takes {_percent(first.logging / first.step)} of each step "
@@ -257,7 +263,8 @@ def checkpoint_each_step(ranks: Sequence[RankFacts]) -> list[Finding]:
     """A checkpoint is saved in each step."""
 
     def often(each: RankFacts) -> bool:
-        return each.saving >= LEAST_SHARE * each.step and each.steps > 1 and each.saving_steps >= 0.66
+        cost = min(each.saving, each.idle)
+        return cost >= LEAST_SHARE * each.step and each.steps > 1 and each.saving_steps >= 0.66
 
     found = []
     for group in _together([each for each in ranks if often(each)]):
@@ -276,7 +283,7 @@ def interpreter_lock(ranks: Sequence[RankFacts]) -> list[Finding]:
     found = []
     for each in ranks:
         busy = [row for row in each.threads if row[1] >= 0.25 and not row[2].place.startswith("<")]
-        if not busy or each.late < LATE:
+        if not busy or each.blocked < LEAST_WAIT:
             continue
         name, share, line = max(busy, key=lambda row: row[1])
         text = (

@@ -51,7 +51,8 @@ class SampledLines:
         self.stacks: list[list[int]] = [list(stack) for stack in samples.get("stacks", ())]
         self.which: list[int] = list(samples.get("which", ()))
         self.times = [nanoseconds / 1e3 - trace.base * 1e6 for nanoseconds in samples.get("times", ())]
-        self.late = float(samples.get("late", 0.0))
+        self.blocked = float(samples.get("blocked", 0.0))
+        self.lock = float(samples.get("lock", 0.0))
         self.cpu = float(samples.get("cpu", 0.0))
         self.threads: list[Any] = list(samples.get("threads", ()))
         self.seconds = float(samples.get("seconds", 0.0))

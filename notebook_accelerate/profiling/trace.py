@@ -26,6 +26,7 @@ _NAMED = (
     (STEP, "step"), ("enumerate(DataLoader)", "loader"), ("Optimizer.", "optimizer"), ("gloo:", "collective"),
     ("nccl:", "collective"), ("c10d::", "collective"), ("record_param_comms", "collective"),
     ("ncclDevKernel", "collective"), ("ncclKernel", "collective"), ("autograd::engine", "backward"),
+    ("DistributedDataParallel.forward", "forward"),
 )  # fmt: skip
 _SHAPED = ("mm", "matmul", "conv", "linear", "attention", "gloo:", "nccl", "record_param_comms", "embedding")
 """Parts of the names of events whose shapes are kept."""
@@ -58,6 +59,7 @@ class RankTrace:
         base: The time of the trace's 0, in seconds since the epoch.
         facts: What the rank has recorded besides: see ``worker.step_profiler``.
         groups: The number of process groups; 0 where it is not known.
+        world: The number of ranks of the training; 0 where it is not known.
     """
 
     rank: int
@@ -73,6 +75,8 @@ class RankTrace:
     base: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
     groups: int = 0
+    world: int = 0
+    _steps: list[tuple[float, float]] | None = None
 
     def __len__(self) -> int:
         return len(self.start)
@@ -98,10 +102,11 @@ class RankTrace:
 
     def steps(self) -> list[tuple[float, float]]:
         """Return start and end of each complete step."""
-        limit = int(self.facts.get("steps", 1 << 30))
-        step = _CATEGORY["step"]
-        found = [(self.start[event], self.end(event)) for event in range(len(self)) if self.category[event] == step]
-        return found[:limit]
+        if self._steps is None:
+            step, first = _CATEGORY["step"], int(self.facts.get("skipped", 0))
+            found = [(self.start[event], self.end(event)) for event in range(len(self)) if self.category[event] == step]
+            self._steps = found[first : first + int(self.facts.get("steps", len(found)))]
+        return self._steps
 
 
 def read_trace(path: str | Path, rank: int | None = None) -> RankTrace:
@@ -131,6 +136,7 @@ def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int 
     facts = _facts(head.get(KEY))
     number = rank if rank is not None else int(facts.get("rank", world.get("rank", 0)))
     trace = RankTrace(number, base=float(head.get("baseTimeNanoseconds") or 0) / 1e9, facts=facts)
+    trace.world = int(world.get("world_size", 0))
     trace.groups = int(world.get("pg_count") or len(world.get("pg_config") or ()))
     names: dict[str, int] = {}
     threads: dict[Thread, int] = {}

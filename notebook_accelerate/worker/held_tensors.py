@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
+from inspect import CO_OPTIMIZED
 from itertools import islice, takewhile
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.worker import stacks
@@ -15,7 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_NAMES, MAX_ITEMS, MAX_FOUND, MAX_NODES, MAX_READ_NODES = 500, 100_000, 50, 20_000, 200
+MANY, NESTED = 1000, 2
+"""Of a longer list so many items are looked at; so deep are containers in containers."""
 _CONTAINERS = (list, tuple, set, dict)
+_STORES = ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL")
+_UNSHARED = 3
+"""References to ``f_locals``: of the frame, of the variable, and of the call that counts them."""
 
 
 def user_frames() -> list[FrameType]:
@@ -24,25 +32,72 @@ def user_frames() -> list[FrameType]:
     return [frame for frame in islice(inside, 100) if is_user_code(frame.f_code.co_filename)]
 
 
-def variables() -> Iterator[tuple[str, str, Any]]:
-    """Yield the variables of the user's frames, of their modules, and the attributes of modules and objects in them.
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """Return a frame's variables, such that only the caller keeps them.
 
-    Each as its name, its function, and its value.
+    Before Python 3.13 a function's frame keeps the dictionary ``f_locals`` with all values, until it is read again.
     """
+    shared = frame.f_locals
+    found = dict(shared)
+    function = sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED
+    if function and sys.getrefcount(shared) == _UNSHARED:  # else the function has called locals()
+        shared.clear()
+    return found
+
+
+class Held(NamedTuple):
+    """A value that a variable or an attribute holds.
+
+    Attributes:
+        name: As "losses" or "self.losses".
+        function: Its function; "globals" for the variables of a module.
+        value: The value.
+        kept: Whether the variable still has the value of an earlier step when the next one begins: the loop that runs
+            does not assign it.
+    """
+
+    name: str
+    function: str
+    value: Any
+    kept: bool = True
+
+
+def variables() -> Iterator[Held]:
+    """Yield the variables of the user's frames, of their modules, and the attributes of modules and objects in them."""
     seen: set[int] = set()
+    modules: set[int] = set()
     for frame in user_frames():
-        places = [(frame.f_locals, frame.f_code.co_name), (frame.f_globals, "globals")]
-        for names, function in places:
-            if id(names) in seen:
-                continue
-            seen.add(id(names))
-            for name, value in islice(list(names.items()), MAX_NAMES):
-                if not name.startswith("__") and id(value) not in seen:
-                    yield name, function, value
-                    yield from _attributes(name, function, value, seen)
+        function, assigned = frame.f_code.co_name, assigned_in_loops(frame)
+        yield from _named(variables_of(frame), function, seen, assigned)
+        if id(frame.f_globals) not in modules:
+            modules.add(id(frame.f_globals))
+            yield from _named(frame.f_globals, "globals", seen, assigned or ())
 
 
-def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
+def _named(names: dict[str, Any], function: str, seen: set[int], assigned: Collection[str] | None) -> Iterator[Held]:
+    for name, value in islice(list(names.items()), MAX_NAMES):
+        if not name.startswith("__") and id(value) not in seen:
+            yield Held(name, function, value, assigned is not None and name not in assigned)
+            yield from _attributes(name, function, value, seen)
+
+
+def assigned_in_loops(frame: FrameType) -> set[str] | None:
+    """Return the names that the running loops of a frame assign; None: no loop runs, so that each step has a new frame.
+
+    A loop runs if it contains the frame's instruction: it is what lies between a jump backwards and its target.
+    """
+    instructions = list(dis.get_instructions(frame.f_code))
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    loops = [(each.argval, each.offset) for each in instructions if each.opcode in jumps and each.argval < each.offset]
+    running = [(start, end) for start, end in loops if start <= frame.f_lasti <= end]
+    if not running:
+        return None
+    start, end = min(start for start, _ in running), max(end for _, end in running)
+    stores = [each for each in instructions if start <= each.offset <= end and each.opname.startswith(_STORES)]
+    return {name for each in stores for name in (each.argval if isinstance(each.argval, tuple) else (each.argval,))}
+
+
+def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iterator[Held]:
     torch: Any = sys.modules["torch"]
     if isinstance(value, (type, *_CONTAINERS)) or not hasattr(value, "__dict__") or isinstance(value, torch.Tensor):
         return
@@ -54,7 +109,7 @@ def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iter
         seen.add(id(module))
         for key, held in list(vars(module).items()):
             if not key.startswith("_") and not isinstance(held, torch.nn.Module):
-                yield ".".join(filter(None, [name, path, key])), function, held
+                yield Held(".".join(filter(None, [name, path, key])), function, held)
 
 
 def is_own(kind: type) -> bool:
@@ -63,45 +118,94 @@ def is_own(kind: type) -> bool:
     return kind.__module__ == "__main__" or is_user_code(getattr(module, "__file__", None) or "<string>")
 
 
-def held_graphs() -> dict[str, Any]:
-    """Return, by name of a variable, the tensors with a graph that it holds.
+class GraphWatch:
+    """Looks at the tensors with a graph that variables hold, several times."""
 
-    For a container, or an attribute: how many, and their bytes; for a variable that is a tensor: the bytes that its
-    graph keeps after backward.
-    """
-    torch: Any = sys.modules["torch"]
-    found: dict[str, Any] = {}
-    for name, function, value in variables():
-        row = None
-        if isinstance(value, torch.Tensor):
-            row = _of_tensor(value, attribute="." in name)
-        elif isinstance(value, _CONTAINERS) or type(value).__name__ in ("deque", "defaultdict", "OrderedDict"):
-            row = _of_container(value)
-        if row is not None and len(found) < (MAX_FOUND if row["count"] else MAX_FOUND // 2):
-            found[name] = {**row, "function": function}
-    return found
+    def __init__(self) -> None:
+        self._roots: dict[str, Any] = {}
+
+    def look(self) -> dict[str, Any]:
+        """Return, by name of a variable, what it holds.
+
+        Of a container, how many tensors and their bytes; of a tensor, the bytes that its graph keeps after backward, of
+        an attribute also its own, the nodes of its graph, and how many of them were added to the graph that it had at
+        the look before: 0 where it has another one.
+        """
+        torch: Any = sys.modules["torch"]
+        found: dict[str, Any] = {}
+        for held in variables():
+            row = None
+            if isinstance(held.value, torch.Tensor):
+                row = self._of_tensor(held)
+            elif _is_container(held.value):
+                row = _of_container(held.value)
+            if row is not None and len(found) < (MAX_FOUND if row["count"] else MAX_FOUND // 2):
+                found[held.name] = {**row, "function": held.function, "kept": held.kept}
+        return found
+
+    def _of_tensor(self, held: Held) -> dict[str, Any] | None:
+        tensor: Tensor = held.value
+        if not _has_graph(tensor):
+            return None
+        saved, nodes = graph_size(tensor)
+        root = self._roots.pop(held.name, None)
+        added = _nodes_above(tensor.grad_fn, root) if root is not None else 0
+        if not saved and len(self._roots) < MAX_FOUND:  # else the graph's activations would live longer than they do
+            self._roots[held.name] = tensor.grad_fn
+        own = tensor.nbytes if "." in held.name else 0
+        return {"count": 1, "bytes": own + saved, "kind": "tensor", "nodes": nodes, "added": added}
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, _CONTAINERS) or type(value).__name__ in ("deque", "defaultdict", "OrderedDict")
 
 
 def _of_container(value: Any) -> dict[str, Any] | None:
-    torch: Any = sys.modules["torch"]
-    items = value.values() if isinstance(value, dict) else value
-    tensors = [each for each in islice(items, MAX_ITEMS) if isinstance(each, torch.Tensor) and _has_graph(each)]
-    if not tensors and value:
+    """Return the tensors with graphs in a container, and in those that it contains; None of one with other values."""
+    if isinstance(value, list) and len(value) > MANY:  # the last ones stand for all
+        last = [each for each in value[-MANY:] if _is_tensor(each) and _has_graph(each)]
+        size = sum(each.nbytes for each in last) * len(value) // MANY
+        row = {"count": len(value), "bytes": size, "kind": "container", "id": id(value)}
+        return row if len(last) == MANY else None
+    tensors = [each for each in islice(_leaves(value, NESTED), MAX_ITEMS) if _is_tensor(each) and _has_graph(each)]
+    if not tensors and any(True for _ in _leaves(value, NESTED)):
         return None
     return {"count": len(tensors), "bytes": sum(each.nbytes for each in tensors), "kind": "container", "id": id(value)}
 
 
-def _of_tensor(value: Tensor, *, attribute: bool) -> dict[str, Any] | None:
-    if not _has_graph(value):
-        return None
-    saved, nodes = graph_size(value)
-    if attribute:
-        return {"count": 1, "bytes": value.nbytes + saved, "kind": "attribute", "nodes": nodes}
-    return {"count": 1, "bytes": saved, "kind": "tensor", "nodes": nodes}
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    """Yield the values of a container, and those of containers in it."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if depth and _is_container(each):
+            yield from _leaves(each, depth - 1)
+        else:
+            yield each
+
+
+def _is_tensor(value: object) -> bool:
+    torch: Any = sys.modules["torch"]
+    return isinstance(value, torch.Tensor)
 
 
 def _has_graph(tensor: Tensor) -> bool:
     return tensor.requires_grad and tensor.grad_fn is not None
+
+
+def _nodes_above(node: Any, root: Any) -> int:
+    """Return how many nodes a graph has above another one that it contains; 0 where it does not contain it.
+
+    Nodes are visited by their distance: a sum of losses contains the earlier sum a few nodes below.
+    """
+    if node is root:
+        return 0
+    pending, seen, contained = deque([node]), {node}, False
+    while pending and len(seen) < MAX_NODES:
+        for each, _ in pending.popleft().next_functions:
+            contained = contained or each is root
+            if each is not None and each is not root and each not in seen:
+                seen.add(each)
+                pending.append(each)
+    return len(seen) if contained else 0
 
 
 def graph_size(tensor: Tensor) -> tuple[int, int]:
@@ -133,12 +237,18 @@ def graph_size(tensor: Tensor) -> tuple[int, int]:
 
 
 def compiled_variable() -> str:
-    """Return the name of a variable that holds a compiled module; "" where there is none."""
+    """Return the name of a variable, or attribute of the user's objects, that holds a compiled module; "" without."""
     for frame in user_frames():
-        for name, value in list(frame.f_locals.items()):
+        for name, value in variables_of(frame).items():
             if type(value).__name__ == "OptimizedModule":
                 return name
+            for key, held in list(vars(value).items()) if hasattr(value, "__dict__") and is_own(type(value)) else ():
+                if type(held).__name__ == "OptimizedModule":
+                    return f"{name}.{key}"
     return ""
 
 
-__all__ = ["compiled_variable", "graph_size", "held_graphs", "user_frames", "variables"]
+__all__ = [
+    "GraphWatch", "Held", "assigned_in_loops", "compiled_variable", "graph_size", "user_frames", "variables",
+    "variables_of",
+]  # fmt: skip

@@ -6,7 +6,7 @@ import gc
 import resource
 import sys
 import tracemalloc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from traceback import walk_tb
 from types import FrameType
@@ -16,9 +16,21 @@ from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_s
 from notebook_accelerate.telemetry import memory_text
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.torch_internals import local_tensor
-from notebook_accelerate.worker.held_tensors import user_frames
+from notebook_accelerate.worker.held_tensors import user_frames, variables_of
 
 MAX_ROWS = 20
+_STATES: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "Adam": lambda group: 3 if group.get("amsgrad") else 2,
+    "AdamW": lambda group: 3 if group.get("amsgrad") else 2,
+    "NAdam": lambda _: 2,
+    "RAdam": lambda _: 2,
+    "Adamax": lambda _: 2,
+    "Adadelta": lambda _: 2,
+    "Adagrad": lambda _: 1,
+    "SGD": lambda group: int(bool(group.get("momentum"))),
+    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
+}
+"""By optimizer of torch, how many tensors of a parameter's size a group's options ask for."""
 _NO_MEMORY = ("can't allocate memory", "not enough memory")
 
 
@@ -49,8 +61,9 @@ def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
         frames: The frames whose variables are looked at; None: those of the user's code on the main thread.
 
     Returns:
-        ``parts``: bytes by kind; ``modules``: name, parameters, gradients, optimizer state; ``variables``: name,
-        function, bytes; ``process``: bytes of the process; ``devices``: bytes by device; ``lines``: file, line, bytes.
+        ``parts``: bytes by kind; ``expected``: the same as parameters and optimizers ask for; ``modules``: name,
+        parameters, gradients, optimizer state; ``variables``: name, function, bytes; ``process``: bytes of the process;
+        ``devices``: bytes by device; ``lines``: file, line, bytes.
     """
     torch: Any = sys.modules["torch"]
     objects = [each for each in gc.get_objects() if isinstance(each, (torch.nn.Module, torch.optim.Optimizer))]
@@ -60,7 +73,7 @@ def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
     rows: list[list[Any]] = []
     totals = dict.fromkeys(memory_text.KINDS, 0)
     for root in roots:
-        for name, module in [(name, child) for name, child in root.named_modules() if not any(child.children())]:
+        for name, module in list(root.named_modules()):
             row = _module_row(module, state, held)
             for kind, size in zip(memory_text.KINDS, row, strict=False):
                 totals[kind] += size
@@ -74,8 +87,8 @@ def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
     totals["other tensors"] = sum(size for _, _, size in variables) + held.add(rest)
     rows.sort(key=lambda row: -sum(row[1:]))
     return {
-        "parts": totals, "modules": rows[:MAX_ROWS], "variables": variables[:MAX_ROWS], "process": _process(),
-        "devices": _devices(), "lines": _lines(),
+        "parts": totals, "expected": _expected(roots, optimizers), "modules": rows[:MAX_ROWS],
+        "variables": variables[:MAX_ROWS], "process": _process(), "devices": _devices(), "lines": _lines(),
     }  # fmt: skip
 
 
@@ -85,6 +98,36 @@ def _roots(objects: list[Any]) -> list[Any]:
     modules = [each for each in objects if isinstance(each, torch.nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
+
+
+def _expected(roots: list[Any], optimizers: list[Any]) -> dict[str, int]:
+    """Return the bytes that the parameters have, and that their gradients and the optimizers' states will have.
+
+    The state of optimizers that are not torch's is not known, and left out.
+    """
+    every = {id(each): each for root in roots for each in (*root.parameters(), *root.buffers())}
+    trained: dict[int, int] = {}
+    states: dict[int, int] = {}
+    known = True
+    for optimizer in optimizers:
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                trained[id(each)] = _own_bytes(each) if each.requires_grad else 0
+                if kind in _STATES:
+                    states[id(each)] = trained[id(each)] * _STATES[kind](group)
+        known = known and kind in _STATES
+    found = {"parameters": sum(map(_own_bytes, every.values()))}
+    if trained:
+        found["gradients"] = sum(trained.values())
+    if trained and known:
+        found["optimizer state"] = sum(states.values())
+    return found
+
+
+def _own_bytes(tensor: Any) -> int:
+    local = local_tensor(tensor) if hasattr(tensor, "device_mesh") else tensor
+    return int(local.numel() * local.element_size())
 
 
 def _module_row(module: Any, state: dict[int, Any], held: _Held) -> list[int]:
@@ -104,7 +147,7 @@ def _variables(held: _Held, frames: Iterable[FrameType]) -> list[list[Any]]:
     torch: Any = sys.modules["torch"]
     rows = []
     for frame in frames:
-        for name, value in list(frame.f_locals.items()):
+        for name, value in variables_of(frame).items():
             items = (
                 value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
             )

@@ -32,6 +32,8 @@ STUCK_SECONDS = 10.0
 """A main thread that has not moved for so long does not reach a step."""
 BOUNDARY_SECONDS = 0.5
 """With ``seconds=``, how long to wait for a step before recording begins between two bytecodes."""
+BYTECODE_SECONDS = 2.0
+"""How long the main thread has to reach its next bytecode; then it waits in native code."""
 WITHOUT_STEPS = 3
 """After so many metrics without a step of an optimizer, each metric ends a step."""
 KEY = "notebook_accelerate"
@@ -56,11 +58,15 @@ class StepProfiler:
         self._profiler: Any = None
         self._samples: TimedSamples | None = None
         self._level = os.environ.get("KINETO_LOG_LEVEL")
+        self._main = threading.main_thread().ident
         self._counts_metrics, self._metrics = False, 0
-        self._warmup = self._steps = 0
-        self._began = self._recorded = 0.0
+        self._warmup = self._steps = self._skipped = 0
+        self._in_part = False
+        self._others: Callable[[], None] = lambda: None
+        self._began = self._recorded = self._asked = 0.0
         self._marks: list[dict[str, float]] = []
         self._held: list[dict[str, Any]] = []
+        self._graphs = held_tensors.GraphWatch()
         self._over = self._ready = False
         threading.Thread(target=self._prepare, name="notebook-accelerate-prepare", daemon=True).start()
 
@@ -74,21 +80,21 @@ class StepProfiler:
     # ---- the main thread
 
     def at_boundary(self) -> None:
-        """Handle a metric or a report of progress: where no optimizer takes steps, it ends one."""
-        if self._over or not self._ready:
-            return
-        if self._counts_metrics:
-            self._advance()
+        """Handle a metric or a report of progress: where no optimizer has taken a step, it ends one."""
+        if self._over or not self._ready or threading.get_ident() != self._main or step_time.steps():
             return
         self._metrics += 1
-        if self._metrics >= WITHOUT_STEPS and not self._steps:
+        if self._metrics >= WITHOUT_STEPS:
             self._counts_metrics = True
             self._advance()
 
     def _at_step(self) -> None:
-        if not self._counts_metrics:
-            self._metrics = 0
-            self._advance()
+        if threading.get_ident() != self._main:
+            return
+        if self._counts_metrics:  # the first step of an optimizer: what was recorded until now is a part of it
+            self._counts_metrics, self._in_part = False, self._samples is not None
+            self._skipped, self._steps = self._skipped + self._steps, 0
+        self._advance()
 
     def _advance(self) -> None:
         if self._over:
@@ -101,26 +107,59 @@ class StepProfiler:
             self._profiler.step()
             self._start_recording()
             return
+        if self._in_part:
+            self._skip_part()
+            return
         self._steps += 1
         self._mark()
         self._profiler.step()  # also after the last one: what follows belongs to no step
         if self._steps >= self.request.steps:
             self.finish()
 
-    def begin(self) -> None:
-        """Start torch's profiler."""
+    def _skip_part(self) -> None:
+        """Handle the end of a step in whose middle recording has begun: what follows are whole steps."""
+        self._in_part = False
+        self._skipped += 1
+        self._marks.clear()
+        self._held.clear()
+        self._mark()
+        self._look_at_variables()
+        self._profiler.step()
+
+    def begin(self, *, within_step: bool = False) -> None:
+        """Start torch's profiler, at the end of a step or within one."""
         if self._profiler is not None or self._over:
             return
+        if torch_internals.profiler_enabled():  # a second one would end the first
+            self.fail("the function itself records with torch's profiler")
+            return
+        self._asked, self._began = 0.0, time.monotonic()
         try:
             self._profiler = self._make()
             self._look_at_variables()
             with quiet_stdio():
                 self._profiler.start()
         except Exception as error:  # noqa: BLE001 - the function itself may be profiling
+            self._profiler = None
             self.fail(f"torch's profiler does not start ({describe_error(error, 300)})")
             return
+        self._others = torch_internals.before_profilers_start(self._make_way)
+        self._in_part = within_step
+        if within_step and self._warmup:
+            self._warmup = 0
+            self._profiler.step()
         if not self._warmup:
             self._start_recording()
+
+    def _make_way(self, _profiler: object) -> None:
+        """End the recording before a profiler of the function itself starts: torch allows one at a time."""
+        if threading.get_ident() != self._main:
+            return
+        if self._steps:
+            self.finish()
+        else:
+            self.fail("the function itself has begun to record with torch's profiler")
+            self._discard()
 
     def _make(self) -> Any:
         """Return torch's profiler; on an accelerator, with a step to warm up: the first records are slow there."""
@@ -130,9 +169,8 @@ class StepProfiler:
 
         cuda: Any = torch.cuda
         self._warmup = int(cuda.is_available() and cuda.is_initialized())
-        plan: Any = lambda _step: profiler.ProfilerAction.RECORD  # noqa: E731
-        if self._warmup:
-            plan = profiler.schedule(wait=0, warmup=1, active=self.request.steps + 1, repeat=1)
+        warmup, action = self._warmup, profiler.ProfilerAction
+        plan: Any = lambda step: action.WARMUP if step < warmup else action.RECORD  # noqa: E731
         return profiler.profile(
             activities=None if self._warmup else [profiler.ProfilerActivity.CPU],
             schedule=plan,
@@ -157,17 +195,20 @@ class StepProfiler:
     def _look_at_variables(self) -> None:
         """Record the tensors with graphs that variables hold, before the first step and after the last."""
         with suppress(Exception):  # variables of any type are looked at
-            self._held.append(held_tensors.held_graphs())
+            self._held.append(self._graphs.look())
 
     def finish(self) -> None:
         """Stop torch's profiler and write the trace."""
         if self._over:
+            self._discard()
             return
         if self._profiler is None or self._samples is None:
             self.fail("no step was recorded")
+            self._discard()
             return
         self._over, step_time.on_end = True, None
         self._recorded = time.monotonic() - self._began
+        self._others()
         try:
             # Encoded: torch writes metadata with each backslash replaced.
             facts = base64.b64encode(gzip.compress(json.dumps(self._facts()).encode(), 3)).decode()
@@ -175,6 +216,16 @@ class StepProfiler:
             self._profiler.stop()
         except Exception as error:  # noqa: BLE001 - the training goes on
             self._end(ProfileReply(self.request.number, error=f"the trace was not written ({describe_error(error)})"))
+
+    def _discard(self) -> None:
+        """Stop torch's profiler without a trace, after the reply was sent without one."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            self._others()
+            profiler.on_trace_ready = None
+            with suppress(Exception):
+                profiler.stop()
+            self._done()
 
     def _facts(self) -> dict[str, Any]:
         assert self._samples is not None
@@ -184,6 +235,7 @@ class StepProfiler:
             "version": 1,
             "rank": int(os.environ.get("RANK", "0")),
             "steps": self._steps,
+            "skipped": self._skipped,
             "seconds": self._recorded,
             "clock": steady_time.now() - time.time(),
             "samples": samples,
@@ -210,22 +262,28 @@ class StepProfiler:
     # ---- any thread
 
     def fail(self, why: str) -> None:
-        """End without a trace."""
+        """End without a trace; a profiler that records is stopped when the main thread comes back to Python."""
         if self._over:
             return
         self._over, step_time.on_end = True, None
         if self._samples is not None:
             self._samples.stop()
-        self._end(ProfileReply(self.request.number, error=why))
+        self._restore_level()
+        if self._profiler is None:
+            self._done()
+        self._reply(ProfileReply(self.request.number, error=why))
 
     def _end(self, reply: ProfileReply) -> None:
         self._profiler = None
+        self._restore_level()
+        self._done()
+        self._reply(reply)
+
+    def _restore_level(self) -> None:
         if self._level is None:
             os.environ.pop("KINETO_LOG_LEVEL", None)
         else:
             os.environ["KINETO_LOG_LEVEL"] = self._level
-        self._done()
-        self._reply(reply)
 
     def due(self, moved: float) -> Callable[[FrameType | None, str], None] | None:
         """Return what the main thread must do at its next bytecode now; None: nothing.
@@ -237,23 +295,28 @@ class StepProfiler:
             return None
         now, seconds = time.monotonic(), self.request.seconds
         still = steady_time.now() - moved
-        if self._profiler is None and not seconds:
-            if still > STUCK_SECONDS:
-                self.fail(f"its main thread has not moved for {still:.0f} s; run.diagnose() tells where it is")
-            elif now - self._created > BEGIN_SECONDS:
-                self.fail(f"no step was seen within {BEGIN_SECONDS:.0f} s; pass seconds=, as in run.profile(seconds=5)")
-        elif self._profiler is None and now - self._created > BOUNDARY_SECONDS:
-            return lambda _frame, _note: self._begin_now()
-        elif self._samples is not None and now - self._began > (seconds or STEPS_SECONDS):
+        if self._asked:
+            if now - self._asked > BYTECODE_SECONDS and still > STUCK_SECONDS:
+                self._fail_as_stuck(still)
+            return None
+        if self._profiler is not None:
+            if now - self._began <= (seconds or STEPS_SECONDS):
+                return None
+            self._asked = now
             return lambda _frame, _note: self.finish()
+        if seconds:
+            if now - self._created <= BOUNDARY_SECONDS:
+                return None
+            self._asked = now
+            return lambda _frame, _note: self.begin(within_step=True)
+        if still > STUCK_SECONDS:
+            self._fail_as_stuck(still)
+        elif now - self._created > BEGIN_SECONDS:
+            self.fail(f"no step was seen within {BEGIN_SECONDS:.0f} s; pass seconds=, as in run.profile(seconds=5)")
         return None
 
-    def _begin_now(self) -> None:
-        self.begin()
-        if self._warmup and self._profiler is not None:
-            self._warmup = 0
-            self._profiler.step()
-            self._start_recording()
+    def _fail_as_stuck(self, still: float) -> None:
+        self.fail(f"its main thread has not moved for {still:.0f} s; run.diagnose() tells where it is")
 
 
 def resident_bytes() -> int:

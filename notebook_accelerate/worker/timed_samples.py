@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,10 @@ from notebook_accelerate.worker.stack_sampler import MAX_DEPTH
 RATE = 250.0
 """Samples per second: 0.5 % of a rank's time."""
 MAX_SAMPLES = 50_000
+BLOCKED = 0.0005
+"""Seconds by which a sample is late where it had to wait for the interpreter lock."""
+SWITCH_SECONDS = 0.0002
+"""A thread gives the interpreter lock to the samples after this time; after Python's 5 ms, it is at another line."""
 _OWN_THREADS = "notebook-accelerate"
 
 Place = tuple[str, int, str]
@@ -32,22 +36,33 @@ class TimedSamples:
         self._stacks: dict[tuple[int, ...], int] = {}
         self._times: list[int] = []
         self._which: list[int] = []
-        self._late = self._delay = 0.0
+        self._blocked = 0
+        self._while_blocked: dict[int, float] = {}
         self._threads: dict[int, dict[Place, int]] = {}
         self._cpu = _processor_seconds()
         self._begin = time.perf_counter()
+        self._interval = sys.getswitchinterval()
+        if not self._shares_interpreter():  # else the threads of the function would wait less for each other
+            sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{_OWN_THREADS}-profile", daemon=True)
         self._thread.start()
 
+    @staticmethod
+    def _shares_interpreter() -> bool:
+        """Return whether there are threads of the function, or of its libraries, beside the main thread."""
+        others = [each for each in threading.enumerate() if each is not threading.main_thread()]
+        return any(not each.name.startswith(_OWN_THREADS) for each in others)
+
     def stop(self) -> dict[str, Any]:
         """Stop, and return the samples: times in nanoseconds since the epoch, stacks as indices, outermost first.
 
-        ``late`` is the mean delay of a sample in seconds, without the time in which its thread waited for a processor:
-        what is left is the time in which another thread held the interpreter lock.
+        ``blocked`` is the share of samples that had to wait for the interpreter lock, and ``lock`` the processor time
+        of the main thread meanwhile: the thread that held the lock has used more.
         """
         self._stopping.set()
         self._thread.join(1.0)
+        sys.setswitchinterval(self._interval)
         seconds = time.perf_counter() - self._begin
         main = threading.main_thread().ident or 0
         # Of libraries' files no line is shown, and reading them all would take a second.
@@ -58,21 +73,36 @@ class TimedSamples:
             "times": self._times,
             "which": self._which,
             "seconds": seconds,
-            "late": max(0.0, self._late - self._delay) / max(1, len(self._times)),
+            "blocked": self._blocked / max(1, len(self._times)),
+            "lock": self._while_blocked.get(main, 0.0),
             "cpu": _processor_seconds().get(main, 0.0) - self._cpu.get(main, 0.0),
             "threads": self._other_threads(),
         }
 
     def _run(self) -> None:
-        period = 1 / RATE
-        due = time.perf_counter() + period
+        period, number = 1 / RATE, threading.get_native_id()
+        due, delay = time.perf_counter() + period, 0.0
+        before: dict[int, float] = {}
         while not self._stopping.is_set() and len(self._times) < MAX_SAMPLES:
             time.sleep(max(0.0, due - time.perf_counter()))
             now = time.perf_counter()
-            self._late += max(0.0, now - due)
+            if now - due >= BLOCKED:
+                total = thread_delay(number)
+                waited, delay = total - delay, total  # for a processor, not for the lock
+                before = self._note_blocked(before) if now - due - waited >= BLOCKED else {}
+            else:
+                before = {}
             self._sample()
             due = max(due + period, now)
-        self._delay = thread_delay(threading.get_native_id())
+
+    def _note_blocked(self, before: dict[int, float]) -> dict[int, float]:
+        """Add what each thread has computed since the sample before, if that was late too; return the present times."""
+        self._blocked += 1
+        times = _processor_seconds()
+        for identity, seconds in times.items():
+            if identity in before:
+                self._while_blocked[identity] = self._while_blocked.get(identity, 0.0) + seconds - before[identity]
+        return times
 
     def _sample(self) -> None:
         frames = sys._current_frames()
@@ -86,7 +116,7 @@ class TimedSamples:
         self._which.append(self._index(frames.get(main or 0)))
 
     def _index(self, frame: FrameType | None) -> int:
-        inside = islice((each for each in stacks.callers(frame) if stacks.in_function(each)), MAX_DEPTH)
+        inside = islice(takewhile(stacks.in_function, stacks.callers(frame)), MAX_DEPTH)
         key = tuple(self._places.setdefault(_place(each), len(self._places)) for each in inside)[::-1]
         return self._stacks.setdefault(key, len(self._stacks))
 
@@ -100,7 +130,8 @@ class TimedSamples:
                 continue
             place = max(seen, key=lambda each: seen[each])
             cpu = after.get(identity, 0.0) - self._cpu.get(identity, 0.0)
-            rows.append({"name": name, "cpu": cpu, "frame": [*place, _source(place)]})
+            lock = self._while_blocked.get(identity, 0.0)
+            rows.append({"name": name, "cpu": cpu, "lock": lock, "frame": [*place, _source(place)]})
         return rows
 
 
@@ -131,8 +162,15 @@ def _processor_seconds() -> dict[int, float]:
     """Return the processor time of each Python thread, by its identity."""
     found = {}
     for thread in threading.enumerate():
-        try:
-            found[thread.ident or 0] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
-        except (OSError, AttributeError, ValueError):  # it has ended, or the system has no such clocks
-            continue
+        if thread.ident is not None and thread.native_id is not None:  # it has begun
+            with suppress(OSError, ValueError, OverflowError):  # it has ended, or the system has no such clocks
+                found[thread.ident] = time.clock_gettime(_clock_of(thread.native_id))
     return found
+
+
+def _clock_of(number: int) -> int:
+    """Return Linux's clock of a thread's processor time; of a thread that has ended, reading it raises OSError.
+
+    ``pthread_getcpuclockid`` reads the memory of the thread, which may be gone.
+    """
+    return ~number << 3 | 6

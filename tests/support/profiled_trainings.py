@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from notebook_accelerate import Accelerator
+from notebook_accelerate import Accelerator, notebook_launcher, torch_internals
+from notebook_accelerate.launch import Run
+from tests.support.waiting import until
 
 WIDTH, ROWS, STEPS = 512, 192, 1_000_000
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -293,3 +296,15 @@ def with_loader() -> None:
 HEALTHY: dict[str, Callable[[], None]] = {
     each.__name__: each for each in (with_accelerator, plain_torch, in_bf16, accumulating, compiled, with_loader)
 }
+
+
+@contextmanager
+def training(function: Callable[[], None], ranks: int = 2) -> Iterator[Run]:
+    """Run a training on ranks that inherit what torch's profiler imports; stop it at the end."""
+    torch_internals.import_inductor()
+    run = notebook_launcher(function, (), ranks, use_port=0, block=False, panel=False, start_method="fork")
+    try:
+        until(lambda: run.ended is not None or run.journal.store.step_times(0))
+        yield run
+    finally:
+        run.stop(grace=1.0)

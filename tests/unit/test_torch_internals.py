@@ -250,3 +250,21 @@ def test_how_context_parallel_ranks_exchange_is_set() -> None:
 
 def test_functions_are_kept_from_dynamo() -> None:
     assert torch_internals.disable_dynamo(lambda: 3)() == 3
+
+
+def test_a_call_before_each_profiler_that_starts() -> None:
+    def record() -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            assert torch_internals.profiler_enabled()
+
+    called: list[object] = []
+    end = torch_internals.before_profilers_start(called.append)
+    try:
+        record()
+        with torch.autograd.profiler.profile():
+            torch.ones(1)
+    finally:
+        end()
+    record()
+    assert not torch_internals.profiler_enabled()
+    assert [type(each) for each in called] == [torch.autograd.profiler.profile] * 2

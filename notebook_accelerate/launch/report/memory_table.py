@@ -44,6 +44,8 @@ class RunMemory:
         self.reports = {rank: dict(reply.report) for rank, reply in replies.items() if isinstance(reply, MemoryReply)}
         self.missing = {rank: reply for rank, reply in replies.items() if isinstance(reply, str)}
         self.peaks: dict[int, PeakMemory] = profile.peaks() if profile is not None else {}
+        missing = profile.missing if profile is not None else {}
+        self._without_step = {rank: why for rank, why in missing.items() if rank not in self.missing}
         self._world, self._where = max(1, world), where
         self._estimate = dict(estimate.training) if estimate is not None else {}
         for rank, peak in self.peaks.items():
@@ -77,14 +79,25 @@ class RunMemory:
         ranks = list(self.reports)
         columns = {rank: self.bytes(rank) for rank in ranks}
         names = list(dict.fromkeys(name for parts in columns.values() for name in parts))
-        estimated = {_ESTIMATED[name]: nbytes for name, nbytes in self._estimate.items() if name in _ESTIMATED}
-        head = ["bytes of", *(f"rank {rank}" for rank in ranks), *(["estimated"] if estimated else [])]
+        title, estimated = self._compared()
+        head = ["bytes of", *(f"rank {rank}" for rank in ranks), *([title] if estimated else [])]
         rows = [head]
         for name in names:
             cells = [size(columns[rank][name]) if name in columns[rank] else "–" for rank in ranks]
             last = [size(estimated[name]) if name in estimated else "–"] if estimated else []
             rows.append([name, *cells, *last])
         return rows
+
+    def _compared(self) -> tuple[str, dict[str, int]]:
+        """Return the last column: the estimate, else what parameters and optimizers ask for, if all ranks say the same.
+
+        Ranks with parts of a model expect different numbers of bytes.
+        """
+        if self._estimate:
+            known = {_ESTIMATED[name]: nbytes for name, nbytes in self._estimate.items() if name in _ESTIMATED}
+            return "estimated", known
+        expected = [dict(report.get("expected", {})) for report in self.reports.values()]
+        return "expected", expected[0] if expected and all(each == expected[0] for each in expected) else {}
 
     def _module_table(self) -> list[list[str]]:
         rows = [["module", "rank", "parameters", "gradients", "optimizer state"]]
@@ -112,7 +125,11 @@ class RunMemory:
         return [rows for rows in every if len(rows) > 1]
 
     def _sentences(self) -> list[str]:
-        return [*self.fits(), *(f"rank {rank} was not looked at: {why}" for rank, why in self.missing.items())]
+        return [
+            *self.fits(),
+            *(f"rank {rank} was not looked at: {why}" for rank, why in self.missing.items()),
+            *(f"the activations of rank {rank} are not known: {why}" for rank, why in self._without_step.items()),
+        ]
 
     def __repr__(self) -> str:
         return "\n\n".join(

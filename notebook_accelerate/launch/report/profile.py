@@ -7,10 +7,11 @@ import json
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,13 @@ class Traces:
         paths: By rank, the trace.
         clocks: By rank, what to add to its times for the run's clock, in seconds.
         missing: By rank, why there is no trace.
+        read: By rank, what has been read already.
     """
 
     paths: dict[int, Path] = field(default_factory=dict)
     clocks: dict[int, float] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
+    read: dict[int, RankTrace] = field(default_factory=dict)
 
 
 class Profile:
@@ -101,7 +104,7 @@ class Profile:
         read: list[RankTrace] = []
         clocks = dict(traces.clocks)
         for rank, path in traces.paths.items():
-            trace = read_trace(path, rank)
+            trace = traces.read[rank] if rank in traces.read else read_trace(path, rank)
             clocks.setdefault(rank, float(trace.facts.get("clock", 0.0)))
             read.append(trace)
         self._analysis = Analysis(read, clocks, where)
@@ -114,6 +117,28 @@ class Profile:
             paths: By rank, a file of torch's profiler.
         """
         return cls(None, Traces({rank: Path(path) for rank, path in paths.items()}), frame_location)
+
+    @classmethod
+    def written(cls, files: Iterable[tuple[int, str]]) -> list[Profile]:
+        """Return the profiles of traces that ranks have written, one for each folder, the oldest first.
+
+        Args:
+            files: Rank and file of each trace; files that are gone, or unreadable, are in ``missing``.
+        """
+        folders: dict[Path, Traces] = {}
+        times: dict[Path, float] = {}
+        for rank, name in files:
+            path = Path(name)
+            traces = folders.setdefault(path.parent, Traces())
+            try:
+                traces.read[rank] = read_trace(path, rank)
+                times[path.parent] = min(path.stat().st_mtime, times.get(path.parent, inf))
+                traces.paths[rank] = path
+            except (OSError, ValueError) as error:
+                gone = isinstance(error, FileNotFoundError)
+                traces.missing[rank] = f"there is no file {path} on this machine" if gone else str(error)
+        order = sorted(folders, key=lambda folder: times.get(folder, 0.0))
+        return [cls(None, folders[folder], frame_location) for folder in order]
 
     @classmethod
     def load(cls, *paths: str | Path) -> Profile:
@@ -136,9 +161,11 @@ class Profile:
         if not files:
             raise FileNotFoundError(f"there is no trace in {', '.join(map(str, paths)) or 'no path'}")
         traces = Traces()
-        for index, file in enumerate(files):
-            rank = read_trace(file).rank
-            traces.paths[rank if rank not in traces.paths else max(traces.paths) + index + 1] = file
+        for file in files:
+            trace = read_trace(file)
+            if trace.rank in traces.paths:
+                trace.rank = max(traces.paths) + 1
+            traces.paths[trace.rank], traces.read[trace.rank] = file, trace
         return cls(None, traces, frame_location)
 
     @property

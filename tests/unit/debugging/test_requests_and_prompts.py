@@ -52,6 +52,27 @@ def test_a_reply_reaches_its_request(ends: tuple[Channel, Channel]) -> None:
     assert requests.open_ranks() == [3]
 
 
+def test_a_rank_that_was_started_anew_is_not_waited_for(ends: tuple[Channel, Channel]) -> None:
+    requests = RankRequests()
+    requests.open(3, ends[0], ProcessStacks)
+    replies: list[object] = []
+    asking = threading.Thread(target=lambda: replies.append(requests.ask([3], PauseRequest, 60.0)))
+    asking.start()
+    ends[1].receive(60.0)
+    kernel, other = Channel.pair()
+    try:
+        with requests._changed:  # both before the thread looks again
+            requests.close(3)
+            requests.open(3, kernel, ProcessStacks)
+        asking.join(30.0)
+        assert replies == [{}]
+    finally:
+        requests.close(3)
+        kernel.close()
+        Channel(other).close()
+        asking.join()
+
+
 def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_awaited(ends: tuple[Channel, Channel]) -> None:
     requests = RankRequests()
     requests.open(3, ends[0], ProcessStacks)

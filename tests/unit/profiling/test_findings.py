@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, Wait
+from notebook_accelerate.errors import FrameInfo
+from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, Wait, is_logging
 from notebook_accelerate.profiling.profile_findings import find
 from notebook_accelerate.profiling.sampled_lines import Line
 
@@ -14,9 +15,9 @@ LINE = Line("Cell In[3], line 7", "train", "loss.item()")
 HEALTHY = RankFacts(
     0, steps=3, step=0.05, loader=0.002, compute=0.04, optimizer=0.005, rows=64, ops=60, small_ops=40,
     small_seconds=0.002, optimizer_ops=100, items=1, item_seconds=0.0001, matrix={"c10::BFloat16": 0.03}, logging=0.001,
-    saving=0.0, late=0.0001, asked={"mixed_precision": "bf16", "compiled": ""},
+    saving=0.0, blocked=0.02, asked={"mixed_precision": "bf16", "compiled": ""},
 )  # fmt: skip
-DEVICE = {"kernels": 200.0, "kernel_seconds": 0.045}
+DEVICE = {"kernels": 200.0, "kernel_seconds": 0.047}
 
 
 def sentences(*changes: dict[str, object], waits: tuple[Wait, ...] = ()) -> list[str]:
@@ -53,7 +54,7 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
         ),
     ),
     "a read that waits for the device": (
-        [{**DEVICE, "items": 1, "synchronizing": 0.03, "item_line": LINE}],
+        [{"kernels": 200.0, "kernel_seconds": 0.015, "items": 1, "synchronizing": 0.03, "item_line": LINE}],
         (
             "rank 0 takes 60 % of each step in 1 call of item(), waiting for the device at Cell In[3], line "
             "7: loss.item(); "
@@ -116,7 +117,7 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
         ),
     ),
     "interpreter lock": (
-        [{"late": 0.006, "threads": [("counter", 0.5, LINE)]}],
+        [{"blocked": 0.9, "threads": [("counter", 0.5, LINE)]}],
         (
             "on rank 0 the thread 'counter' takes 50 % of the processor time, in Python at Cell In[3], line "
             "7: loss.item(): "
@@ -147,12 +148,16 @@ SILENT: dict[str, list[dict[str, object]]] = {
     "one item on the host": [{"items": 1, "item_seconds": 0.02}],
     "small operations beside large ones": [{"ops": 4000, "small_ops": 3990, "small_seconds": 0.01}],
     "compiled code launches small kernels": [{"kernels": 4000, "kernel_seconds": 0.01, "compiled": True}],
+    "the device computes while the host waits for it": [{**DEVICE, "items": 1, "synchronizing": 0.03}],
+    "the device computes while the host loads data": [{**DEVICE, "loader": 0.02}],
+    "the device computes while the host prints": [{**DEVICE, "logging": 0.02}],
+    "the device computes while the host saves": [{**DEVICE, "saving": 0.02, "saving_steps": 1.0}],
     "a barrier every ten steps": [{"barriers": 0.1, "barrier_seconds": 0.004}],
     "small tensors are kept": [{"retained": [("loss", 4)]}],
     "float32 was asked for": [{"matrix": {"float": 0.03}, "asked": {"mixed_precision": "no"}}],
     "a checkpoint in one of three steps": [{"saving": 0.02, "saving_steps": 0.33}],
-    "a busy thread without the lock": [{"late": 0.0001, "threads": [("counter", 0.5, LINE)]}],
-    "a late sample without a thread": [{"late": 0.02}],
+    "a busy thread without the lock": [{"blocked": 0.1, "threads": [("counter", 0.5, LINE)]}],
+    "the lock without a thread": [{"blocked": 0.9}],
     "no step": [{"steps": 0, "loader": 0.05}],
 }
 
@@ -179,3 +184,28 @@ def test_who_waits_for_whom_is_said_where_nothing_else_explains_it() -> None:
     ):
         assert sentences({}, {}, {}, waits=(unsure,)) == []
     assert sentences({"delay": 0.9}, {}, {}, waits=(wait,)) == []  # it did not get a processor
+    part = ProfileFacts([replace(HEALTHY, rank=rank) for rank in range(3)], [wait], world=8)
+    assert find(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # of the others nothing is known
+
+
+def test_a_barrier_costs_what_the_last_rank_spends_in_it_and_does_not_explain_a_wait() -> None:
+    wait = Wait("all_reduce #7 (64 MB)", 0, {1: 0.018}, LINE, steady=1.0)
+    changes = {"barriers": 1, "barrier_seconds": 0.0008}, {"barriers": 1, "barrier_seconds": 0.019}
+    waiting, barrier = sentences(*changes, waits=(wait,))
+    assert waiting.startswith("rank 1 waits 18 ms per step for rank 0")
+    assert barrier.startswith("ranks 0, 1 meet in a barrier in each step, 0.8 ms:")
+
+
+def frame(filename: str, function: str) -> FrameInfo:
+    return FrameInfo(filename, 1, function, "")
+
+
+def test_logging_is_known_by_its_own_files() -> None:
+    train, library = frame("/home/me/tracking/train.py", "train"), "/lib/python3.11/site-packages"
+    assert not is_logging([train])
+    assert not is_logging([train, frame(f"{library}/tqdm/std.py", "tqdm.__iter__"), frame("data.py", "__getitem__")])
+    assert is_logging(
+        [train, frame(f"{library}/tqdm/std.py", "tqdm.__iter__"), frame(f"{library}/tqdm/std.py", "update")]
+    )
+    assert is_logging([train, frame(f"{library}/notebook_accelerate/tracking/vendors.py", "log")])
+    assert is_logging([train, frame("/usr/lib/python3.11/logging/__init__.py", "Logger.info")])

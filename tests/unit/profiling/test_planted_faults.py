@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from notebook_accelerate import notebook_launcher, torch_internals
-from notebook_accelerate.launch import Run
 from tests.support.nightly import rest_nightly
-from tests.support.profiled_trainings import HEALTHY, PLANTED
-from tests.support.waiting import until
+from tests.support.profiled_trainings import HEALTHY, PLANTED, training
 
 SENTENCES = {
     "slow_loader": r"^rank 1's data loading takes \d+ % of each step .* num_workers=\d+ in the DataLoader would hide it",  # noqa: E501
@@ -32,18 +27,6 @@ SENTENCES = {
 }
 
 DAILY = {"slow_loader", "growing_graphs", "full_precision", "not_compiled", "with_accelerator", "with_loader"}
-
-
-@contextmanager
-def training(function: Callable[[], None]) -> Iterator[Run]:
-    """Run a training on two ranks that inherit what torch's profiler imports; stop it at the end."""
-    torch_internals.import_inductor()
-    run = notebook_launcher(function, (), num_processes=2, use_port=0, block=False, panel=False, start_method="fork")
-    try:
-        until(lambda: run.ended is not None or run.journal.store.step_times(0))
-        yield run
-    finally:
-        run.stop(grace=1.0)
 
 
 @pytest.mark.parametrize("name", rest_nightly(((name,) for name in PLANTED), daily=lambda name: name in DAILY))

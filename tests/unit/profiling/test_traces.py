@@ -66,6 +66,21 @@ def test_columns_steps_and_own_times() -> None:
     assert own == {"gloo:all_reduce": 10_000, "aten::addmm": 4000, "aten::linear": 2000}
 
 
+def test_a_step_in_whose_middle_recording_began_is_left_out() -> None:
+    head = {KEY: {**facts(0, 0.0), "steps": 1, "skipped": 1}}
+    assert parse(head, rank_events(0.0)).steps() == [(10_000.0, 20_000.0)]
+
+
+def test_a_forward_pass_of_ddp_is_a_phase_and_no_operation() -> None:
+    rows = [*rank_events(0.0), event("DistributedDataParallel.forward", 50, 3500)]
+    merged = Analysis([parse({KEY: facts(0, 0.0)}, rows)], {}, str)
+    assert {row.name for row in merged.ops} == {"gloo:all_reduce", "aten::linear", "aten::addmm"}
+    categories, names = merged.timeline.categories, merged.timeline.names
+    main = merged.timeline.tracks[0]
+    found = {names[n]: categories[c] for n, c in zip(main.names, main.category, strict=True)}
+    assert found["DistributedDataParallel.forward"] == "forward"
+
+
 def test_collectives_are_joined_and_the_last_rank_is_named() -> None:
     merged = Analysis([trace(1, 3000.0), trace(0)], {}, lambda frame: f"Cell In[1], line {frame.lineno}")
     assert [joined.label() for joined in merged.joined] == ["all_reduce #1 (4 MB)", "all_reduce #2 (4 MB)"]
@@ -138,6 +153,9 @@ def test_files_are_read_and_written(tmp_path: Path) -> None:
     assert profile.findings[0].sentence in html
     assert "svg" in html
     assert "aten::addmm" in repr(profile)
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(rank_events(0.0)))  # without ranks
+    assert Profile.load(*(tmp_path / f"{name}.json" for name in "abc")).ranks == [0, 1, 2]
     (tmp_path / "text.json").write_text("[]x")
     with pytest.raises(ValueError, match="is not a trace of torch's profiler"):
         read_trace(tmp_path / "text.json")

@@ -21,6 +21,7 @@ class _Profile:
         self.paths = {} if missing else {0: "rank0.json"}
         self.missing = {0: "it is paused"} if missing else {}
         self.timeline = training(ranks=2, steps=1)
+        self.steps = 2  # the rank ended before the third one
 
     def summary_html(self) -> Markup:
         return element("p", "rank 1's data loading takes 41 % of each step")
@@ -68,6 +69,7 @@ def test_a_click_says_that_steps_are_recorded_then_shows_them(monkeypatch: Any) 
     until(lambda: not panel.profile_section.recording)
     assert asked == [3]
     assert any(isinstance(each, TimelineView) for each in panel.profile_section.widget.children)
+    assert _status(panel) == "Profile of 2 steps [Close]"
     assert "static &lt;form&gt;" in panel.html
     assert "static &lt;form&gt;" in panel._static()["text/html"]
     panel.binding.tick(due=True)
