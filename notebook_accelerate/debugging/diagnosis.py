@@ -262,6 +262,16 @@ class _Verdict:
         return f"{where} ({place.note})" if place.note else where
 
 
+_WAITED = re.compile(r"\b(has|have) waited [\d.]+ s\b")
+_FOR = re.compile(r", for [\d.]+ s(?=:)")
+
+
+def without_times(verdict: str) -> str:
+    """Return a verdict without how long the ranks had waited, for a view that shows the time that has passed since."""
+    verdict = _WAITED.sub(lambda found: "waits" if found[1] == "has" else "wait", verdict)
+    return _FOR.sub("", verdict)
+
+
 _GUARD = re.compile(
     r"^\s*(?:el)?if\b.*(?:is_(?:local_)?main_process|is_last_process|\brank\b|process_index|get_rank\(\))"
 )
