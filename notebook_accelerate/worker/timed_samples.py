@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice, takewhile
 from pathlib import Path
@@ -17,7 +19,9 @@ from notebook_accelerate.worker import stacks
 from notebook_accelerate.worker.stack_sampler import MAX_DEPTH
 
 RATE = 250.0
-"""Samples per second: 0.5 % of a rank's time."""
+"""Samples per second: 1 % of a rank's time."""
+FIRST_RATE, FIRST_SECONDS = 1000.0, 0.1
+"""At first there are more: three short steps are over after a few milliseconds."""
 MAX_SAMPLES = 50_000
 BLOCKED = 0.0005
 """Seconds by which a sample is late where it had to wait for the interpreter lock."""
@@ -80,29 +84,29 @@ class TimedSamples:
         }
 
     def _run(self) -> None:
-        period, number = 1 / RATE, threading.get_native_id()
+        period, number = 1 / FIRST_RATE, threading.get_native_id()
         due, delay = time.perf_counter() + period, 0.0
-        before: dict[int, float] = {}
+        before = self._cpu
         while not self._stopping.is_set() and len(self._times) < MAX_SAMPLES:
             time.sleep(max(0.0, due - time.perf_counter()))
             now = time.perf_counter()
+            times = _processor_seconds()
             if now - due >= BLOCKED:
                 total = thread_delay(number)
                 waited, delay = total - delay, total  # for a processor, not for the lock
-                before = self._note_blocked(before) if now - due - waited >= BLOCKED else {}
-            else:
-                before = {}
+                if now - due - waited >= BLOCKED:
+                    self._note_blocked(before, times)
+            before = times
             self._sample()
+            period = 1 / (FIRST_RATE if now - self._begin < FIRST_SECONDS else RATE)
             due = max(due + period, now)
 
-    def _note_blocked(self, before: dict[int, float]) -> dict[int, float]:
-        """Add what each thread has computed since the sample before, if that was late too; return the present times."""
+    def _note_blocked(self, before: Mapping[int, float], now: Mapping[int, float]) -> None:
+        """Count a sample that had to wait for the lock, and what each thread has computed since the one before."""
         self._blocked += 1
-        times = _processor_seconds()
-        for identity, seconds in times.items():
-            if identity in before:
-                self._while_blocked[identity] = self._while_blocked.get(identity, 0.0) + seconds - before[identity]
-        return times
+        for identity, seconds in now.items():
+            used = seconds - before.get(identity, seconds)
+            self._while_blocked[identity] = self._while_blocked.get(identity, 0.0) + used
 
     def _sample(self) -> None:
         frames = sys._current_frames()
@@ -162,9 +166,11 @@ def _processor_seconds() -> dict[int, float]:
     """Return the processor time of each Python thread, by its identity."""
     found = {}
     for thread in threading.enumerate():
-        if thread.ident is not None and thread.native_id is not None:  # it has begun
+        # Until Python 3.13, after a fork the main thread still has the number of the process that was forked.
+        number = os.getpid() if thread is threading.main_thread() else thread.native_id
+        if thread.ident is not None and number is not None:  # it has begun
             with suppress(OSError, ValueError, OverflowError):  # it has ended, or the system has no such clocks
-                found[thread.ident] = time.clock_gettime(_clock_of(thread.native_id))
+                found[thread.ident] = time.clock_gettime(_clock_of(number))
     return found
 
 

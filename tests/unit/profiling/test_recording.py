@@ -431,3 +431,13 @@ def test_collectives_of_several_groups_are_not_joined_where_their_group_is_not_k
     assert [trace.groups for trace in profile._analysis.traces] == [2, 2]
     assert any(row.name == "gloo:all_reduce" for row in profile.ops())
     assert profile._analysis.joined == []
+
+
+def test_the_main_thread_of_a_forked_rank_has_a_processor_time_of_its_own() -> None:
+    module = "__import__('notebook_accelerate.worker.timed_samples', fromlist=['x'])"
+    ask = f"{module}._processor_seconds()[__import__('threading').main_thread().ident]"
+    with launched(logs_often) as run:
+        trained(run)
+        first = run.ask(ask)[0]
+        trained(run, run.store.last_step[0] + 100)
+        assert 0.0 < first < run.ask(ask)[0]
