@@ -25,6 +25,8 @@ SMALL = 50.0
 """Microseconds: a shorter operation is small."""
 LOOP = 500.0
 """Microseconds: shorter times between two small operations, or two reads, belong to them."""
+SURELY_MORE = 1.25
+"""A thread holds the lock if it computes by so much more than the main thread, which may compute without it."""
 READS = re.compile(r"\.item\(|\.tolist\(|\bfloat\(|\bint\(|\bbool\(|\bif |\bwhile ")
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_scaled_dot_product")
 OUTER = ("aten::linear", "aten::matmul", "aten::conv1d", "aten::conv2d", "aten::conv3d")
@@ -327,7 +329,7 @@ class RankReader:
         facts.saving, facts.saving_line, facts.saving_steps = self._where(is_saving)
         facts.blocked = lines.blocked
         for thread in lines.threads:
-            if thread.get("lock", 0.0) <= 2 * lines.lock:
+            if thread.get("lock", 0.0) <= SURELY_MORE * lines.lock:
                 continue
             line = lines.named(FrameInfo(*thread["frame"]))
             facts.threads.append((thread["name"], thread["cpu"] / max(1e-9, lines.cpu + thread["cpu"]), line))

@@ -61,7 +61,8 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
         rest = max(first.step - first.loader, 0.05 * first.step)
         workers = min(64, ceil(first.loader / rest))
         if first.loader_processes:
-            remedy = f"its worker processes do not keep up; about {workers} times as many would"
+            more = ceil(10 * first.step / rest) / 10  # they deliver a batch in each step; it could be one in each rest
+            remedy = f"its worker processes do not keep up; about {more:g} times as many would"
         else:
             remedy = f"num_workers={workers} in the DataLoader would hide it"
         text = (
@@ -108,9 +109,8 @@ def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequen
             continue
         if longest < LEAST_WAIT * culprit.step or longest < 2 * LEAST_SECONDS:
             continue
-        working = longest - culprit.delay * culprit.step  # without the time in which it did not get a processor
-        if working < LEAST_WAIT * culprit.step or (wait.line is None and wait.computing < 0.5):
-            continue  # in the second case, nothing tells what it does
+        if culprit.delay * culprit.step > 0.5 * longest or (wait.line is None and wait.computing < 0.5):
+            continue  # it did not get a processor; or nothing tells what it does
         line = (wait.line.text(),) if wait.line is not None else ()
         doing = f", which is at {wait.line.text()}" if wait.line is not None else ", which computes"
         waiting = sorted(wait.seconds)

@@ -34,7 +34,7 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
         [{"loader": 0.03, "loader_processes": True}, {"loader": 0.031, "loader_processes": True}],
         (
             "the data loading of ranks 0, 1 takes 62 % of each step (31 ms); its worker processes do not keep "
-            "up; about 2 times "
+            "up; about 2.7 times "
             "as many would"
         ),
     ),
