@@ -60,10 +60,11 @@ _LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load ).*\n?", re.
 """What torch, torchao and bitsandbytes log on stderr when they are imported on some machines."""
 _SPEED = re.compile(
     r"<details><summary>Step time</summary>.*?</details>|^rank +ms per step[^\n]*\n(?:[^\n]+\n)+"
-    r"|<li>Rank \d+ is a straggler[^<]*</li>|^Rank \d+ is a straggler[^\n]*\n",
+    r"|<li>Rank \d+ is a straggler[^<]*</li>|^Rank \d+ is a straggler[^\n]*\n"
+    r"|<li>waiting for the process that [^<]*</li>|^ *waiting for the process that [^\n]*\n",
     re.MULTILINE | re.DOTALL,
 )
-"""The table of step times and stragglers, as HTML and as text: whether a short run has them depends on its speed."""
+"""The table of step times, stragglers, and that a launch waited, as HTML and as text: they depend on the speed."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

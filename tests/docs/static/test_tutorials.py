@@ -112,17 +112,18 @@ def test_other_numbers_are_the_same_output_and_other_words_are_not() -> None:
     assert kept["cells"][0]["outputs"][0]["text"] == "loss 0.25\n"
 
 
-def test_a_run_may_have_step_times_and_stragglers_or_none() -> None:
+def test_a_run_may_have_step_times_stragglers_and_waits_or_none() -> None:
     head = "rank  pid\n────  ───\n0     7\n\n"
     times = "rank  ms per step  other\n────  ───────────  ─────\n0     7            1 %\n1     7            1 %\n\n"
     slow = "Rank 1 is a straggler: 8.1 ms of its own work per step, 5.2 ms on the other ranks."
-    html = f"<ul><li>{slow}</li></ul><details><summary>Step time</summary><table></table></details>"
+    wait = "waiting for the process that ranks are forked from to import torch, once per kernel"
+    html = f"<ul><li>{slow}</li><li>{wait}</li></ul><details><summary>Step time</summary><table></table></details>"
     with_times, without = (
         saved_outputs.clean(
             _cell({"output_type": "display_data", "data": {"text/html": page, "text/plain": text}, "metadata": {}})
         )
         for page, text in (
-            (f"<p>a</p>{html}<p>b</p>", f"{slow}\n\n{head}{times}end"),
+            (f"<p>a</p>{html}<p>b</p>", f"{slow}\n  {wait}\n\n{head}{times}end"),
             ("<p>a</p><p>b</p>", f"{head}end"),
         )
     )
