@@ -124,7 +124,7 @@ def before_profilers_start(call: Callable[[Any], None]) -> Callable[[], None]:
     original = kind._prepare_trace
 
     @wraps(original)
-    def prepare(self: Any) -> None:
+    def prepare(self: object) -> None:
         call(self)
         original(self)
 

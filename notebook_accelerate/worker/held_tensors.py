@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from inspect import CO_OPTIMIZED
 from itertools import islice, takewhile
 from types import FrameType
@@ -16,6 +16,7 @@ from notebook_accelerate.worker import stacks
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.autograd.graph import Node
 
 MAX_NAMES, MAX_ITEMS, MAX_FOUND, MAX_NODES, MAX_READ_NODES = 500, 100_000, 50, 20_000, 200
 MANY, NESTED = 1000, 2
@@ -173,10 +174,10 @@ def _of_container(value: Any) -> dict[str, Any] | None:
     return {"count": len(tensors), "bytes": sum(each.nbytes for each in tensors), "kind": "container", "id": id(value)}
 
 
-def _leaves(value: Any, depth: int) -> Iterator[Any]:
+def _leaves(value: Iterable[object], depth: int) -> Iterator[Any]:
     """Yield the values of a container, and those of containers in it."""
     for each in value.values() if isinstance(value, dict) else value:
-        if depth and _is_container(each):
+        if depth and isinstance(each, Iterable) and _is_container(each):
             yield from _leaves(each, depth - 1)
         else:
             yield each
@@ -191,12 +192,12 @@ def _has_graph(tensor: Tensor) -> bool:
     return tensor.requires_grad and tensor.grad_fn is not None
 
 
-def _nodes_above(node: Any, root: Any) -> int:
+def _nodes_above(node: Node | None, root: Node) -> int:
     """Return how many nodes a graph has above another one that it contains; 0 where it does not contain it.
 
     Nodes are visited by their distance: a sum of losses contains the earlier sum a few nodes below.
     """
-    if node is root:
+    if node is None or node is root:
         return 0
     pending, seen, contained = deque([node]), {node}, False
     while pending and len(seen) < MAX_NODES:
