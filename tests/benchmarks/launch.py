@@ -237,7 +237,7 @@ def printing() -> Iterator[Figure]:
             end = time.monotonic()
             if launcher is here:
                 last = f"line {count - 1} loss"
-                here.kernel.wait_for(lambda: quiet or last in cell.stdout, 5.0, what="the last line")
+                here.kernel.wait_for(lambda: quiet or last in str(cell.displays), 5.0, what="the last line")
                 return time.monotonic() - begin
             try:
                 peer.kernel.wait_for(lambda: quiet or cell.stdout.count("0.25") >= 2 * count, 5.0, what="all lines")
