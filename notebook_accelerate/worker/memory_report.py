@@ -6,31 +6,20 @@ import gc
 import resource
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
 from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size
+from notebook_accelerate.hardware.optimizer_states import states_per_parameter
 from notebook_accelerate.telemetry import memory_text
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.torch_internals import local_tensor
 from notebook_accelerate.worker.held_tensors import user_frames, variables_of
 
 MAX_ROWS = 20
-_STATES: dict[str, Callable[[Mapping[str, Any]], int]] = {
-    "Adam": lambda group: 3 if group.get("amsgrad") else 2,
-    "AdamW": lambda group: 3 if group.get("amsgrad") else 2,
-    "NAdam": lambda _: 2,
-    "RAdam": lambda _: 2,
-    "Adamax": lambda _: 2,
-    "Adadelta": lambda _: 2,
-    "Adagrad": lambda _: 1,
-    "SGD": lambda group: int(bool(group.get("momentum"))),
-    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
-}
-"""By optimizer of torch, how many tensors of a parameter's size a group's options ask for."""
 _NO_MEMORY = ("can't allocate memory", "not enough memory")
 
 
@@ -103,20 +92,19 @@ def _roots(objects: list[Any]) -> list[Any]:
 def _expected(roots: list[Any], optimizers: list[Any]) -> dict[str, int]:
     """Return the bytes that the parameters have, and that their gradients and the optimizers' states will have.
 
-    The state of optimizers that are not torch's is not known, and left out.
+    The state of unknown optimizers is left out.
     """
     every = {id(each): each for root in roots for each in (*root.parameters(), *root.buffers())}
     trained: dict[int, int] = {}
     states: dict[int, int] = {}
     known = True
     for optimizer in optimizers:
-        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         for group in optimizer.param_groups:
+            count = states_per_parameter(getattr(optimizer, "optimizer", optimizer), group)
+            known = known and count is not None
             for each in group["params"]:
                 trained[id(each)] = _own_bytes(each) if each.requires_grad else 0
-                if kind in _STATES:
-                    states[id(each)] = trained[id(each)] * _STATES[kind](group)
-        known = known and kind in _STATES
+                states[id(each)] = trained[id(each)] * (count or 0)
     found = {"parameters": sum(map(_own_bytes, every.values()))}
     if trained:
         found["gradients"] = sum(trained.values())

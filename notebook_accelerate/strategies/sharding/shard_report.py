@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from notebook_accelerate import telemetry
+from notebook_accelerate.hardware.optimizer_states import states_per_parameter
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.module_queries import is_dtensor
@@ -84,30 +85,6 @@ def _count_tensor(tensor: torch.Tensor) -> ShardTally:
     cut = [name for name, how in zip(names, tensor.placements, strict=False) if not how.is_replicate()]
     axes = frozenset(axis for name in cut for axis in _FLATTENED.get(name, (name,)))
     return ShardTally(tensor.numel() * size, local_tensor(tensor).numel() * size, axes)
-
-
-def states_per_parameter(optimizer: Any, group: Mapping[str, Any]) -> int | None:
-    """Return how many tensors of a parameter's shape an optimizer keeps for it; None for unknown optimizers.
-
-    Args:
-        optimizer: The optimizer.
-        group: One of its parameter groups.
-    """
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
-    if "SGD" in names:
-        return int(bool(group.get("momentum")))
-    if "RMSprop" in names:
-        return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
-    for known, count in _STATES_PER_PARAMETER.items():
-        if known in names:
-            return count + bool(group.get("amsgrad"))
-    return None
-
-
-_STATES_PER_PARAMETER = {
-    "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "SparseAdam": 2, "FusedAdam": 2, "DeepSpeedCPUAdam": 2,
-    "Adadelta": 2, "Rprop": 2, "Adagrad": 1, "ASGD": 1, "Lion": 1, "DeepSpeedCPULion": 1, "DeepSpeedCPUAdagrad": 1,
-}  # fmt: skip
 
 
 def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
