@@ -152,8 +152,10 @@ class Ticker:
     def _open(self) -> list[RenderSchedule]:
         with self._lock:
             self._schedules = [schedule for schedule in self._schedules if not schedule.closed]
-            if not self._schedules:
+            # While the process exits, pyzmq refuses large messages, and static forms replace the views.
+            if not self._schedules or not threading.main_thread().is_alive():
                 self._thread = None
+                return []
             return list(self._schedules)
 
 

@@ -203,6 +203,22 @@ def test_static_forms_replace_live_views_when_the_kernel_ends() -> None:
         kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report")
 
 
+def test_a_large_static_form_is_left_after_other_large_messages() -> None:
+    # pyzmq sends messages from 64 KiB on without a copy, until its own exit handler, which runs before ours if it came
+    # with the first such message: that of a cell.
+    with Kernel() as kernel:
+        kernel.check(TRAIN)
+        kernel.check("run = launch(0.2)")
+        table = kernel.check("notebook_accelerate.widgets.RunsTable()")
+        kernel.check("from notebook_accelerate.launch.output import replaceable_outputs as outputs")
+        kernel.check("form = {'text/html': 'form ' * 100_000, 'text/plain': 'form'}")
+        kernel.check("for output in outputs._at_exit: outputs._at_exit[output] = lambda: form")
+        kernel.check("from IPython.display import HTML, display; display(HTML('cell ' * 100_000))")
+        kernel.client.shutdown()
+        kernel.wait_for(lambda: table.displays[0].get("text/plain") == "form", what="the form")
+        assert table.displays[0]["text/html"] == "form " * 100_000
+
+
 @pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
 def test_a_notebook_that_ran_headless_keeps_the_report_and_converts(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in (TRAIN, "launch(1.0);", "launch(0.3, panel=False)")]

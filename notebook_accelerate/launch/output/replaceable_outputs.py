@@ -30,7 +30,11 @@ class _Output:
         # the running cell.
         message = _running_cell(kernel, parent) if self.shown else parent
         self.shown = True
-        kernel.session.send(kernel.iopub_socket, kind, content, parent=message, ident=f"display.{kind}".encode())
+        session = kernel.session
+        frames = session.serialize(session.msg(kind, content, parent=message), ident=f"display.{kind}".encode())
+        # A copy: session.send sends large messages without one, which fails in the middle of the message once pyzmq's
+        # exit handler has run, and the rest of it would then be the begin of the next message.
+        kernel.iopub_socket.send_multipart(frames, copy=True)
 
 
 def _running_cell(kernel: Any, default: Any) -> Any:
