@@ -44,6 +44,7 @@ TRANSPORT = "ipc"
 # jupyter_client drives kernels on one event loop, with sockets of its own, that the first kernel would leave behind.
 ensure_event_loop()
 _POLL = 0.02  # seconds between two looks at the shell channel
+_STATE = 4000  # characters of each end of a cell, and of the kernel's own output, in errors
 _LAST_WORDS = 2.0  # seconds that a dead kernel's last messages may take to arrive
 
 
@@ -481,5 +482,7 @@ class Kernel:
             return []
 
     def _state(self) -> str:
-        rows = [f"last cell so far: {list(self.cells.values())[-1]}"] if self.cells else []
-        return "\n".join([*rows, f"kernel's own output: {self.log[-4000:]}"])
+        cell = str(list(self.cells.values())[-1]) if self.cells else "none"
+        if left_out := max(0, len(cell) - 2 * _STATE):  # panels have sent 200,000 characters
+            cell = f"{cell[:_STATE]} [{left_out:,} characters] {cell[-_STATE:]}"
+        return f"last cell so far: {cell}\nkernel's own output: {self.log[-_STATE:]}"
