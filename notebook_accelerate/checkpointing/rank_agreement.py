@@ -37,8 +37,8 @@ def gather_values(value: T, call: str) -> list[T]:
 def _warning_when_stuck(call: str) -> Iterator[None]:
     """Log after a minute which call this rank waits in: a condition around it on one rank is a common mistake."""
     text = (
-        f"Rank {PartialState().process_index} has waited {_WARN_AFTER:.0f} s in {call} for the other ranks. They may be "
-        f"slow, or at a breakpoint. Every rank must call {call}: if only one does, take it out of "
+        f"Rank {PartialState().process_index} has waited {_WARN_AFTER:.0f} s in {call} for the other ranks. They may "
+        f"be slow, or at a breakpoint. Every rank must call {call}: if only one does, take it out of "
         "`if accelerator.is_main_process:`."
     )
     timer = threading.Timer(_WARN_AFTER, _log.warning, args=(text,))
