@@ -1,4 +1,4 @@
-"""A profile of transformers' Trainer: its steps, and a slow loader of one rank."""
+"""Profiles of transformers' and of Lightning's Trainer: their steps, and a slow loader of one rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tests.support.launching import ready_kernel
 
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
+        None in map(importlib.util.find_spec, ("transformers", "lightning")),
+        reason="transformers and lightning are not installed: make test-clients",
     ),
-    pytest.mark.timeout(900),  # against hangs only: ranks import transformers
+    pytest.mark.timeout(900),  # against hangs only: ranks import transformers or Lightning
 ]
 CODE = """
 import notebook_accelerate
@@ -33,14 +34,31 @@ def trainer():
         logging_steps=2, report_to="none", save_strategy="no",
     )
     Trainer(model=TinyModel(TinyConfig()), args=settings, train_dataset=Slow()).train()
+
+def lightning():
+    import lightning
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        def training_step(self, batch, index):
+            return self.layers(batch["x"]).square().mean()
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+    made = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+        accumulate_grad_batches=2,
+    )
+    made.fit(Module(), torch.utils.data.DataLoader(Slow(), batch_size=4))
 """
 FOUND = "[profile.missing, profile.steps, [[each.rule, each.ranks] for each in profile.findings], repr(profile)]"
 
 
-def test_a_slow_loader_of_one_rank_is_named() -> None:
+@pytest.mark.parametrize("program", ["trainer", "lightning"])
+def test_a_slow_loader_of_one_rank_is_named(program: str) -> None:
     with ready_kernel() as kernel:
         kernel.check(CODE)
-        kernel.check("run = launch(trainer, block=False)", 300)
+        kernel.check(f"run = launch({program}, block=False)", 300)
         kernel.check("while run.ended is None and run.store.last_step.get(0, 0) < 3: time.sleep(0.1)", 300)
         kernel.check("profile = run.profile(steps=4)", 300)
         assert kernel.value("run.error and str(run.error)") is None
