@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.debugging.diagnosis import without_times
 from notebook_accelerate.launch.report import findings
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.telemetry.rank_names import rank_names
@@ -47,8 +46,7 @@ def _failed(run: Run) -> Iterator[ActionRow]:
 
 def _stuck(run: Run, now: float, stop: Action) -> Iterator[ActionRow]:
     if (stall := run.stall) is not None:
-        why = without_times(stall.verdict) or "no rank makes progress"
-        text = f"Stuck for {duration(max(0.0, now - stall.since))}: {why}"
+        text = f"Stuck for {duration(max(0.0, now - stall.since))}: {stall.cause or 'no rank makes progress'}"
         yield ActionRow(key="stuck", text=text, actions=(DEBUG, stop), tone="bad")
 
 

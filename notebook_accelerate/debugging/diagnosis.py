@@ -70,6 +70,7 @@ class Diagnosis:
         time: Time of the diagnosis, in seconds since the epoch.
         name_place: Returns the location of a frame as text.
         mistake: The common mistake that causes it, with the fix, in a line; "" where there is none.
+        cause: The verdict without how long ranks have waited, for a view that shows the time that has passed since.
     """
 
     verdict: str
@@ -80,6 +81,7 @@ class Diagnosis:
         repr=False, compare=False, default=lambda f: f"{f.filename}:{f.lineno}"
     )
     mistake: str = ""
+    cause: str = ""
 
     @property
     def text(self) -> str:
@@ -138,7 +140,8 @@ def diagnose(
     """
     moment = steady_time.now() if now is None else now
     verdict = _Verdict(places, name_place, moment)
-    return Diagnosis(verdict.sentence(), tuple(places), _groups(places), moment, name_place, verdict.mistake)
+    cause = _Verdict(places, name_place, moment, timed=False).sentence()
+    return Diagnosis(verdict.sentence(), tuple(places), _groups(places), moment, name_place, verdict.mistake, cause)
 
 
 def _groups(places: Sequence[RankPosition]) -> tuple[tuple[int, ...], ...]:
@@ -156,8 +159,15 @@ def _groups(places: Sequence[RankPosition]) -> tuple[tuple[int, ...], ...]:
 
 
 class _Verdict:
-    def __init__(self, places: Sequence[RankPosition], name_place: Callable[[FrameInfo], str], now: float) -> None:
-        self._places, self._name_place, self._now = places, name_place, now
+    def __init__(
+        self,
+        places: Sequence[RankPosition],
+        name_place: Callable[[FrameInfo], str],
+        now: float,
+        *,
+        timed: bool = True,
+    ) -> None:
+        self._places, self._name_place, self._now, self._timed = places, name_place, now, timed
         self._running = [place for place in places if place.state in ("running", "starting", "stopping")]
         self.mistake = ""
 
@@ -227,12 +237,15 @@ class _Verdict:
             if place.rank not in present and place.last.get(first.group, 0) < first.number
         ]
         waited = _seconds(self._now - min(c.since for place in here for c in place.waiting))
-        who = f"{rank_names(sorted(present))} {'has' if len(present) == 1 else 'have'} waited {waited}"
+        one = len(present) == 1
+        waits = f"{'has' if one else 'have'} waited {waited}" if self._timed else "waits" if one else "wait"
+        who = f"{rank_names(sorted(present))} {waits}"
         if not absent:
             passed = sorted(place.rank for place in self._places if place.rank not in present)
             if passed:
                 return f"{who} in {first.text()}, which {rank_names(passed)} already left"
-            return f"all ranks wait in {first.text()}, for {waited}: the network or a device is the likely cause"
+            so_long = f", for {waited}" if self._timed else ""
+            return f"all ranks wait in {first.text()}{so_long}: the network or a device is the likely cause"
         ranks = rank_names([place.rank for place in absent])
         guard = self._guard(first, here)
         rest = "; ".join(self._position(place, subject="it" if len(absent) == 1 else "") for place in absent)
@@ -260,16 +273,6 @@ class _Verdict:
         if place.waiting:
             where += f", in {place.waiting[0].text()}"
         return f"{where} ({place.note})" if place.note else where
-
-
-_WAITED = re.compile(r"\b(has|have) waited [\d.]+ s\b")
-_FOR = re.compile(r", for [\d.]+ s(?=:)")
-
-
-def without_times(verdict: str) -> str:
-    """Return a verdict without how long the ranks had waited, for a view that shows the time that has passed since."""
-    verdict = _WAITED.sub(lambda found: "waits" if found[1] == "has" else "wait", verdict)
-    return _FOR.sub("", verdict)
 
 
 _GUARD = re.compile(

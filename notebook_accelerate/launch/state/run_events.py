@@ -70,10 +70,10 @@ class DiagnosisAdded(RunEvent):
 
 @dataclass(slots=True)
 class RunStalled(RunEvent):
-    """No rank has made progress since ``since``, in seconds since the epoch; ``verdict`` says why, in a sentence."""
+    """No rank has made progress since ``since``, in seconds since the epoch; ``cause`` says why, in a sentence."""
 
     since: float
-    verdict: str
+    cause: str
 
     def shift(self, seconds: float) -> None:
         """See ``Event.shift``."""

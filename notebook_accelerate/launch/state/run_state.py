@@ -145,11 +145,11 @@ class Stall:
 
     Attributes:
         since: When the last rank made progress, in seconds since the epoch.
-        verdict: Why, in a sentence; "" when it is not known.
+        cause: Why, in a sentence; "" when it is not known.
     """
 
     since: float
-    verdict: str
+    cause: str
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class RunState:
         return replace(self, diagnoses=(*self.diagnoses, event.diagnosis))
 
     def _stalled(self, event: events.RunStalled, _time: float) -> RunState:
-        return self._while_not_ended(event, stall=Stall(event.since, event.verdict))
+        return self._while_not_ended(event, stall=Stall(event.since, event.cause))
 
     def _run_moved(self, _event: events.RunMoved, _time: float) -> RunState:
         return replace(self, stall=None)

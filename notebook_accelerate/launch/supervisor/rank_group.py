@@ -33,6 +33,7 @@ from notebook_accelerate.telemetry import RankFailure, ResultEvent
 from notebook_accelerate.telemetry.worker_order import CHANNEL_BYTES, WorkerOrder
 
 if TYPE_CHECKING:
+    from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
     from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.telemetry.inherited_state import InheritedState
@@ -192,10 +193,12 @@ class RankGroup:
             self.stops.reason = StopReason(RunTimeoutError, reason)
             self.events.stall.diagnose_then(partial(self._give_up, reason))
 
-    def _give_up(self, reason: str, verdict: str) -> None:
+    def _give_up(self, reason: str, found: Diagnosis | None) -> None:
         if not self._ranks.living:  # they ended while they were diagnosed; another attempt may have begun
             return
-        self.stop(DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {verdict}" if verdict else reason))
+        self.stop(
+            DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {found.verdict}" if found is not None else reason)
+        )
 
     # ---- queries
 

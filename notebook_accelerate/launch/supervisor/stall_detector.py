@@ -91,14 +91,15 @@ class StallDetector:
             return False
         return all(now - self._moved[rank] > STALL_SECONDS for rank in alive)
 
-    def _report(self, verdict: str) -> None:
+    def _report(self, found: Diagnosis | None) -> None:
         """Report a stall in the journal; print the first one."""
         if not self._stall or self._context.state.ended is not None:  # a rank has moved during the diagnosis
             return
         idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
-        self._context.journal.append(RunStalled(steady_time.now() - idle, verdict))
+        self._context.journal.append(RunStalled(steady_time.now() - idle, found.cause if found is not None else ""))
         if not self._printed:
             self._printed = True
+            verdict = found.verdict if found is not None else "no rank makes progress"
             self._context.show(f"run {self._context.id} stands still: {verdict}", "stderr")
 
     def _end_stall(self) -> None:
@@ -107,8 +108,8 @@ class StallDetector:
             if self._context.state.stall is not None:
                 self._context.journal.append(RunMoved())
 
-    def diagnose_then(self, report: Callable[[str], None]) -> None:
-        """Diagnose the run on another thread, then call ``report(verdict)`` on the run's thread."""
+    def diagnose_then(self, report: Callable[[Diagnosis | None], None]) -> None:
+        """Diagnose the run on another thread, then call ``report(diagnosis)`` on the run's thread; None: it failed."""
         self.busy = True
         context = self._context
 
@@ -121,13 +122,13 @@ class StallDetector:
 
         threading.Thread(target=work, name="notebook-accelerate-diagnosis", daemon=True).start()
 
-    def _finish(self, found: Diagnosis | None, report: Callable[[str], None]) -> None:
+    def _finish(self, found: Diagnosis | None, report: Callable[[Diagnosis | None], None]) -> None:
         self.busy = False
         if found is not None:
             self._context.journal.append(DiagnosisAdded(found))
             if found.mistake:
                 self._context.journal.append(WarningAdded(found.mistake))
-        report(found.verdict if found is not None else "")
+        report(found)
 
 
 def session_of(context: RunContext) -> Session:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.debugging.diagnosis import RankPosition, diagnose, rank_condition, without_times
+from notebook_accelerate.debugging.diagnosis import RankPosition, diagnose, rank_condition
 from notebook_accelerate.telemetry import FrameInfo
 from notebook_accelerate.telemetry.debug_protocol import Collective
 
@@ -33,6 +33,10 @@ def _waiting(rank: int, call: Collective, line: int = 13) -> RankPosition:
 
 def _verdict(*places: RankPosition) -> str:
     return diagnose(places, _name, NOW).verdict
+
+
+def _cause(*places: RankPosition) -> str:
+    return diagnose(places, _name, NOW).cause
 
 
 def test_a_rank_that_never_came_is_named_with_its_line() -> None:
@@ -84,15 +88,16 @@ def test_a_rank_left_behind_in_a_call_that_others_have_left() -> None:
     )
 
 
-def test_a_verdict_without_the_times_of_its_moment() -> None:
+def test_the_cause_is_the_verdict_without_the_times_of_its_moment() -> None:
     absent = RankPosition(1, "running", _at(12, "time.sleep(60)"), NOW - 31, (), {"0": 3})
-    assert without_times(_verdict(_waiting(0, _call(4)), absent, _waiting(2, _call(4, waited=1.5)))).endswith(
+    assert _cause(_waiting(0, _call(4)), absent, _waiting(2, _call(4, waited=1.5))).endswith(
         "line 12: time.sleep(60); ranks 0, 2 wait"
     )
     ahead = RankPosition(1, "running", _at(20), NOW, (), {"0": 9})
-    left = without_times(_verdict(_waiting(0, _call(4)), ahead))
-    assert left == "rank 0 waits in all_reduce #4 (f32 [128]), which rank 1 already left"
-    together = without_times(_verdict(_waiting(0, _call(4)), _waiting(1, _call(4))))
+    assert (
+        _cause(_waiting(0, _call(4)), ahead) == "rank 0 waits in all_reduce #4 (f32 [128]), which rank 1 already left"
+    )
+    together = _cause(_waiting(0, _call(4)), _waiting(1, _call(4)))
     assert together.startswith("all ranks wait in all_reduce #4 (f32 [128]): the network")
 
 
