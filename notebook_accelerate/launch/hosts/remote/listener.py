@@ -125,7 +125,8 @@ class HostListener(Exchange):
         """Return the next host that has connected; None after ``timeout`` seconds."""
         self._ready.clear()
         try:
-            return self._incoming.get(timeout=timeout)
+            # Python 3.10 may wait for ever in get(timeout=0.0): its time left becomes negative, which means no limit.
+            return self._incoming.get(timeout > 0, timeout)
         except Empty:
             return None
         finally:
