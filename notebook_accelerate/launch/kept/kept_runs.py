@@ -102,12 +102,18 @@ class KeptRuns(Sequence[KeptRun]):
         """Return a frame with a row per run, and a column per metric and argument (needs pandas)."""
         import pandas as pd
 
+        def time_of(seconds: float | None) -> Any:
+            try:
+                return pd.to_datetime(seconds, unit="s", utc=True, errors="coerce")
+            except OverflowError:  # of a damaged summary, before pandas 3
+                return pd.NaT
+
         return pd.DataFrame(
             [
                 {
                     "name": row.name,
                     "status": row.status,
-                    "started": pd.to_datetime(row.started, unit="s", utc=True, errors="coerce"),
+                    "started": time_of(row.started),
                     "seconds": row.seconds,
                     "ranks": row.ranks,
                     "commit": row.commit,
