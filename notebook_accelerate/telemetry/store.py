@@ -314,6 +314,7 @@ class Store:
         self._counted: dict[int, int] = {}  # by rank, the optimizer's latest step: what is logged may count otherwise
         self._subscribers: list[Callable[[Sequence[Record]], None]] = []
         self._automatic: Store | None = None
+        self._samples: list[Record] = []  # for the automatic store, of the call of `add` in progress
         self.progress: dict[int, ProgressEvent] = {}
         self.loops: dict[int, ProgressEvent] = {}
         self._passes: dict[int, EpochEvent] = {}
@@ -355,6 +356,9 @@ class Store:
                     last_activity[rank] = time
                 if (handler := handlers.get(kind)) is not None:
                     handler(record, event)
+            if self._samples:
+                samples, self._samples = self._samples, []
+                self.automatic.add(samples)
             subscribers = list(self._subscribers)
         for subscriber in subscribers:
             self._notify(subscriber, records)
@@ -408,11 +412,11 @@ class Store:
             self._thin_all()
 
     def _add_automatic(self, record: Record, event: automatic_metrics.AutomaticMetricEvent) -> None:
-        self.automatic.add([Record(record.rank, record.time, MetricEvent(event.values, event.step))])
+        self._samples.append(Record(record.rank, record.time, MetricEvent(event.values, event.step)))
 
     def _add_host_sample(self, rank: int, time: float, values: dict[str, float]) -> None:
         """Keep figures of a rank's host as curves over time."""
-        self.automatic.add([Record(rank, time, MetricEvent(values, -1))])
+        self._samples.append(Record(rank, time, MetricEvent(values, -1)))
 
     def _add_device_memory(self, record: Record, event: DeviceMemoryEvent) -> None:
         self.devices.add_memory(record.rank, event)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 PIPE_BYTES = 1 << 20
 """Requested size of an output pipe: with it, a rank that writes in bursts does not wait for the kernel."""
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16
+"""Bytes of a read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
 
 
 class Ends:

@@ -90,7 +90,7 @@ class RankEventHandler:
         stops: The attempt's stop sequence; it decides what failures and exits mean.
 
     Attributes:
-        last_activity: When a rank last sent anything or moved, by the run's clock.
+        last_activity: When a rank had last sent anything or moved as `record` was called, by the run's clock.
         stall: Detects that no rank makes progress.
     """
 
@@ -105,6 +105,7 @@ class RankEventHandler:
         self._comparison_due = 0.0
         self._exit_waits: set[str] = set()
         self._unrecorded: list[Record] = []
+        self._active = False  # whether a rank has sent anything, or moved, since the last call of `record`
         self._checks = sanity_checks.SanityChecks(len(context.state.ranks))
         self.last_activity = self._clock.now()
         self.stall = StallDetector(context)
@@ -133,6 +134,8 @@ class RankEventHandler:
 
     def record(self) -> None:
         """Append what has arrived since the last call to the journal: once for all ranks that have sent something."""
+        if self._active:
+            self._active, self.last_activity = False, self._clock.now()
         records, self._unrecorded = self._unrecorded, []
         self._journal.add(records)
 
@@ -142,7 +145,7 @@ class RankEventHandler:
         """See ``RankListener.take_output``."""
         output = self._all[rank].output
         if data:
-            self.last_activity = self._clock.now()
+            self._active = True
             output.feed(stream, data)
         else:
             output.finish(stream)
@@ -172,14 +175,13 @@ class RankEventHandler:
             return []
 
     def _handle(self, supervised: SupervisedRank, messages: list[Stamped]) -> None:
-        process, active, handled = supervised.process, False, []
+        process, rank, handled = supervised.process, supervised.process.rank, []
         for stamp, event in process.in_local_time(messages):
-            self._unrecorded.append(Record(process.rank, stamp, event))
+            self._unrecorded.append(Record(rank, stamp, event))
             if (kind := type(event)) in _HANDLERS:
                 handled.append(event)
-            active = active or kind not in _NO_SIGNS_OF_LIFE
-        if active:
-            self.last_activity = self._clock.now()
+            if kind not in _NO_SIGNS_OF_LIFE:
+                self._active = True
         for event in handled:
             if type(event) is not HeartbeatEvent:
                 self.record()  # what a handler appends to the journal comes after what the ranks sent before
@@ -241,7 +243,7 @@ class RankEventHandler:
 
     def _on_heartbeat(self, supervised: SupervisedRank, event: HeartbeatEvent) -> None:
         if self.stall.note(supervised.process.rank, event):
-            self.last_activity = self._clock.now()
+            self._active = True
         if time.monotonic() >= self._comparison_due:
             self._comparison_due = time.monotonic() + STEP_COMPARISON_SECONDS
             self.record()
