@@ -16,7 +16,7 @@ from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
 from notebook_accelerate.big_modeling.partition import balanced_cuts
 from notebook_accelerate.collectives import broadcast_object_list, ignorant_find_batch_size
 from notebook_accelerate.state import AcceleratorState, PartialState
-from notebook_accelerate.torch_internals import pytree
+from notebook_accelerate.torch_internals import greet_in_one_dtype, pytree
 
 
 def prepare_pippy(
@@ -339,6 +339,7 @@ class _TracedModel:
             )
         device = PartialState().device
         built = pipe.build_stage(group.stage_index, device=device, group=group.process_group)
+        greet_in_one_dtype(built)
         return _Stage(
             ScheduleGPipe(built, chunks),
             self._inputs,
@@ -411,7 +412,7 @@ def _with_rows(tensors: Sequence[torch.Tensor], batched: Sequence[bool], rows: i
     return [
         torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
         if has_batch
-        else tensor.expand(rows, *tensor.shape)
+        else tensor.expand(rows, *tensor.shape).contiguous()  # torch compares strides with those of the trace
         for tensor, has_batch in zip(tensors, batched, strict=True)
     ]
 

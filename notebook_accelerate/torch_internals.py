@@ -215,6 +215,27 @@ def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> An
     return group._allgather_base(rows, flat, options)
 
 
+def greet_in_one_dtype(stage: Any) -> None:
+    """Have a stage of a pipeline send its neighbours the float that they expect first.
+
+    torch 2.9 sends an integer of twice the size, for which gloo ends the process of the receiver.
+
+    Args:
+        stage: The stage that `torch.distributed.pipelining` has built, before its schedule begins.
+    """
+    operations = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if operations is None:
+        return
+
+    def floats() -> list[Any]:
+        found: list[Any] = operations()
+        for operation in found:
+            operation.tensor = operation.tensor.float()
+        return found
+
+    stage._get_init_p2p_neighbors_ops = floats
+
+
 def flight_recorder() -> Callable[[bool, bool], bytes] | None:
     """Return the function that dumps torch's flight recorder as JSON; None in a torch without one, or not loaded."""
     return getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
@@ -475,6 +496,7 @@ __all__ = [
     "flatten_mesh",
     "flight_recorder",
     "foreach_copy",
+    "greet_in_one_dtype",
     "group_of_sharded_tensor",
     "group_timeout",
     "has_own_names",
