@@ -105,7 +105,12 @@ def __getattr__(name: str) -> Any:
 
 
 def import_inductor() -> None:
-    """Import what torch's profiler imports when it starts, which takes seconds."""
+    """Import what torch's profiler imports when it starts, which takes seconds.
+
+    The two packages import each other. The first optimizer imports them too, beginning with the same one: where another
+    thread begins with the other one, both imports fail.
+    """
+    import_module("torch._dynamo")
     import_module("torch._inductor.config")
 
 

@@ -252,6 +252,39 @@ def test_functions_are_kept_from_dynamo() -> None:
     assert torch_internals.disable_dynamo(lambda: 3)() == 3
 
 
+_OPTIMIZER_MEANWHILE = """
+import os, threading, time, torch
+from notebook_accelerate import torch_internals
+
+def import_later(delay):
+    time.sleep(delay)
+    torch_internals.import_inductor()
+
+codes = []
+for delay in (0.01, 0.06, 0.15):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            thread = threading.Thread(target=import_later, args=(delay,))
+            thread.start()
+            torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+            thread.join()
+            import torch._inductor.config
+            code = 0
+        finally:
+            os._exit(code)
+    codes.append(os.waitpid(child, 0)[1])
+print(codes)
+"""
+
+
+def test_what_the_profiler_needs_is_imported_while_the_first_optimizer_is_created() -> None:
+    command = [sys.executable, "-c", _OPTIMIZER_MEANWHILE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split("\n")[0] == "[0, 0, 0]", done.stderr
+
+
 def test_a_call_before_each_profiler_that_starts() -> None:
     def record() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
