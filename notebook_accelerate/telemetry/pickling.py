@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, Protocol
 
 import cloudpickle
@@ -126,7 +126,7 @@ class Writer(Protocol):
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle with plain dense tensors out of band.
+    """cloudpickle with plain dense tensors out of band, and code with the file names that tracebacks show.
 
     Args:
         file: Receives the pickle; has ``write``.
@@ -146,6 +146,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ours = torch is not None and hasattr(torch, "nn") and type(obj) in (torch.Tensor, torch.nn.Parameter)
         if ours and _is_dense(torch, obj):
             return self._reduce_tensor(obj)
+        if type(obj) is CodeType:
+            _, arguments = self.dispatch_table[CodeType](obj)
+            return _code, (obj.co_filename, arguments)
         if (name := _of_the_kernel(obj)) is not None:
             return _attribute, name
         return super().reducer_override(obj)
@@ -175,6 +178,11 @@ def _of_the_kernel(value: Any) -> tuple[str, str] | None:
     if kind.__name__.endswith("ExitAutocall") and kind.__module__.startswith(("IPython", "ipykernel")):
         return "sys", "exit"
     return None
+
+
+def _code(filename: str, arguments: tuple[Any, ...]) -> CodeType:
+    """Return a code object with its own file name, for lines of cells; cloudpickle 3.1.3 gives all the same."""
+    return CodeType(*arguments).replace(co_filename=filename)
 
 
 def _attribute(module: str, name: str) -> Any:

@@ -140,6 +140,17 @@ def test_closures_lambdas_and_local_classes(travel: Any) -> None:
     assert isinstance(*reversed(travel((Local, Local(1)))))
 
 
+@WAYS
+def test_functions_keep_the_name_of_their_file(travel: Any) -> None:
+    names: dict[str, Any] = {}
+    source = "def outer():\n    def inner():\n        raise KeyError('bad batch')\n    return inner\n"
+    exec(compile(source, "/tmp/ipykernel_1/123.py", "exec"), names)
+    outer = travel(names["outer"])
+    assert outer is not names["outer"]
+    assert [code.co_filename for code in (outer.__code__, outer().__code__)] == ["/tmp/ipykernel_1/123.py"] * 2
+    assert outer().__code__.co_firstlineno == 2
+
+
 @pytest.mark.parametrize(
     "value",
     [threading.Lock(), (i for i in ()), {"deep": [threading.Lock()]}],
