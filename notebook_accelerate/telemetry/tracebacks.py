@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,6 +25,7 @@ _OWN = tuple(
 _LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>", "notebook_accelerate/")
 
 
+@lru_cache(maxsize=1000)
 def is_user_code(filename: str) -> bool:
     """Whether a code object's file is the user's: a cell, or a file outside the installed libraries."""
     return not any(part in filename for part in _LIBRARY)

@@ -24,6 +24,8 @@ _FLUSH = (_LIBC.fflush, ctypes.c_void_p.in_dll(_LIBC, "stdout")) if _LIBC is not
 _RESET_BY_IMPORTS = ("multiprocessing.resource_sharer", "torch.multiprocessing.reductions")
 """Modules whose objects, one each, replace a lock after a fork that nothing has held."""
 
+awaited: set[threading.Thread] = set()
+"""Daemon threads that complete something for which a rank's exit waits."""
 _inherited_handlers: list[Any] = []
 """References to the kernel's logging handlers; filled in the kernel, where to read them copies no memory."""
 _inherited_finalizers: list[Any] = []
@@ -102,8 +104,9 @@ def _join_threads() -> None:
 
 
 def unfinished_threads() -> list[threading.Thread]:
-    """Return the threads that an interpreter waits for at its exit."""
-    return [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    """Return the threads that an interpreter waits for at its exit, and those in ``awaited``."""
+    main = threading.main_thread()
+    return [each for each in threading.enumerate() if (not each.daemon or each in awaited) and each is not main]
 
 
 def unfinished_children() -> list[Any]:

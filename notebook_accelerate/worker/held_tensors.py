@@ -6,9 +6,10 @@ import dis
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
 from inspect import CO_OPTIMIZED
 from itertools import islice, takewhile
-from types import FrameType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accelerate.telemetry.tracebacks import is_user_code
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 
 MAX_NAMES, MAX_ITEMS, MAX_FOUND, MAX_NODES, MAX_READ_NODES = 500, 100_000, 50, 20_000, 200
 MANY, NESTED = 1000, 2
-"""Of a longer list so many items are looked at; so deep are containers in containers."""
+"""Of a longer list so many items are looked at, as of other containers without a tensor among them; so deep are
+containers in containers."""
 _CONTAINERS = (list, tuple, set, dict)
+_PLAIN = {int, float, str, bool, bytes, type(None), type, ModuleType, FunctionType, BuiltinFunctionType}
+"""Types of values that hold no tensors, or not by a name of the user's."""
 _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL")
 _UNSHARED = 3
 """References to ``f_locals``: of the frame, of the variable, and of the call that counts them."""
@@ -77,7 +81,7 @@ def variables() -> Iterator[Held]:
 
 def _named(names: dict[str, Any], function: str, seen: set[int], assigned: Collection[str] | None) -> Iterator[Held]:
     for name, value in islice(list(names.items()), MAX_NAMES):
-        if not name.startswith("__") and id(value) not in seen:
+        if type(value) not in _PLAIN and not name.startswith("__") and id(value) not in seen:
             yield Held(name, function, value, assigned is not None and name not in assigned)
             yield from _attributes(name, function, value, seen)
 
@@ -87,15 +91,36 @@ def assigned_in_loops(frame: FrameType) -> set[str] | None:
 
     A loop runs if it contains the frame's instruction: it is what lies between a jump backwards and its target.
     """
-    instructions = list(dis.get_instructions(frame.f_code))
-    jumps = {*dis.hasjrel, *dis.hasjabs}
-    loops = [(each.argval, each.offset) for each in instructions if each.opcode in jumps and each.argval < each.offset]
+    loops, stores = _loops_and_stores(frame.f_code)
     running = [(start, end) for start, end in loops if start <= frame.f_lasti <= end]
     if not running:
         return None
-    start, end = min(start for start, _ in running), max(end for _, end in running)
-    stores = [each for each in instructions if start <= each.offset <= end and each.opname.startswith(_STORES)]
-    return {name for each in stores for name in (each.argval if isinstance(each.argval, tuple) else (each.argval,))}
+    first, last = min(start for start, _ in running), max(end for _, end in running)
+    return {name for offset, name in stores if first <= offset <= last}
+
+
+@lru_cache(maxsize=100)
+def _loops_and_stores(code: CodeType) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, str], ...]]:
+    """Return the loops of a code object, and where it stores which names; to read its instructions takes milliseconds.
+
+    A loop is from the target of a jump backwards to the jump.
+    """
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    loops: list[tuple[int, int]] = []
+    stores: list[tuple[int, str]] = []
+    for each in dis.get_instructions(code):
+        if each.opcode in jumps and each.argval < each.offset:
+            loops.append((each.argval, each.offset))
+        elif each.opname.startswith(_STORES):
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            stores.extend((each.offset, name) for name in names)
+    return tuple(loops), tuple(stores)
+
+
+def prepare() -> None:
+    """Read the code of the running functions, on any thread, so that the main thread need not."""
+    for frame in user_frames():
+        _loops_and_stores(frame.f_code)
 
 
 def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iterator[Held]:
@@ -158,6 +183,8 @@ class GraphWatch:
 
 
 def _is_container(value: object) -> bool:
+    if type(value) in _PLAIN:
+        return False
     return isinstance(value, _CONTAINERS) or type(value).__name__ in ("deque", "defaultdict", "OrderedDict")
 
 
@@ -168,16 +195,24 @@ def _of_container(value: Any) -> dict[str, Any] | None:
         size = sum(each.nbytes for each in last) * len(value) // MANY
         row = {"count": len(value), "bytes": size, "kind": "container", "id": id(value)}
         return row if len(last) == MANY else None
-    tensors = [each for each in islice(_leaves(value, NESTED), MAX_ITEMS) if _is_tensor(each) and _has_graph(each)]
-    if not tensors and any(True for _ in _leaves(value, NESTED)):
+    torch: Any = sys.modules["torch"]
+    tensor, number = torch.Tensor, 0
+    tensors = []
+    for number, each in enumerate(islice(_leaves(value, NESTED), MAX_ITEMS), 1):
+        if isinstance(each, tensor):
+            tensors.append(each)
+        elif number >= MANY and not tensors:  # such as a vocabulary
+            return None
+    held = [each for each in tensors if _has_graph(each)]
+    if number and not held:
         return None
-    return {"count": len(tensors), "bytes": sum(each.nbytes for each in tensors), "kind": "container", "id": id(value)}
+    return {"count": len(held), "bytes": sum(each.nbytes for each in held), "kind": "container", "id": id(value)}
 
 
 def _leaves(value: Iterable[object], depth: int) -> Iterator[Any]:
     """Yield the values of a container, and those of containers in it."""
     for each in value.values() if isinstance(value, dict) else value:
-        if depth and isinstance(each, Iterable) and _is_container(each):
+        if depth and _is_container(each) and isinstance(each, Iterable):
             yield from _leaves(each, depth - 1)
         else:
             yield each
@@ -250,6 +285,6 @@ def compiled_variable() -> str:
 
 
 __all__ = [
-    "GraphWatch", "Held", "assigned_in_loops", "compiled_variable", "graph_size", "user_frames", "variables",
-    "variables_of",
+    "GraphWatch", "Held", "assigned_in_loops", "compiled_variable", "graph_size", "prepare", "user_frames",
+    "variables", "variables_of",
 ]  # fmt: skip

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import ctypes
-import gzip
-import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -21,8 +17,8 @@ from notebook_accelerate import torch_internals
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.error_text import describe_error
-from notebook_accelerate.worker import held_tensors
-from notebook_accelerate.worker.timed_samples import TimedSamples, thread_delay
+from notebook_accelerate.worker import exit_handlers, held_tensors, recorded_traces
+from notebook_accelerate.worker.timed_samples import TimedSamples, read_quickly, thread_delay
 
 BEGIN_SECONDS = 60.0
 """How long a request waits for a first step."""
@@ -36,14 +32,13 @@ BYTECODE_SECONDS = 2.0
 """How long the main thread has to reach its next bytecode; then it waits in native code."""
 WITHOUT_STEPS = 3
 """After so many metrics without a step of an optimizer, each metric ends a step."""
-KEY = "notebook_accelerate"
-"""The key of the trace's file that holds what torch's profiler does not record."""
 
 
 class StepProfiler:
     """One request to record steps; ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
 
-    What torch's profiler needs is imported first, on another thread: ``at_boundary`` and ``due`` do nothing meanwhile.
+    A thread imports first what torch's profiler needs: ``at_boundary`` and ``due`` do nothing meanwhile. Then it takes
+    samples, and writes the trace when ``finish`` has stopped torch's profiler.
 
     Args:
         request: What to record.
@@ -57,25 +52,57 @@ class StepProfiler:
         self._created = time.monotonic()
         self._profiler: Any = None
         self._samples: TimedSamples | None = None
+        self._recording = False
+        self._recorded: recorded_traces.Recorded | None = None
+        self._stopped = threading.Event()
         self._level = os.environ.get("KINETO_LOG_LEVEL")
         self._main = threading.main_thread().ident
         self._counts_metrics, self._metrics = False, 0
         self._warmup = self._steps = self._skipped = 0
         self._in_part = False
         self._others: Callable[[], None] = lambda: None
-        self._began = self._recorded = self._asked = 0.0
+        self._began = self._asked = 0.0
         self._marks: list[dict[str, float]] = []
         self._held: list[dict[str, Any]] = []
         self._graphs = held_tensors.GraphWatch()
         self._over = self._ready = False
-        threading.Thread(target=self._prepare, name="notebook-accelerate-prepare", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="notebook-accelerate-profile", daemon=True)
+        self._thread.start()
+
+    # ---- the profile's own thread
+
+    def _run(self) -> None:
+        self._prepare()
+        samples = self._sample()
+        self._stopped.wait()
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            self._write(recorded, samples)
+        exit_handlers.awaited.discard(self._thread)
 
     def _prepare(self) -> None:
-        """Import what torch's profiler imports when it starts, which takes seconds, while the training goes on."""
-        with suppress(Exception):  # then it is imported at the step boundary
-            torch_internals.import_inductor()
+        """Do what takes long the first time, while the training goes on."""
+        with suppress(Exception):  # then it is done at the step boundary
+            torch_internals.import_inductor()  # seconds
+            held_tensors.prepare()
+
+    def _sample(self) -> dict[str, Any]:
+        self._samples = samples = TimedSamples()
         self._created, self._ready = time.monotonic(), True
         step_time.on_end = self._at_step
+        try:
+            return samples.run()
+        except Exception:  # noqa: BLE001 - the trace is of use without them
+            return {}
+
+    def _write(self, recorded: recorded_traces.Recorded, samples: dict[str, Any]) -> None:
+        recorded.facts["samples"] = samples
+        try:
+            reply = recorded_traces.write(recorded, self.request)
+        except Exception as error:  # noqa: BLE001 - the training goes on
+            reply = self._not_written(error)
+        recorded.profiler = None  # its events take memory
+        self._end(reply)
 
     # ---- the main thread
 
@@ -92,7 +119,7 @@ class StepProfiler:
         if threading.get_ident() != self._main:
             return
         if self._counts_metrics:  # the first step of an optimizer: what was recorded until now is a part of it
-            self._counts_metrics, self._in_part = False, self._samples is not None
+            self._counts_metrics, self._in_part = False, self._recording
             self._skipped, self._steps = self._skipped + self._steps, 0
         self._advance()
 
@@ -174,7 +201,6 @@ class StepProfiler:
         return profiler.profile(
             activities=None if self._warmup else [profiler.ProfilerActivity.CPU],
             schedule=plan,
-            on_trace_ready=self._export,
             record_shapes=True,
             profile_memory=self.request.memory,
         )
@@ -182,7 +208,9 @@ class StepProfiler:
     def _start_recording(self) -> None:
         self._began = time.monotonic()
         self._mark()
-        self._samples = TimedSamples()
+        self._recording = True
+        if self._samples is not None:
+            self._samples.begin()
 
     def _mark(self) -> None:
         """Record the memory in use at a step boundary."""
@@ -198,66 +226,61 @@ class StepProfiler:
             self._held.append(self._graphs.look())
 
     def finish(self) -> None:
-        """Stop torch's profiler and write the trace."""
+        """Stop torch's profiler, and let the profile's thread write the trace."""
         if self._over:
             self._discard()
             return
-        if self._profiler is None or self._samples is None:
+        if self._profiler is None or not self._recording:
             self.fail("no step was recorded")
             self._discard()
             return
         self._over, step_time.on_end = True, None
-        self._recorded = time.monotonic() - self._began
+        self._end_samples()
+        seconds = time.monotonic() - self._began
         self._others()
+        profiler, self._profiler = self._profiler, None
+        exit_handlers.awaited.add(self._thread)
         try:
-            # Encoded: torch writes metadata with each backslash replaced.
-            facts = base64.b64encode(gzip.compress(json.dumps(self._facts()).encode(), 3)).decode()
-            self._profiler.add_metadata_json(KEY, f'"{facts}"')
-            self._profiler.stop()
+            try:
+                facts = self._facts(seconds)
+            finally:
+                profiler.stop()
+            self._recorded = recorded_traces.Recorded(profiler, facts)
         except Exception as error:  # noqa: BLE001 - the training goes on
-            self._end(ProfileReply(self.request.number, error=f"the trace was not written ({describe_error(error)})"))
+            self._end(self._not_written(error))
+        finally:
+            self._stopped.set()
+            self._restore_level()
+
+    def _end_samples(self) -> None:
+        if self._samples is not None:
+            self._samples.end()
+
+    def _not_written(self, error: Exception) -> ProfileReply:
+        return ProfileReply(self.request.number, error=f"the trace was not written ({describe_error(error)})")
 
     def _discard(self) -> None:
         """Stop torch's profiler without a trace, after the reply was sent without one."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             self._others()
-            profiler.on_trace_ready = None
             with suppress(Exception):
                 profiler.stop()
             self._done()
 
-    def _facts(self) -> dict[str, Any]:
-        assert self._samples is not None
-        samples = self._samples.stop()
+    def _facts(self, seconds: float) -> dict[str, Any]:
         self._look_at_variables()
         return {
             "version": 1,
             "rank": int(os.environ.get("RANK", "0")),
             "steps": self._steps,
             "skipped": self._skipped,
-            "seconds": self._recorded,
+            "seconds": seconds,
             "clock": steady_time.now() - time.time(),
-            "samples": samples,
             "marks": self._marks,
             "held": self._held,
             "asked": asked_for(),
         }
-
-    def _export(self, profiler: Any) -> None:
-        """Write the trace; where the kernel's folder is not on this machine, the reply carries it."""
-        folder, number = Path(self.request.folder), self.request.number
-        clock = steady_time.now() - time.time()
-        if (folder / self.request.token).exists():
-            path = folder / f"rank{os.environ.get('RANK', '0')}.{number}.pt.trace.json"
-            profiler.export_chrome_trace(str(path))
-            self._end(ProfileReply(number, str(path), "", self._steps, self._recorded, clock))
-            return
-        with tempfile.TemporaryDirectory() as own:
-            path = Path(own) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            data = gzip.compress(path.read_bytes(), 1)
-        self._end(ProfileReply(number, "", "", self._steps, self._recorded, clock, data))
 
     # ---- any thread
 
@@ -266,16 +289,14 @@ class StepProfiler:
         if self._over:
             return
         self._over, step_time.on_end = True, None
-        if self._samples is not None:
-            self._samples.stop()
+        self._end_samples()
+        self._stopped.set()
         self._restore_level()
         if self._profiler is None:
             self._done()
         self._reply(ProfileReply(self.request.number, error=why))
 
     def _end(self, reply: ProfileReply) -> None:
-        self._profiler = None
-        self._restore_level()
         self._done()
         self._reply(reply)
 
@@ -322,7 +343,7 @@ class StepProfiler:
 def resident_bytes() -> int:
     """Return this process's resident memory; 0 where the system does not tell."""
     with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(read_quickly("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
@@ -335,8 +356,7 @@ def quiet_stdio() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    libc = ctypes.CDLL(None)
-    libc.fopen.restype = ctypes.c_void_p
+    libc = _libc()
     stream = ctypes.c_void_p.in_dll(libc, "stderr")
     before, null = stream.value, libc.fopen(b"/dev/null", b"w")
     stream.value = null or before
@@ -346,6 +366,13 @@ def quiet_stdio() -> Iterator[None]:
         stream.value = before
         if null:
             libc.fclose(ctypes.c_void_p(null))
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    return libc
 
 
 def asked_for() -> dict[str, Any]:
@@ -361,4 +388,4 @@ def asked_for() -> dict[str, Any]:
     return {**found, "compiled": found["compiled"] or held_tensors.compiled_variable()}
 
 
-__all__ = ["KEY", "StepProfiler", "asked_for", "quiet_stdio", "resident_bytes"]
+__all__ = ["StepProfiler", "asked_for", "quiet_stdio", "resident_bytes"]

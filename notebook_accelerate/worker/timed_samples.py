@@ -32,9 +32,9 @@ Place = tuple[str, int, str]
 
 
 class TimedSamples:
-    """Samples on the thread that calls ``run``; ``begin`` and ``end`` are called on the main thread, and wait for none.
+    """Samples on the thread that calls ``run``; ``begin`` and ``end``, on the main thread, wait for nothing.
 
-    Create it on that thread too: to list the threads of the process, one needs a lock that the main thread may hold.
+    Both may be called in a signal handler: ``threading.enumerate`` needs a lock that the main thread may hold then.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,9 @@ class TimedSamples:
         self._blocked = 0
         self._while_blocked: dict[int, float] = {}
         self._threads: dict[int, dict[Place, int]] = {}
+        self._numbers: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
+        self._cpu_at_end: dict[int, float] = {}
         self._main = threading.main_thread().ident or 0
         self._begin = self._seconds = self._main_seconds = 0.0
         self._interval = sys.getswitchinterval()
@@ -73,15 +75,28 @@ class TimedSamples:
         if self._begun.is_set():
             self._seconds = time.perf_counter() - self._begin
             self._main_seconds = time.thread_time() - self._main_seconds
+            self._cpu_at_end = _seconds_of(self._numbers)
             sys.setswitchinterval(self._interval)
         self._ended.set()
         self._begun.set()
 
-    def run(self) -> None:
-        """Take samples from ``begin`` to ``end``."""
+    def run(self) -> dict[str, Any]:
+        """Take samples from ``begin`` to ``end``, and return them.
+
+        Times are in nanoseconds since the epoch, stacks are indices, outermost first. ``blocked`` is the share of
+        samples that had to wait for the interpreter lock, and ``lock`` the processor time of the main thread meanwhile:
+        the thread that held the lock has used more.
+        """
         self._begun.wait()
+        if not self._ended.is_set():
+            self._sample_until_end()
+            self._ended.wait()  # there may be many samples
+        return self._result()
+
+    def _sample_until_end(self) -> None:
         number, self._own = threading.get_native_id(), threading.get_ident()
-        before = self._cpu = _processor_seconds()
+        self._numbers = _thread_numbers()
+        before = self._cpu = _seconds_of(self._numbers)
         delay, period = thread_delay(number), 1 / FIRST_RATE
         due = time.perf_counter() + period
         while len(self._times) < MAX_SAMPLES:
@@ -89,7 +104,8 @@ class TimedSamples:
             now = time.perf_counter()
             if self._ended.is_set():
                 return
-            times = _processor_seconds()
+            self._numbers = _thread_numbers()
+            times = _seconds_of(self._numbers)
             if now - due >= BLOCKED:
                 total = thread_delay(number)
                 waited, delay = total - delay, total  # for a processor, not for the lock
@@ -99,15 +115,8 @@ class TimedSamples:
             self._sample()
             period = 1 / (FIRST_RATE if now - self._begin < FIRST_SECONDS else RATE)
             due = max(due + period, now)
-        self._ended.wait()
 
-    def result(self) -> dict[str, Any]:
-        """Return the samples, once ``run`` has returned.
-
-        Times are in nanoseconds since the epoch, stacks are indices, outermost first. ``blocked`` is the share of
-        samples that had to wait for the interpreter lock, and ``lock`` the processor time of the main thread meanwhile:
-        the thread that held the lock has used more.
-        """
+    def _result(self) -> dict[str, Any]:
         # Of libraries' files no line is shown, and reading them all would take a second.
         frames = [[*place, _source(place) if is_user_code(place[0]) else ""] for place in self._places]
         return {
@@ -146,14 +155,14 @@ class TimedSamples:
 
     def _other_threads(self) -> list[dict[str, Any]]:
         """Return the processor time of other Python threads, and the line at which each was seen most."""
-        after, names = _processor_seconds(), {each.ident: each.name for each in threading.enumerate()}
+        names = {each.ident: each.name for each in threading.enumerate()}
         rows = []
         for identity, seen in self._threads.items():
             name = names.get(identity, f"thread {identity}")
             if name.startswith(_OWN_THREADS):
                 continue
             place = max(seen, key=lambda each: seen[each])
-            cpu = after.get(identity, 0.0) - self._cpu.get(identity, 0.0)
+            cpu = self._cpu_at_end.get(identity, 0.0) - self._cpu.get(identity, 0.0)
             lock = self._while_blocked.get(identity, 0.0)
             rows.append({"name": name, "cpu": cpu, "lock": lock, "frame": [*place, _source(place)]})
         return rows
@@ -191,15 +200,23 @@ def _user_place(frame: FrameType) -> Place:
     return _place(frame)
 
 
-def _processor_seconds() -> dict[int, float]:
-    """Return the processor time of each Python thread, by its identity."""
+def _thread_numbers() -> dict[int, int]:
+    """Return the system's number of each Python thread, by its identity."""
     found = {}
     for thread in threading.enumerate():
         # Until Python 3.13, after a fork the main thread still has the number of the process that was forked.
         number = os.getpid() if thread is threading.main_thread() else thread.native_id
         if thread.ident is not None and number is not None:  # it has begun
-            with suppress(OSError, ValueError, OverflowError):  # it has ended, or the system has no such clocks
-                found[thread.ident] = time.clock_gettime(_clock_of(number))
+            found[thread.ident] = number
+    return found
+
+
+def _seconds_of(numbers: Mapping[int, int]) -> dict[int, float]:
+    """Return the processor time of each thread, by its identity."""
+    found = {}
+    for identity, number in numbers.items():
+        with suppress(OSError, ValueError, OverflowError):  # it has ended, or the system has no such clocks
+            found[identity] = time.clock_gettime(_clock_of(number))
     return found
 
 

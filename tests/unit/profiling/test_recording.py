@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -18,9 +19,9 @@ from notebook_accelerate import Accelerator, notebook_launcher, torch_internals
 from notebook_accelerate.launch import Profile, Run
 from notebook_accelerate.profiling.facts import RankReader
 from notebook_accelerate.profiling.sampled_lines import SampledLines
-from notebook_accelerate.profiling.trace import KEY, parse
+from notebook_accelerate.profiling.trace import KEY, parse, read_trace
 from notebook_accelerate.utils import ProfileKwargs
-from notebook_accelerate.worker import held_tensors, stacks, timed_samples
+from notebook_accelerate.worker import exit_handlers, held_tensors, recorded_traces, stacks, timed_samples
 from tests.support.waiting import until
 
 
@@ -323,18 +324,82 @@ def test_threads_that_have_not_begun_or_have_ended_have_no_processor_time(monkey
     over.join()
     time.sleep(0.05)
     monkeypatch.setattr(threading, "enumerate", lambda: [waiting, over, threading.main_thread()])
-    found = timed_samples._processor_seconds()
+    found = timed_samples._seconds_of(timed_samples._thread_numbers())
     assert list(found) == [threading.main_thread().ident]
     assert found[threading.main_thread().ident or 0] > 0.01
 
 
 def test_frames_outside_the_launched_function_are_no_part_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = timed_samples.TimedSamples()
-    samples.stop()
-    samples._places.clear()
     monkeypatch.setattr(stacks, "LAUNCHERS", (__file__,))
     samples._index(sys._getframe())
     assert samples._places == {}
+
+
+def test_samples_without_a_beginning_end() -> None:
+    samples = timed_samples.TimedSamples()
+    samples.end()
+    assert samples.run()["times"] == []
+
+
+def test_samples_lie_between_begin_and_end() -> None:
+    samples, found = timed_samples.TimedSamples(), []
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=lambda: found.append(samples.run()))
+    thread.start()
+    begin = time.time_ns()
+    samples.begin()
+    until(lambda: len(samples._times) > 5)
+    samples.end()
+    end, frame = time.time_ns(), sys._getframe().f_code.co_filename
+    thread.join()
+    assert sys.getswitchinterval() == interval
+    assert all(begin <= each <= end for each in found[0]["times"])
+    assert frame in {each[0] for each in found[0]["frames"]}
+    assert 0 < found[0]["cpu"] <= found[0]["seconds"]
+
+
+def test_facts_are_appended_to_a_trace_of_torch(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(2) + 1
+    profiler.export_chrome_trace(str(file))
+    before = json.loads(file.read_text())
+    facts = {"rank": 3, "held": [{"né": 'a "quoted" \\ name'}]}
+    recorded_traces.append(file, facts)
+    assert json.loads(file.read_text()) == {**before, KEY: facts}
+    assert read_trace(file).facts == facts
+    file.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="does not end as a trace"):
+        recorded_traces.append(file, facts)
+
+
+def ends_with_a_profile(file: str) -> None:
+    training = Training()
+    while not Path(file).exists():
+        time.sleep(0.02)
+        training.step()
+    write = recorded_traces.write
+
+    def write_late(*arguments: Any) -> Any:
+        time.sleep(1.0)
+        return write(*arguments)
+
+    recorded_traces.write = write_late  # in this rank
+    for _ in range(1000):
+        training.step()
+        if exit_handlers.awaited:
+            return
+
+
+def test_a_rank_that_ends_waits_until_its_trace_is_written(tmp_path: Path) -> None:
+    with launched(ends_with_a_profile, str(tmp_path / "go")) as run:
+        trained(run)
+        threading.Timer(1.0, (tmp_path / "go").touch).start()
+        profile = run.profile(steps=200)
+        until(lambda: run.ended is not None)
+        assert run.status == "succeeded", run.error
+    assert (profile.missing, profile.steps) == ({}, 200)
 
 
 # ---- what variables keep
@@ -435,7 +500,7 @@ def test_collectives_of_several_groups_are_not_joined_where_their_group_is_not_k
 
 def test_the_main_thread_of_a_forked_rank_has_a_processor_time_of_its_own() -> None:
     module = "__import__('notebook_accelerate.worker.timed_samples', fromlist=['x'])"
-    ask = f"{module}._processor_seconds()[__import__('threading').main_thread().ident]"
+    ask = f"(lambda m: m._seconds_of(m._thread_numbers()))({module})[__import__('threading').main_thread().ident]"
     with launched(logs_often) as run:
         trained(run)
         first = run.ask(ask)[0]
