@@ -30,7 +30,7 @@ from notebook_accelerate.launch import start
 from notebook_accelerate.launch.hosts import joining
 from notebook_accelerate.launch.hosts.host_facts import own_hello
 from notebook_accelerate.launch.hosts.remote import curve_keys, listener, stream
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream
 from notebook_accelerate.launch.processes.rank_process import Ends
@@ -89,8 +89,8 @@ def kernel() -> Iterator[_Kernel]:
     made.close()
 
 
-def _output(text: bytes = b"x") -> OutputEvent:
-    return OutputEvent(0, "stdout", text)
+def _output(text: bytes = b"x") -> FramesEvent:
+    return FramesEvent(0, text)
 
 
 def _exchange(host: Stream, kernel: Stream) -> None:
@@ -409,7 +409,7 @@ def _host_process(kernel: _Kernel, then: str, **options: Any) -> Iterator[subpro
     """Run a host of its own process, which is killed at the end."""
     code = f"""
 import sys, threading, time
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 stream = connect_to_kernel("127.0.0.1", {kernel.port}, bytes.fromhex("{SECRET.hex()}"), HelloEvent(1, "machine-1"))
 {then}
@@ -421,7 +421,7 @@ stream = connect_to_kernel("127.0.0.1", {kernel.port}, bytes.fromhex("{SECRET.he
             process.kill()
 
 
-SEND_FOR_EVER = 'while True: stream.send(OutputEvent(0, "stdout", bytes(1 << 16)))'
+SEND_FOR_EVER = "while True: stream.send(FramesEvent(0, bytes(1 << 16)))"
 
 
 @pytest.mark.parametrize("then", ["time.sleep(600)", SEND_FOR_EVER])
@@ -435,7 +435,7 @@ def test_a_killed_host_is_noticed(kernel: _Kernel, then: str) -> None:
 
 def test_what_a_host_sent_before_it_was_killed_arrives_at_a_kernel_that_was_busy(kernel: _Kernel) -> None:
     """Messages that libzmq has received are read before the loss is recorded, which a failed message announces."""
-    then = 'while sys.stdin.readline(): stream.send(OutputEvent(0, "stdout", b"x")); time.sleep(0.005)'
+    then = 'while sys.stdin.readline(): stream.send(FramesEvent(0, b"x")); time.sleep(0.005)'
     with _host_process(kernel, then, stdin=subprocess.PIPE) as process:
         ours = kernel.next_end()
         assert process.stdin is not None
@@ -459,7 +459,7 @@ def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats() -> None:
 def test_a_host_whose_python_code_hangs_stays_connected() -> None:
     kernel = _Kernel(keep_alive=(1, 4))  # less than the time without Python code; more than a busy machine needs
     hold_the_gil = "import ctypes; ctypes.PyDLL(None).sleep(8)"
-    then = f"{hold_the_gil}; stream.send(OutputEvent(0, 'stdout', b'back')); time.sleep(600)"
+    then = f"{hold_the_gil}; stream.send(FramesEvent(0, b'back')); time.sleep(600)"
     with _host_process(kernel, then):
         ours = kernel.next_end()
         assert [event for _, event in ours.receive(SECONDS)] == [_output(b"back")]

@@ -23,7 +23,7 @@ from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
 from notebook_accelerate.launch.hosts.ray.ray_driver import merge_devices, run_tunnel
 from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
 from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, OutputEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.processes.placed import adapt_to_machine
 from notebook_accelerate.launch.processes.rank_process import RankProcess
@@ -221,9 +221,9 @@ def test_a_host_connects_to_the_kernel_through_a_tunnel(monkeypatch: pytest.Monk
     host = connect_to_kernel(*node._tunnel.getsockname(), secret, HelloEvent(1, "c3-n07"))
     incoming = listener.next_host(60)
     assert incoming is not None
-    sent = [OutputEvent(0, "stdout", os.urandom(1 << 20)) for _ in range(8)]
-    incoming.stream.send(OutputEvent(1, "stdout", b"down"))
-    assert [event for _, event in host.receive(60)] == [OutputEvent(1, "stdout", b"down")]
+    sent = [FramesEvent(0, os.urandom(1 << 20)) for _ in range(8)]
+    incoming.stream.send(FramesEvent(1, b"down"))
+    assert [event for _, event in host.receive(60)] == [FramesEvent(1, b"down")]
     sending = threading.Thread(target=host.send, args=sent)
     sending.start()
     received: list[object] = []

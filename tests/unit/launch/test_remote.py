@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import selectors
 import signal
 import subprocess
 import sys
@@ -25,7 +26,14 @@ from notebook_accelerate.launch import processes, start
 from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, StartedEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    CHANNEL,
+    SAMPLES,
+    EndedEvent,
+    HelloEvent,
+    RelayEvent,
+    StartedEvent,
+)
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import RankProcess
@@ -233,6 +241,55 @@ def test_events_that_arrive_with_the_hello_are_not_lost() -> None:
         host.close()
         if kernel is not None:
             kernel.close()
+
+
+class _Received:
+    """A listener that notes what it receives."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        self.calls.append((rank, stream, data))
+
+    def take_frames(self, rank: int, data: bytes) -> None:
+        self.calls.append((rank, CHANNEL, data))
+
+    def take_host_frames(self, rank: int, data: bytes) -> None:
+        self.calls.append((rank, SAMPLES, data))
+
+    def take_end(self, rank: int) -> None:
+        self.calls.append((rank, "end"))
+
+
+def test_what_is_relayed_before_all_ranks_are_connected_arrives_in_order() -> None:
+    secret, received = new_secret(), _Received()
+    pieces = [
+        (4, "stdout", b"one"),
+        (5, CHANNEL, b"two"),
+        (4, SAMPLES, b"three"),
+        (9, CHANNEL, b"?"),
+        (5, "stderr", b""),
+    ]
+    lengths = [(rank, source, len(data)) for rank, source, data in pieces]
+    with (
+        closing(HostListener("127.0.0.1", secret)) as listener,
+        selectors.DefaultSelector() as selector,
+        closing(connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(1, "machine-1"))) as host,
+    ):
+        host.send(*(StartedEvent(rank, 100 + rank) for rank in (4, 5)))
+        host.send(RelayEvent(lengths, b"".join(data for _, _, data in pieces)), EndedEvent(4, 0, None, 0))
+        incoming = listener.next_host(SECONDS)
+        assert incoming is not None
+        kernel = HostConnection(incoming)
+        orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in (4, 5)]
+        for rank in [kernel.await_started(order, SECONDS) for order in orders]:
+            rank.connect(selector, received)
+        while (4, "end") not in received.calls:
+            for key, _ in selector.select(SECONDS):
+                key.data()
+        kernel.close()
+    assert received.calls == [*(piece for piece in pieces if piece[0] in (4, 5)), (4, "end")]
 
 
 def test_an_accepted_host_stays_connected_when_the_listener_closes_at_once() -> None:

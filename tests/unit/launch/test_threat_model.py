@@ -32,11 +32,11 @@ from notebook_accelerate.launch.detached.control_service import listen
 from notebook_accelerate.launch.hosts.remote import curve_keys
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    CHANNEL,
+    SAMPLES,
     EndedEvent,
-    FramesEvent,
     HelloEvent,
-    HostFramesEvent,
-    OutputEvent,
+    RelayEvent,
 )
 from notebook_accelerate.launch.hosts.remote.listener import (
     MAX_REPORTS,
@@ -531,9 +531,9 @@ def test_a_host_sends_events_of_its_own_ranks_only(step: _Listening) -> None:
     from notebook_accelerate.launch.hosts.remote.host_connection import RemoteRank
 
     RemoteRank(connection, 8, 1234, 0).listener = events
+    pieces = [(rank, source, 1) for rank in (0, 8, 99) for source in ("stdout", CHANNEL, SAMPLES)]
+    connection.handle(RelayEvent(pieces, b"x" * len(pieces)))
     for rank in (0, 8, 99):
-        for event in (OutputEvent(rank, "stdout", b"x"), FramesEvent(rank, b"x"), HostFramesEvent(rank, b"x")):
-            connection.handle(event)
         connection.handle(EndedEvent(rank, 0, None, 0))
     assert events.received == [("output", 8), ("frames", 8), ("host frames", 8), ("end", 8)]
     connection.close()

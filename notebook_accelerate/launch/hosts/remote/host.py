@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
+from notebook_accelerate.launch.hosts.remote.stream import CHUNK
 from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, Pace, dispatch
 from notebook_accelerate.launch.processes.zygote import guards_orphans
@@ -52,6 +53,7 @@ class Host:
         self.lost = self.refused = ""
         self._guard_due = 0.0
         self._pace, self._relayed = Pace(0.05, burst=50), 0
+        self._pieces: list[tuple[int, str, bytes]] = []  # read from the ranks, and not yet sent
         self._messages: deque[Event] = deque()
         # A rank that reads nothing, as a suspended one, must not hold up the others, nor the signal that ends it.
         self._to_ranks = ThreadPoolExecutor(1, "notebook-accelerate-host")
@@ -89,6 +91,7 @@ class Host:
 
     def leave(self, reason: str = "", *, stopped: bool = False) -> None:
         """Let the kernel know why this host leaves; its ranks are killed."""
+        self._relay_pieces()
         self.send(protocol.LeaveEvent(reason, stopped))
         self._left = True
 
@@ -116,6 +119,7 @@ class Host:
             if (due := self.seconds_until_due()) is not None:
                 waits.append(due)
             dispatch(self._selector, min(waits))
+            self._relay_pieces()
             self._pace.after(self._relayed)
             self._relayed = 0
             for rank in polled:
@@ -143,6 +147,7 @@ class Host:
             process.await_end(5.0)
             process.drain(self, channel=True)  # the last output: nothing is lost
             self.release(process)
+        self._relay_pieces()
 
     # ---- from the ranks: RankListener
 
@@ -154,19 +159,29 @@ class Host:
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``RankListener.take_output``."""
-        self._relayed += len(data)
-        self.send(protocol.OutputEvent(rank, stream, data))
+        self._add_piece(rank, stream, data)
 
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_frames``; output that the rank wrote before the frames is sent first."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
-        self._relayed += len(data)
-        self.send(protocol.FramesEvent(rank, data))
+        self._add_piece(rank, protocol.CHANNEL, data)
 
     def take_host_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_host_frames``."""
-        self.send(protocol.HostFramesEvent(rank, data))
+        self._add_piece(rank, protocol.SAMPLES, data)
+
+    def _add_piece(self, rank: int, source: str, data: bytes) -> None:
+        self._pieces.append((rank, source, data))
+        self._relayed += len(data)
+        if self._relayed > CHUNK:
+            self._relay_pieces()
+
+    def _relay_pieces(self) -> None:
+        """Send what was read from the ranks: at the end of each turn, and before what must follow it."""
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            self.send(_relayed(pieces))
 
     def take_end(self, rank: int) -> None:
         """See ``RankListener.take_end``."""
@@ -176,6 +191,7 @@ class Host:
             return
         process.drain(self, channel=True)
         self.release(process)
+        self._relay_pieces()
         self.report_end(rank, end)
 
     def report_end(self, rank: int, end: Exit) -> None:
@@ -189,9 +205,10 @@ class Host:
         self._ranks.pop(process.rank, None)
 
     def sampled(self, records: list[Record]) -> None:
-        """Send samples of the ranks' resource use."""
-        for record in records:
-            self.take_host_frames(record.rank, encode([Stamped(record.time, record.event)]))
+        """Send samples of the ranks' resource use; called on the sampler's thread."""
+        frames = [(rank, protocol.SAMPLES, encode([Stamped(stamp, event)])) for rank, stamp, event in records]
+        if frames:
+            self.send(_relayed(frames))
 
     def send(self, event: Event) -> None:
         """Send an event to the kernel, unless it or this host has left. Safe from any thread."""
@@ -234,6 +251,11 @@ class Host:
     def _capture_stacks(self, number: int, rank: RankProcess) -> None:
         stacks = rank.capture_stacks()
         self.send(protocol.CapturedStacksEvent(number, stacks.dump, list(stacks.native), stacks.suspended))
+
+
+def _relayed(pieces: Sequence[tuple[int, str, bytes]]) -> protocol.RelayEvent:
+    lengths = [(rank, source, len(data)) for rank, source, data in pieces]
+    return protocol.RelayEvent(lengths, b"".join([data for _, _, data in pieces]))
 
 
 def _is_urgent(message: Event) -> bool:

@@ -138,13 +138,11 @@ class HostConnection:
 
     def connect(self, selector: selectors.BaseSelector) -> None:
         """Register the stream, once for all its ranks, and handle what has arrived already."""
+        if any(rank.listener is None for rank in self.ranks.values()):  # they are connected next
+            return
         early, self._early = self._early, []
-        for stamped in early:
-            rank = self.ranks.get(stamped.event.rank) if isinstance(stamped.event, protocol.RankEvent) else None
-            if rank is not None and rank.listener is None:  # it is connected next
-                self._early.append(stamped)
-            else:
-                self.handle(stamped.event)
+        for _, event in early:
+            self.handle(event)
         if self._stream.on_ready is None and not self.lost:
             self._stream.watch(selector, self._read)
 
@@ -157,7 +155,9 @@ class HostConnection:
 
     def handle(self, event: Event) -> None:
         """Handle one event of the host."""
-        if isinstance(event, protocol.LeaveEvent):
+        if isinstance(event, protocol.RelayEvent):
+            self._pass_on(event)
+        elif isinstance(event, protocol.LeaveEvent):
             self.mark_lost(f"{self.name} has left: {event.reason}" if event.reason else "")
         elif isinstance(event, protocol.CapturedStacksEvent):
             if (waiting := self._captured.get(event.number)) is not None:
@@ -167,8 +167,16 @@ class HostConnection:
                 self.cells.add(event.cells)
         elif not isinstance(event, protocol.RankEvent):
             self.on_message(event)
-        elif event.rank in self.ranks:
-            self.ranks[event.rank].handle(event)
+        elif isinstance(event, protocol.EndedEvent) and event.rank in self.ranks:
+            self.ranks[event.rank].end(Exit(event.code, event.signal, event.max_rss))
+
+    def _pass_on(self, event: protocol.RelayEvent) -> None:
+        begin = 0
+        for number, source, length in event.pieces:
+            data = event.payload[begin : begin + length]
+            begin += length
+            if (rank := self.ranks.get(number)) is not None:
+                rank.take(source, data)
 
     def mark_lost(self, reason: str) -> None:
         """Record that the host is lost, and its ranks with it."""
@@ -243,17 +251,15 @@ class RemoteRank(RankProcess):
         self.ended: Exit | None = None
         connection.ranks[rank] = self
 
-    def handle(self, event: protocol.RankEvent) -> None:
-        """Handle one event about it."""
-        assert self.listener is not None, "events are handled when it is connected"
-        if isinstance(event, protocol.OutputEvent):
-            self.listener.take_output(self.rank, event.stream, event.payload)
-        elif isinstance(event, protocol.FramesEvent):
-            self.listener.take_frames(self.rank, event.payload)
-        elif isinstance(event, protocol.HostFramesEvent):
-            self.listener.take_host_frames(self.rank, event.payload)
-        elif isinstance(event, protocol.EndedEvent):
-            self.end(Exit(event.code, event.signal, event.max_rss))
+    def take(self, source: str, data: bytes) -> None:
+        """Handle a piece of what it has sent or written; see ``RelayEvent``."""
+        assert self.listener is not None, "pieces are handled when it is connected"
+        if source == protocol.CHANNEL:
+            self.listener.take_frames(self.rank, data)
+        elif source == protocol.SAMPLES:
+            self.listener.take_host_frames(self.rank, data)
+        else:
+            self.listener.take_output(self.rank, source, data)
 
     def end(self, ended: Exit) -> None:
         """Record how it ended."""

@@ -11,6 +11,8 @@ from notebook_accelerate.telemetry import Event
 
 NOTEBOOK, COMMAND = "notebook", "command"
 """The kinds of hosts: one has a cell with the function, the other receives the function from the kernel."""
+CHANNEL, SAMPLES = "channel", "samples"
+"""Sources of the pieces of a `RelayEvent`, besides the streams "stdout" and "stderr"."""
 
 
 @dataclass(slots=True)
@@ -126,6 +128,21 @@ class ClockEvent(Event):
 
 
 @dataclass(slots=True)
+class RelayEvent(Event):
+    """What the ranks of a host have sent and written: one event for all that the host reads at a time.
+
+    Attributes:
+        pieces: Of each piece, in order: its rank, its source, and its length. Pieces of `CHANNEL` are bytes of the
+            rank's channel, those of `SAMPLES` are complete frames that the host sends on the rank's behalf, and the
+            others are bytes that the rank wrote to a stream, none at its end.
+        payload: The pieces, one after the other.
+    """
+
+    pieces: list[tuple[int, str, int]]
+    payload: bytes
+
+
+@dataclass(slots=True)
 class RankEvent(Event):
     """Base of the messages about one rank."""
 
@@ -140,23 +157,8 @@ class StartedEvent(RankEvent):
 
 
 @dataclass(slots=True)
-class OutputEvent(RankEvent):
-    """Bytes that a rank wrote to ``stream`` ("stdout" or "stderr")."""
-
-    stream: str
-    payload: bytes
-
-
-@dataclass(slots=True)
 class FramesEvent(RankEvent):
-    """Bytes of the rank's channel, in either direction."""
-
-    payload: bytes
-
-
-@dataclass(slots=True)
-class HostFramesEvent(RankEvent):
-    """Complete frames that the host sends on behalf of a rank, between the frames of the rank itself."""
+    """Bytes for the rank's channel."""
 
     payload: bytes
 
