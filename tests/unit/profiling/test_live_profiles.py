@@ -130,5 +130,5 @@ def test_nothing_is_imported_or_hooked_until_a_profile_is_asked_for() -> None:
     finally:
         run.stop(grace=1.0)
     assert step_time.on_end is None
-    for name in ("step_profiler", "timed_samples", "held_tensors", "memory_report"):
+    for name in ("step_profiler", "timed_samples", "recorded_traces", "held_tensors", "memory_report"):
         assert f"notebook_accelerate.worker.{name}" not in loaded
