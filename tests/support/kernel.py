@@ -297,7 +297,11 @@ class Kernel:
         """Return the value of an expression in the kernel, through JSON."""
         mark = "value-of-expression:"
         cell = self.check(f"import json as _json; print({mark!r} + _json.dumps({expression}))", timeout)
-        return json.loads(cell.stdout.rpartition(mark)[2])
+        shown = cell.stdout.rpartition(mark)[2]
+        try:
+            return json.loads(shown)
+        except ValueError:
+            raise AssertionError(f"not the value of {expression} alone: {shown[:_STATE]!r}") from None
 
     def until(self, expression: str, seconds: float) -> None:
         """Wait until an expression holds in the kernel, for so many seconds at most."""
