@@ -1,4 +1,4 @@
-"""Writes the trace of a rank's profile, on a thread beside the one that trains."""
+"""The file with the trace of a rank's profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,39 @@ _END = 4096
 """Bytes at the end of a trace that contain its last brace."""
 
 
-@dataclass
 class Recorded:
-    """What a rank has recorded: torch's profiler, which has been stopped, and the facts that it does not know."""
+    """A trace that torch's profiler has written.
 
-    profiler: Any
-    facts: dict[str, Any]
+    torch holds the interpreter lock while it writes: on another thread it would delay the training's as long, and each
+    operation of the training hands the lock over.
 
+    Args:
+        profiler: torch's profiler, which has been stopped.
+        request: What was asked for.
+        facts: What torch's profiler does not record.
+    """
 
-def write(recorded: Recorded, request: ProfileRequest) -> ProfileReply:
-    """Write the trace and return the reply; where the kernel's folder is not on this machine, the reply carries it."""
-    facts, folder = recorded.facts, Path(request.folder)
-    reply = ProfileReply(request.number, "", "", facts["steps"], facts["seconds"], facts["clock"])
-    if (folder / request.token).exists():
-        path = folder / f"rank{facts['rank']}.{request.number}.pt.trace.json"
-        _export(recorded, path)
-        reply.path = str(path)
+    def __init__(self, profiler: Any, request: ProfileRequest, facts: dict[str, Any]) -> None:
+        self.facts, self._number = facts, request.number
+        self._own: tempfile.TemporaryDirectory[str] | None = None
+        folder = Path(request.folder)
+        if not (folder / request.token).exists():
+            self._own = tempfile.TemporaryDirectory()
+            folder = Path(self._own.name)
+        self._path = folder / f"rank{facts['rank']}.{request.number}.pt.trace.json"
+        profiler.export_chrome_trace(str(self._path))
+
+    def complete(self) -> ProfileReply:
+        """Add the facts, on any thread; where the kernel's folder is not on this machine, the reply has the trace."""
+        append(self._path, self.facts)
+        facts = self.facts
+        reply = ProfileReply(self._number, "", "", facts["steps"], facts["seconds"], facts["clock"])
+        if self._own is None:
+            reply.path = str(self._path)
+        else:
+            reply.payload = gzip.compress(self._path.read_bytes(), 1)
+            self._own.cleanup()
         return reply
-    with tempfile.TemporaryDirectory() as own:
-        path = Path(own) / "trace.json"
-        _export(recorded, path)
-        reply.payload = gzip.compress(path.read_bytes(), 1)
-    return reply
-
-
-def _export(recorded: Recorded, path: Path) -> None:
-    recorded.profiler.export_chrome_trace(str(path))
-    append(path, recorded.facts)
 
 
 def append(path: Path, facts: Mapping[str, Any]) -> None:
@@ -64,4 +69,4 @@ def append(path: Path, facts: Mapping[str, Any]) -> None:
         file.write(f',\n"{KEY}": {json.dumps(facts)}}}\n'.encode())
 
 
-__all__ = ["KEY", "Recorded", "append", "write"]
+__all__ = ["KEY", "Recorded", "append"]

@@ -38,7 +38,7 @@ class StepProfiler:
     """One request to record steps; ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
 
     A thread imports first what torch's profiler needs: ``at_boundary`` and ``due`` do nothing meanwhile. Then it takes
-    samples, and writes the trace when ``finish`` has stopped torch's profiler.
+    samples, and completes the trace when ``finish`` has stopped torch's profiler.
 
     Args:
         request: What to record.
@@ -98,10 +98,9 @@ class StepProfiler:
     def _write(self, recorded: recorded_traces.Recorded, samples: dict[str, Any]) -> None:
         recorded.facts["samples"] = samples
         try:
-            reply = recorded_traces.write(recorded, self.request)
+            reply = recorded.complete()
         except Exception as error:  # noqa: BLE001 - the training goes on
             reply = self._not_written(error)
-        recorded.profiler = None  # its events take memory
         self._end(reply)
 
     # ---- the main thread
@@ -226,7 +225,7 @@ class StepProfiler:
             self._held.append(self._graphs.look())
 
     def finish(self) -> None:
-        """Stop torch's profiler, and let the profile's thread write the trace."""
+        """Stop torch's profiler and write its trace, which the profile's thread completes."""
         if self._over:
             self._discard()
             return
@@ -245,7 +244,7 @@ class StepProfiler:
                 facts = self._facts(seconds)
             finally:
                 profiler.stop()
-            self._recorded = recorded_traces.Recorded(profiler, facts)
+            self._recorded = recorded_traces.Recorded(profiler, self.request, facts)
         except Exception as error:  # noqa: BLE001 - the training goes on
             self._end(self._not_written(error))
         finally:

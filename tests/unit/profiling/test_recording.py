@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import threading
@@ -20,6 +21,7 @@ from notebook_accelerate.launch import Profile, Run
 from notebook_accelerate.profiling.facts import RankReader
 from notebook_accelerate.profiling.sampled_lines import SampledLines
 from notebook_accelerate.profiling.trace import KEY, parse, read_trace
+from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.utils import ProfileKwargs
 from notebook_accelerate.worker import exit_handlers, held_tensors, recorded_traces, stacks, timed_samples
 from tests.support.waiting import until
@@ -374,18 +376,35 @@ def test_facts_are_appended_to_a_trace_of_torch(tmp_path: Path) -> None:
         recorded_traces.append(file, facts)
 
 
+def test_a_trace_travels_where_the_folder_of_the_kernel_is_elsewhere(tmp_path: Path) -> None:
+    def recorded() -> recorded_traces.Recorded:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            torch.ones(2) + 1
+        return recorded_traces.Recorded(profiler, request, facts)
+
+    facts = {"rank": 1, "steps": 2, "seconds": 0.5, "clock": 0.25}
+    request = ProfileRequest(7, 2, 0.0, memory=False, folder=str(tmp_path), token="its-mark")
+    reply = recorded().complete()
+    assert (reply.number, reply.path, reply.steps, reply.seconds, reply.clock) == (7, "", 2, 0.5, 0.25)
+    assert json.loads(gzip.decompress(reply.payload))[KEY] == facts
+    (tmp_path / "its-mark").touch()
+    reply = recorded().complete()
+    assert (reply.path, reply.payload) == (str(tmp_path / "rank1.7.pt.trace.json"), b"")
+    assert read_trace(reply.path).facts == facts
+
+
 def ends_with_a_profile(file: str) -> None:
     training = Training()
     while not Path(file).exists():
         time.sleep(0.02)
         training.step()
-    write = recorded_traces.write
+    complete = recorded_traces.Recorded.complete
 
-    def write_late(*arguments: Any) -> Any:
+    def complete_late(recorded: recorded_traces.Recorded) -> ProfileReply:
         time.sleep(1.0)
-        return write(*arguments)
+        return complete(recorded)
 
-    recorded_traces.write = write_late  # type: ignore[assignment]  # in this rank
+    recorded_traces.Recorded.complete = complete_late  # type: ignore[assignment, method-assign]  # in this rank
     for _ in range(1000):
         training.step()
         if exit_handlers.awaited:
