@@ -54,38 +54,51 @@ def sampling() -> Iterator[Figure]:
 
 
 class Meter:
-    """In a rank: the times of its steps, and torch's own profiler around three of them."""
+    """In a rank: the times of its steps, and torch's own profiler around three of them.
+
+    Attributes:
+        seconds: Of each step since ``begin``.
+    """
+
+    BEFORE, AFTER = 20, 60
+    """Steps before the first one that is recorded, and after it: to prepare and to write a trace costs time too."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.with_torch = False
+        self._first = 0
+        self._folder = tempfile.TemporaryDirectory()
         self._profiler: Any = None
         self._left = 0
 
     def begin(self, *, with_torch: bool = False) -> None:
         """Forget the steps so far."""
-        self.seconds, self.with_torch = [], with_torch
+        self.seconds, self._first, self.with_torch = [], 0, with_torch
 
     @property
     def done(self) -> bool:
-        """Whether torch's own profiler has written what it was asked for."""
-        return not self.with_torch and not self._left
+        """Whether the steps after a recording are over."""
+        return 0 < self._first <= len(self.seconds) - self.AFTER
+
+    def window(self) -> range:
+        """Return the steps that count: as many on both sides, for each step has a part of the machine's noise."""
+        return range(max(0, self._first - self.BEFORE), self._first + self.AFTER)
 
     def lost(self) -> float:
-        """Return the seconds by which steps were longer than usual since ``begin``."""
+        """Return the seconds by which steps in the window were longer than usual."""
         usual = sorted(self.seconds)[len(self.seconds) // 2]
-        return sum(each - usual for each in self.seconds if each > 1.5 * usual)
+        return sum(self.seconds[each] - usual for each in self.window() if self.seconds[each] > 1.5 * usual)
 
-    @staticmethod
-    def _export(profiler: Any) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            profiler.export_chrome_trace(f"{folder}/trace.json")
+    def _export(self, profiler: Any) -> None:
+        profiler.export_chrome_trace(f"{self._folder.name}/trace.json")
 
     def after_step(self) -> None:
         """Start, step or stop torch's own profiler, where that was asked for."""
         from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-        if self.with_torch:
+        from notebook_accelerate.torch_internals import profiler_enabled
+
+        if self.with_torch and len(self.seconds) > self.BEFORE:
             self.with_torch, self._left = False, 3
             self._profiler = profile(
                 activities=[ProfilerActivity.CPU],
@@ -97,6 +110,8 @@ class Meter:
         elif self._left:
             self._left -= 1
             self._profiler.step() if self._left else self._profiler.stop()
+        if not self._first and profiler_enabled():
+            self._first = len(self.seconds)
 
 
 def metered() -> None:
@@ -122,20 +137,25 @@ def profiling() -> Iterator[Figure]:
     """Seconds that a training loses by a profile of 3 steps, beside those of torch's own profiler in the function."""
     run = notebook_launcher(metered, (), 1, use_port=0, start_method="fork", block=False, panel=False)
     try:
-        while not isinstance(run.ask("meter.lost()")[0], float):
+        while run.ask("meter.done")[0] is not False:
             time.sleep(0.5)
         run.profile(steps=1)  # imports
 
+        def lost() -> float:
+            while not run.ask("meter.done")[0]:
+                time.sleep(0.2)
+            return float(run.ask("meter.lost()")[0])
+
         def by_run() -> float:
             run.ask("meter.begin()")
+            time.sleep(0.5)
             run.profile(steps=3)
-            return float(run.ask("meter.lost()")[0])
+            return lost()
 
         def by_torch() -> float:
             run.ask("meter.begin(with_torch=True)")
-            while not run.ask("meter.done and len(meter.seconds) > 20")[0]:
-                time.sleep(0.2)
-            return float(run.ask("meter.lost()")[0])
+            time.sleep(0.5)
+            return lost()
 
         ours, torch_own = alternate(7, by_run, by_torch)
         yield compared("lost by a profile of 3 steps", ours, torch_own, unit="ms", scale=1e3, ratio=1.1)
