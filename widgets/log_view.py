@@ -47,14 +47,14 @@ class LogView(Feed):
             self._send_lines("delta", min(NEW_LINES, self._per_rank(ALL_NEW_LINES)))
 
     def _per_rank(self, lines: int) -> int:
-        return max(1, lines // max(1, len(self.run.ranks)))
+        return max(1, lines // max(1, len(self.run.journal.state.ranks)))
 
     def _send_lines(self, kind: str, limit: int) -> None:
         lines: list[tuple[int, float, str, str]] = []
         skipped: dict[str, int] = {}
-        everything = kind == "full"
+        everything, ranks = kind == "full", self.run.journal.state.ranks
         self._sent = self.run.store.log_total
-        for info in self.run.ranks:
+        for info in ranks:
             since = 0 if everything else self._cursors.get(info.rank, 0)
             found, self._cursors[info.rank], left_out = self.run.store.log_tail(info.rank, since, limit)
             lines += [(info.rank, line.time, line.stream, _cut(line)) for line in found]
@@ -63,8 +63,8 @@ class LogView(Feed):
         if not lines:
             return
         lines.sort(key=lambda line: line[1])
-        nodes: dict[str, Any] = {str(info.rank): info.node for info in self.run.ranks}
-        if not everything or len(set(nodes.values())) < 2:
+        nodes: dict[str, Any] = {str(info.rank): info.node for info in ranks} if everything else {}
+        if len(set(nodes.values())) < 2:
             nodes = {}
         self._send_message(kind, {"lines": lines, "skipped": skipped, "nodes": nodes})
 

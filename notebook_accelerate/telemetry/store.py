@@ -292,6 +292,14 @@ def to_float(value: object) -> float | None:
         return None
 
 
+def _to_floats(values: object) -> dict[str, float] | None:
+    """Return a dict with its values as floats; None where it is no dict, or a value is no number."""
+    if not isinstance(values, dict):
+        return None
+    numbers = {name: number for name, value in values.items() if (number := to_float(value)) is not None}
+    return numbers if len(numbers) == len(values) else None
+
+
 class Store:
     """The events of a run's ranks, within bounds; safe from any thread."""
 
@@ -477,7 +485,8 @@ class Store:
             self.epochs[rank] = epoch._replace(done=epoch.done + count)
 
     def _add_step_time(self, record: Record, event: StepTimeEvent) -> None:
-        if isinstance(event.parts, dict) and all(to_float(seconds) is not None for seconds in event.parts.values()):
+        if (parts := _to_floats(event.parts)) is not None:
+            event.parts = parts
             self._step_times.setdefault(record.rank, deque(maxlen=RECENT_STEP_TIMES)).append(event)
 
     def _add_resource(self, record: Record, event: ResourceEvent) -> None:

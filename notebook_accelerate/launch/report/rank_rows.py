@@ -98,8 +98,9 @@ def _step_time_row(name: str, seconds: dict[str, float], steps: int) -> list[str
 def step_time(store: Store, rank: int) -> tuple[dict[str, float], int]:
     """Return the seconds by part of the rank's latest steps, and the number of those steps."""
     events = store.step_times(rank)
-    parts = {part: sum(float(event.parts.get(part, 0.0)) for event in events) for part in PARTS}
-    return parts, sum(event.steps for event in events)
+    measured = [event.parts for event in events]
+    parts = {part: sum([seconds.get(part, 0.0) for seconds in measured]) for part in PARTS}
+    return parts, sum([event.steps for event in events])
 
 
 def own_seconds(store: Store, rank: int) -> float:

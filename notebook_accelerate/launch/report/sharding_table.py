@@ -29,7 +29,7 @@ def latest_reports(run: RunView) -> ShardReports:
         run: The run.
     """
     reports = run.store.shard_reports.copy()
-    return {info.rank: reports[info.rank] for info in run.ranks if info.rank in reports}
+    return {info.rank: reports[info.rank] for info in run.ranks if info.rank in reports} if reports else {}
 
 
 @dataclass(frozen=True)
