@@ -8,9 +8,12 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 KEY = "notebook_accelerate"
 """The key of the trace's file that holds what torch's profiler does not record."""
@@ -30,7 +33,7 @@ class Recorded:
         facts: What torch's profiler does not record.
     """
 
-    def __init__(self, profiler: Any, request: ProfileRequest, facts: dict[str, Any]) -> None:
+    def __init__(self, profiler: profile, request: ProfileRequest, facts: dict[str, Any]) -> None:
         self.facts, self._number = facts, request.number
         self._own: tempfile.TemporaryDirectory[str] | None = None
         folder = Path(request.folder)
