@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 """Seconds between polls of the ranks, on systems that cannot notify of the end of a process."""
+RELAY_SECONDS = 0.1
+"""Seconds between two relays of a steady flow: the kernel sends a front end no more than ten messages a second."""
 GUARD_SECONDS = 1.0
 """Seconds between two looks whether the orphan guard runs."""
 
@@ -52,7 +54,7 @@ class Host:
         self._left = False
         self.lost = self.refused = ""
         self._guard_due = 0.0
-        self._pace, self._relayed = Pace(0.05, burst=50), 0
+        self._pace, self._relayed = Pace(RELAY_SECONDS, burst=50), 0
         self._pieces: list[tuple[int, str, bytes]] = []  # read from the ranks, and not yet sent
         self._messages: deque[Event] = deque()
         # A rank that reads nothing, as a suspended one, must not hold up the others, nor the signal that ends it.
