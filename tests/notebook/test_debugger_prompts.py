@@ -8,6 +8,7 @@ import pytest
 
 from tests.notebook.conftest import Answers
 from tests.support.kernel import Kernel
+from tests.support.launching import PAST_THE_CALL
 
 pytestmark = pytest.mark.notebook
 
@@ -60,9 +61,9 @@ def test_the_prompt_stays_with_a_rank_until_it_continues_or_the_user_switches(ke
 def test_a_command_that_waits_for_another_stopped_rank_gives_way_to_its_prompt(
     kernel: Kernel, answers: Answers
 ) -> None:
-    answers.waiting[:] = ["n", "c", "c"]
+    answers.waiting[:] = [*PAST_THE_CALL, "n", "c", "c"]
     kernel.check("run = launch(stop_before_a_barrier)")
-    assert answers.asked[:2] == ["[rank 0] ipdb> ", "[rank 1] ipdb> "]
+    assert answers.asked[len(PAST_THE_CALL) :][:2] == ["[rank 0] ipdb> ", "[rank 1] ipdb> "]
     assert kernel.value("run.results") == [1, 1]
 
 

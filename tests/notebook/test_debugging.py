@@ -11,7 +11,7 @@ import pytest
 
 from tests.notebook.conftest import Answers
 from tests.support.kernel import Kernel, without_colours
-from tests.support.launching import WARM_OPTIMIZER, children, said
+from tests.support.launching import PAST_THE_CALL, WARM_OPTIMIZER, children, said
 
 pytestmark = pytest.mark.notebook
 
@@ -360,14 +360,14 @@ def test_a_breakpoint_for_longer_than_the_groups_timeout(kernel: Kernel, answers
             time.sleep(12.0)
         return answers.waiting.pop(0)
 
-    answers.waiting[:] = ["p value", "n", "p value", "c"]
+    answers.waiting[:] = ["p value", *PAST_THE_CALL, "n", "p value", "c"]
     kernel.answer, before = slow_user, kernel.answer
     try:
         cell = kernel.check(f"run = launch(stopped, 8.0, {library!r})")
     finally:
         kernel.answer = before
     assert kernel.value("run.results") == [40, 42]
-    assert answers.asked == ["[rank 1] ipdb> "] * 4
+    assert answers.asked == ["[rank 1] ipdb> "] * (4 + len(PAST_THE_CALL))
     shown = cell.plain
     assert re.search(r"\[rank 1\] > Cell In\[\d+\]\(\d+\)stopped\(\)", shown)
     for part in ("--->", "value += 1", "[rank 1] 41", "[rank 1] 42"):

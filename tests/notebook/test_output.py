@@ -12,7 +12,7 @@ import pytest
 from notebook_accelerate.launch.output.output_budget import HEAD_BYTES
 from tests.notebook.conftest import Answers
 from tests.support.kernel import Cell, Kernel
-from tests.support.launching import open_gate, said
+from tests.support.launching import PAST_THE_CALL, open_gate, said
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
@@ -237,14 +237,14 @@ def test_getpass_asks_in_the_cell(kernel: Kernel, answers: Answers, method: str)
 @METHODS
 @pytest.mark.parametrize("call", ["breakpoint()", "import pdb; pdb.set_trace()"])
 def test_a_breakpoint_prompts_in_the_cell(kernel: Kernel, answers: Answers, method: str, call: str) -> None:
-    answers.waiting[:] = ["p secret + 1", "where", "c"]
+    answers.waiting[:] = [*PAST_THE_CALL, "p secret + 1", "where", "c"]
     answers.asked.clear()
     cell = kernel.check(
         f"def debugged():\n    secret = 41\n    if rank() == 1:\n        {call}\n    return secret\n"
         f"launch(debugged, start_method={method!r}).results",
     )
     assert cell.result_text == "(41, 41)"
-    assert len(answers.asked) == 3
+    assert len(answers.asked) == 3 + len(PAST_THE_CALL)
     assert all("rank 1" in prompt and re.search(r"\(Pdb\)|ipdb>", prompt) for prompt in answers.asked)
     assert "[rank 1] 42" in cell.stdout
     assert "return secret" in cell.plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ def launch(function, *args, **options):
 
 ``gate(name)`` holds up whoever calls it until ``open_gate(kernel, name)``.
 """
+PAST_THE_CALL = ["n"] if sys.version_info >= (3, 13) else []
+"""What is typed at a breakpoint to reach the line after it: from Python 3.13 on, pdb stops at the call itself."""
 
 WARM_ZYGOTE = "launch(lambda: None, start_method='zygote').results"
 
