@@ -77,10 +77,11 @@ class LivePanel(ABC):
         return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"
 
     def _tick(self, now: float) -> None:
+        over = self.run.ended is not None and not self.run.held  # asked first: what comes meanwhile is not rendered yet
         self._render(now)
         if not self._rests:
             self._shown.update(now)
-            if self.stays and self.run.ended is not None and not self.run.held and self._shown:
+            if self.stays and over and self._shown:
                 self._rest()
 
     # ---- being displayed

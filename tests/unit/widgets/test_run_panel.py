@@ -16,11 +16,16 @@ import pytest
 
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.state.run_events import (
+    AttemptEnded,
+    FailuresRecorded,
     NoteAdded,
     PromptClosed,
     PromptOpened,
+    RankFailed,
     RankPaused,
     RankResumed,
+    RanksReleased,
+    RunEnded,
     RunMoved,
     RunStalled,
     StopAdvanced,
@@ -539,6 +544,46 @@ def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monk
     table._ipython_display_()
     until(lambda: [row["cells"][2] for row in table.grid.table["rows"]] == ["succeeded"])
     table.close()
+
+
+class _LiveOutput:
+    """Outputs that stay live after the end of the run."""
+
+    stays_live = True
+
+    def update(self, _: float) -> None:
+        return
+
+    def leave(self) -> None:
+        return
+
+    end = leave
+
+
+def test_ranks_that_are_released_while_the_panel_is_rendered_are_shown_as_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, failure = _Panel(), RankFailure(1, "exception", START, "ValueError: bad")
+    monkeypatch.setattr(one.panel, "_shown", _LiveOutput())
+    for event in (RankFailed(failure), StopAdvanced("settling"), StopAdvanced("held"), FailuresRecorded([failure])):
+        one.run.journal.append(event)
+    for event in (AttemptEnded("ValueError: bad"), RunEnded("failed", "WorkerError", "it failed")):
+        one.run.journal.append(event)
+    render = one.panel._render
+
+    def released_meanwhile(now: float) -> None:
+        render(now)
+        if one.run.held:
+            one.run.journal.append(RanksReleased())
+
+    monkeypatch.setattr(one.panel, "_render", released_meanwhile)
+    one.look()
+    assert "the ranks are kept" in one.panel.attention.text
+    assert not one.panel._rests, "it would not be rendered again"
+    one.look()
+    assert "the ranks are kept" not in one.panel.attention.text
+    assert one.panel._rests
+    one.panel.close()
 
 
 def test_the_table_of_runs_says_what_holds_a_run() -> None:
