@@ -20,8 +20,7 @@ def train(lr, seconds=3, log=True):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100 * seconds)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     inputs, noise = torch.randn(32, 16), random.Random(accelerator.process_index)
-    begin = time.monotonic()
-    for step in range(1_000_000):
+    for step in range(40 * seconds):  # the same number on each rank
         loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -30,8 +29,6 @@ def train(lr, seconds=3, log=True):
             accuracy = 1 - math.exp(-lr * step) + noise.gauss(0, .01)
             accelerator.log({"train/loss": loss.item(), "accuracy": accuracy}, step)
         time.sleep(0.02)
-        if time.monotonic() - begin > seconds:
-            return
 
 def talk(lines):
     for line in range(lines):
