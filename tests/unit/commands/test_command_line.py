@@ -137,6 +137,11 @@ def test_modules_and_programs(command: Command, tmp_path: Path) -> None:
     assert done.returncode == 5
 
 
+def _own_lines(output: str) -> list[str]:
+    """Return the lines of an output without those that torch 2.9 prints when gloo has connected the ranks."""
+    return [line for line in output.splitlines() if "[Gloo] Rank" not in line]
+
+
 def test_a_script_written_for_accelerate_trains(command: Command, tmp_path: Path) -> None:
     name = script(
         tmp_path,
@@ -145,7 +150,7 @@ def test_a_script_written_for_accelerate_trains(command: Command, tmp_path: Path
         "accelerator.print(gather_object([accelerator.process_index]), type(model).__name__)\n",
     )
     done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "--as_accelerate", "true", name)
-    assert done.stdout == "[rank 0] [0, 1] DistributedDataParallel\n", done.stderr
+    assert _own_lines(done.stdout) == ["[rank 0] [0, 1] DistributedDataParallel"], done.stderr
 
 
 def test_libraries_launch_scripts_by_accelerates_names(interpreters: InterpreterServer, tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ def test_libraries_launch_scripts_by_accelerates_names(interpreters: Interpreter
     )
     done = interpreters.run("-c", code, cwd=tmp_path, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] 2 ['--lr', '1']" for rank in (0, 0, 0, 1, 1, 1)]
+    assert sorted(_own_lines(done.stdout)) == [f"[rank {rank}] 2 ['--lr', '1']" for rank in (0, 0, 0, 1, 1, 1)]
 
 
 def test_workers_started_by_spawn_import_the_script(command: Command, tmp_path: Path) -> None:
