@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _HEADER = struct.Struct("!IQ")
-_CHUNK = 1 << 16
+READ_BYTES = 1 << 16
 """Bytes of a read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
 MAX_ROWS = 500
 """Most events of a frame: parsing JSON holds the reader's GIL, half a millisecond for this many."""
@@ -266,7 +266,7 @@ class Channel:
         """
         try:
             if self.descriptors is None:
-                data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
             else:
                 data = self._receive_descriptors(self.descriptors)
         except BlockingIOError:
@@ -279,7 +279,7 @@ class Channel:
 
     def _receive_descriptors(self, received: deque[int]) -> bytes:
         assert isinstance(self._socket, socket.socket)
-        data, messages, _, _ = self._socket.recvmsg(_CHUNK, _ANCILLARY, _WITHOUT_WAITING)
+        data, messages, _, _ = self._socket.recvmsg(READ_BYTES, _ANCILLARY, _WITHOUT_WAITING)
         for level, kind, content in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 found = array.array("i")

@@ -16,7 +16,7 @@ from notebook_accelerate.debugging.process_inspection import ProcessInspector, P
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import Channel, Stamped
-from notebook_accelerate.telemetry.channel import Sender
+from notebook_accelerate.telemetry.channel import READ_BYTES, Sender
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 PIPE_BYTES = 1 << 20
 """Requested size of an output pipe: with it, a rank that writes in bursts does not wait for the kernel."""
-READ_BYTES = 1 << 16
-"""Bytes of a read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
 
 
 class Ends:

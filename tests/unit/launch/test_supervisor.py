@@ -14,7 +14,6 @@ import pytest
 
 from notebook_accelerate.launch.processes.rank_process import (
     PIPE_BYTES,
-    READ_BYTES,
     Ends,
     OwnChild,
     ProcessBackend,
@@ -25,6 +24,7 @@ from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent, inherited_state
+from notebook_accelerate.telemetry.channel import READ_BYTES
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.runs import context_of, plan_run
 from tests.support.simulated import SimulatedRank
