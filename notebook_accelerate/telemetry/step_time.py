@@ -52,8 +52,8 @@ _total_steps = 0
 _sink: Sink | None = None
 _short: StepTimeEvent | None = None
 """The sums after the latest step of a run's first second."""
-on_end: Callable[[], None] | None = None
-"""Called at the end of each step, on the thread that trains, while steps are profiled."""
+at_end: set[Callable[[], None]] = set()
+"""Called at the end of each optimizer step, on the thread that trains: by a profile, or a request that waits."""
 
 
 def running() -> bool:
@@ -90,9 +90,9 @@ def _event() -> StepTimeEvent:
 def end_step() -> None:
     """Count a step, and emit the sums once a second. A run's first step starts the clock."""
     global _steps, _total_steps, _reported, _sink, _short  # noqa: PLW0603 - as in switch
-    ended = on_end  # read once: a signal handler may remove it
-    if ended is not None:
-        ended()
+    if at_end:
+        for callback in tuple(at_end):  # a signal handler may remove them
+            callback()
     sink = current_sink()
     if sink is not _sink:  # a new run: the time before belongs to no step
         _sink, _reported, _steps, _total_steps, _short = sink, _since, 0, 1, None

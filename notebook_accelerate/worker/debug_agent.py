@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.telemetry import GroupTimeoutEvent, steady_time
+from notebook_accelerate.telemetry import GroupTimeoutEvent, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import (
     HEARTBEAT_SECONDS,
     AskReply,
@@ -69,9 +69,12 @@ cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
 class _Pending:
     """A request that waits for the main thread."""
 
-    def __init__(self, serve: Callable[[FrameType | None, str], None], *, from_agent: bool) -> None:
+    def __init__(
+        self, serve: Callable[[FrameType | None, str], None], *, from_agent: bool = False, at_step: bool = False
+    ) -> None:
         self.serve = serve
         self.from_agent = from_agent
+        self.at_step = at_step
         self.deadline = time.monotonic() + BOUNDARY_SECONDS
         self.signalled = False
 
@@ -150,17 +153,28 @@ class DebugAgent:
         self._serve(frame)
 
     def _at_boundary(self) -> None:
+        """Handle a metric or a report of progress; where an optimizer steps, ranks are not paused there.
+
+        They would stop at different places of a step.
+        """
         if self._profiler is not None:
             self._profiler.at_boundary()
+        self._serve(stacks.main_frame(), between_steps=not step_time.steps())
+
+    def _at_step(self) -> None:
         self._serve(stacks.main_frame())
 
-    def _serve(self, frame: FrameType | None) -> None:
+    def _serve(self, frame: FrameType | None, *, between_steps: bool = True) -> None:
         while True:
             with self._lock:
                 if not self._pending:
                     self._agent.sink.on_step = None if self._profiler is None else self._at_boundary
+                    step_time.at_end.discard(self._at_step)
                     return
-                pending = self._pending.pop(0)
+                pending = next((each for each in self._pending if between_steps or not each.at_step), None)
+                if pending is None:
+                    return
+                self._pending.remove(pending)
             resumes = self._resumes
             pending.serve(frame, "")
             if self._resumes != resumes:  # the request paused the rank here: the next pause is for the next boundary
@@ -223,10 +237,13 @@ class DebugAgent:
                 waiting = min(open_ones, key=lambda collective: collective.since, default=None)
         self._agent.sink.emit(HeartbeatEvent(self._moved, waiting))
 
-    def _queue(self, serve: Callable[[FrameType | None, str], None], *, from_agent: bool = False) -> None:
+    def _queue(
+        self, serve: Callable[[FrameType | None, str], None], *, from_agent: bool = False, at_step: bool = False
+    ) -> None:
         with self._lock:
-            self._pending.append(_Pending(serve, from_agent=from_agent))
+            self._pending.append(_Pending(serve, from_agent=from_agent, at_step=at_step))
         self._agent.sink.on_step = self._at_boundary
+        step_time.at_end.add(self._at_step)
 
     def _on_stacks(self, request: Request) -> None:
         waiting, last = flight_recorder.read()
@@ -315,7 +332,7 @@ class DebugAgent:
             self._agent.sink.emit(DoneReply(request.number, "paused"))
             self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame, resumes)
 
-        self._queue(pause)
+        self._queue(pause, at_step=True)
 
     def _on_resume(self, request: Request) -> None:
         self._resumes += 1

@@ -89,7 +89,7 @@ class StepProfiler:
     def _sample(self) -> dict[str, Any]:
         self._samples = samples = TimedSamples()
         self._created, self._ready = time.monotonic(), True
-        step_time.on_end = self._at_step
+        step_time.at_end.add(self._at_step)
         try:
             return samples.run()
         except Exception:  # noqa: BLE001 - the trace is of use without them
@@ -233,7 +233,8 @@ class StepProfiler:
             self.fail("no step was recorded")
             self._discard()
             return
-        self._over, step_time.on_end = True, None
+        self._over = True
+        step_time.at_end.discard(self._at_step)
         self._end_samples()
         seconds = time.monotonic() - self._began
         self._others()
@@ -287,7 +288,8 @@ class StepProfiler:
         """End without a trace; a profiler that records is stopped when the main thread comes back to Python."""
         if self._over:
             return
-        self._over, step_time.on_end = True, None
+        self._over = True
+        step_time.at_end.discard(self._at_step)
         self._end_samples()
         self._stopped.set()
         self._restore_level()

@@ -445,7 +445,7 @@ def test_the_panel_says_what_it_needs_its_user_for(opened: Any, server: Server, 
     page.page.locator(CARD).scroll_into_view_if_needed()
 
     page.page.get_by_role("button", name="Pause").click()
-    news("Paused at step ")
+    news("Paused at step")
     state("Paused")
     page.shot(f"{app}-news-paused", CARD)
     button("Resume").click()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.telemetry import Event
+from notebook_accelerate.telemetry import Event, install_sink, step_time
 from notebook_accelerate.telemetry.debug_protocol import DoneReply, PausedEvent, PauseRequest, ResumeRequest
 from notebook_accelerate.worker import debug_agent as debugging
 
@@ -84,6 +84,22 @@ def test_a_rank_that_is_paused_again_goes_on_to_the_next_boundary_first(host: Ho
     assert host.said[2:] == [(3, "paused"), (4, "resumed")]
     reach_a_boundary(host)
     assert host.on_step is None
+
+
+def test_where_an_optimizer_steps_a_rank_is_paused_after_a_step_and_not_where_it_logs(host: Host) -> None:
+    install_sink(host)  # type: ignore[arg-type]
+    try:
+        step_time.end_step()
+        host.hear(PauseRequest(1))
+        host.answers = [ResumeRequest(2)]
+        reach_a_boundary(host)
+        assert host.said == []
+        step_time.end_step()
+        assert host.said == [(1, "paused"), (2, "resumed")]
+        step_time.end_step()
+        assert (host.on_step, step_time.at_end) == (None, set())
+    finally:
+        install_sink(None)
 
 
 def test_an_interrupt_ends_a_pause(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,15 @@ def _stall(run: Run, verdict: str = "rank 1 never reached all_reduce #4") -> Non
     run.journal.append(RunStalled(START - 10, verdict))
 
 
+def test_ranks_that_are_paused_at_several_steps_are_shown_with_the_range(made: list[_Panel]) -> None:
+    made.append(one := _Panel())
+    for rank, step in enumerate((1041, 1042)):
+        feed(one.run, ProgressEvent(step), rank=rank)
+        one.run.journal.append(RankPaused(rank))
+    one.look(2.0)
+    assert one.panel.attention.rows[0]["text"] == "Paused at steps 1,041 to 1,042"
+
+
 def test_what_needs_the_user_is_listed_the_most_urgent_first() -> None:
     one = _Panel(ranks=3)
     feed(one.run, MetricEvent({"loss": math.nan, "lr": 1.0}, 240), rank=1)
