@@ -65,10 +65,9 @@ def _paused(run: Run) -> Iterator[ActionRow]:
     if not (paused := run.paused):
         return
     steps = sorted({step for rank in paused if (step := run.store.last_step.get(rank)) is not None and step >= 0})
-    if len(steps) > 1:
-        at = f" at steps {steps[0]:,} to {steps[-1]:,}"
-    else:
-        at = f" at step {steps[0]:,}" if steps else ""
+    at = ""
+    if steps:
+        at = f" at step {steps[0]:,}" if len(steps) == 1 else f" at steps {steps[0]:,} to {steps[-1]:,}"
     running = [info.rank for info in run.ranks if info.state == "running"]
     who = "Paused" if set(paused) >= set(running) else f"{rank_names(paused)} paused"
     yield ActionRow(key="paused", text=f"{who}{at}", actions=(RESUME, DEBUG), tone="warn")
