@@ -1,7 +1,8 @@
 """Runs a suite's groups of tests, a few at a time, each in a pytest of its own with its own log.
 
 ``python -m tests.support.groups everyday lint`` is what `make test` runs: the groups of the suite, and a target of make
-as one more group. The last line is pytest's closing line over all groups.
+as one more group. Long groups run in parts, so that no lane is left alone at the end. The last line is pytest's closing
+line over all groups.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ SUITES = {
     },
 }
 """What `make test` and `make test-integrations` run: folders of tests by group."""
+PARTS = {"notebook": 3, "distributed": 2, "browser": 2, "unit": 4, "faults": 3}
+"""How many processes share the files of a long group."""
 # Groups with an environment of their own: what make is asked for instead.
 OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "docs", "megatron", "parity", "ray", "s3")}
-LANES = 3
-"""Groups at a time, one more than the cores of the smallest machine: a group waits half of its time."""
+LANES = {"everyday": 4, "integrations": 3}
+"""Groups at a time, more than the cores of the smallest machine: a group waits half of its time."""
 SECONDS_PER_GROUP = 5400
 LONG_EXPLANATION = 24
 """Lines of a test's failure that are printed; its log has all."""
@@ -84,7 +87,7 @@ def main(suite: str, *targets: str) -> int:
     LOGS.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     outcomes = []
-    with ThreadPoolExecutor(LANES) as pool:
+    with ThreadPoolExecutor(LANES[suite]) as pool:
         groups = {**dict.fromkeys(targets, ()), **present(suite)}
         for done in as_completed([pool.submit(run, name, folders) for name, folders in groups.items()]):
             outcomes.append(done.result())
@@ -99,13 +102,30 @@ def main(suite: str, *targets: str) -> int:
 
 
 def present(suite: str) -> dict[str, list[str]]:
-    """Return a suite's groups that have tests in this tree, with their folders relative to it."""
-    found = {}
+    """Return a suite's groups that have tests in this tree, with their folders or files relative to it.
+
+    The parts of a group are groups of their own: the first parts of all, the second ones, and so on; then the others.
+    """
+    found: list[tuple[int, str, list[str]]] = []
     for name, folders in SUITES[suite].items():
-        having = [f"tests/{folder}" for folder in folders if any((ROOT / "tests" / folder).rglob("test_*.py"))]
-        if having:
-            found[name] = having
-    return found
+        having = {f"tests/{folder}": sorted((ROOT / "tests" / folder).rglob("test_*.py")) for folder in folders}
+        if name in PARTS:
+            shares = shared_out([file for files in having.values() for file in files], PARTS[name])
+            found += [(number, f"{name}-{number}", files) for number, files in shares.items()]
+        elif any(having.values()):
+            found.append((1 + max(PARTS.values()), name, [folder for folder, files in having.items() if files]))
+    return {name: paths for _, name, paths in sorted(found, key=lambda entry: entry[0])}
+
+
+def shared_out(files: Sequence[Path], parts: int) -> dict[int, list[str]]:
+    """Return files by the number of the part that runs them: neighbours together, about as much text in each part."""
+    sizes = [file.stat().st_size for file in files]
+    shares: dict[int, list[str]] = {}
+    for index, file in enumerate(files):
+        middle = sum(sizes[:index]) + sizes[index] / 2
+        number = min(parts, 1 + int(parts * middle / max(1, sum(sizes))))
+        shares.setdefault(number, []).append(str(file.relative_to(ROOT)))
+    return shares
 
 
 def run(

@@ -26,11 +26,27 @@ def test_groups_without_tests_are_left_out_and_counts_add_up(tree: Path, capsys:
     (tree / "tests" / "unit" / "test_a.py").write_text(
         "import pytest\ndef test_a(): pass\n@pytest.mark.skip(reason='why')\ndef test_c(): pass\n"
     )
-    assert list(groups.present("everyday")) == ["unit", "faults"]
+    assert groups.present("everyday") == {
+        "unit-3": ["tests/unit/test_a.py"],
+        "faults-2": ["tests/faults/test_b.py"],
+    }
     assert groups.main("everyday") == 0
     closing = capsys.readouterr().out.strip().splitlines()[-1]
     assert closing.startswith("=")
     assert " 2 passed, 1 skipped in " in closing
+
+
+def test_a_long_group_runs_in_parts_that_have_each_file_once(tree: Path) -> None:
+    (tree / "tests" / "gpu" / "test_a.py").write_text("")
+    for number in range(12):
+        (tree / "tests" / "faults" / f"test_{number:02}.py").write_text("#" * 1000)
+    present = groups.present("everyday")
+    assert list(present) == ["faults-1", "faults-2", "faults-3", "devices"]
+    parts = [present[f"faults-{number}"] for number in (1, 2, 3)]
+    assert [file for part in parts for file in part] == sorted(
+        str(file.relative_to(tree)) for file in (tree / "tests" / "faults").glob("test_*.py")
+    )
+    assert all(3 <= len(part) <= 5 for part in parts)
 
 
 def test_one_failure_fails_the_whole_and_shows_the_log(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +54,7 @@ def test_one_failure_fails_the_whole_and_shows_the_log(tree: Path, capsys: pytes
     assert groups.main("everyday") == 1
     out = capsys.readouterr().out
     assert "assert 'spade' == 'shovel'" in out
-    assert "failed groups: unit" in out
+    assert "failed groups: unit-3;" in out
     assert " 1 failed, 1 passed in " in out.strip().splitlines()[-1]
 
 
