@@ -86,8 +86,19 @@ def notebook(cells: list[str]) -> dict[str, Any]:
     return {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
 
 
+# Panels launch by fork: the server process of the zygote method would import torch beside each of a hundred kernels.
+_STARTUP = """
+from notebook_accelerate.launch.processes import zygote
+zygote.warm_up = lambda: None
+del zygote
+"""
+
+
 class Server:
-    """A Jupyter server with JupyterLab and Notebook on a free port."""
+    """A Jupyter server with JupyterLab and Notebook on a free port.
+
+    Its kernels start the process that the zygote method forks from with the first launch that needs it, not before.
+    """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="browser-"))
@@ -108,6 +119,9 @@ class Server:
         (overrides / "page_config.json").write_text(
             json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}})
         )
+        startup = self.folder / "ipythondir" / "profile_default" / "startup"
+        startup.mkdir(parents=True)
+        (startup / "00-no-server.py").write_text(_STARTUP)
         env = {**os.environ, **folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
