@@ -34,10 +34,18 @@ def gate(name):
 
 def launch(function, *args, **options):
     return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, **options})
+
+def spare_server():
+    from notebook_accelerate.launch.processes import zygote
+    start, module = zygote.start_interpreter, "notebook_accelerate.launch.processes.zygote_server"
+    spare = f"import {module} as server; server.PRELOADED_WHEN_IDLE = (); "
+    zygote.start_interpreter = lambda call, *others, **variables: start(spare + call, *others, **variables)
+spare_server()
 """
 """The first cell of a kernel: torch imported, as in any training notebook.
 
-``gate(name)`` holds up whoever calls it until ``open_gate(kernel, name)``.
+``gate(name)`` holds up whoever calls it until ``open_gate(kernel, name)``. The kernel's server process imports nothing
+while it is idle: what the first optimizer needs takes a second of processor time in each of a hundred kernels.
 """
 PAST_THE_CALL = ["n"] if sys.version_info >= (3, 13) else []
 """What is typed at a breakpoint to reach the line after it: from Python 3.13 on, pdb stops at the call itself."""
