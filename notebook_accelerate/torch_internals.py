@@ -119,6 +119,15 @@ def profiler_enabled() -> bool:
     return bool(import_module("torch.autograd")._profiler_enabled())
 
 
+def trace_only() -> dict[str, Any]:
+    """Return the arguments of ``torch.profiler.profile`` by which it makes no objects of events; {} before 2.13."""
+    config: Any = import_module("torch._C._profiler")._ExperimentalConfig
+    try:
+        return {"experimental_config": config(trace_only=True)}
+    except TypeError:
+        return {}
+
+
 def before_profilers_start(call: Callable[[Any], None]) -> Callable[[], None]:
     """Have ``call`` called with each `torch.autograd.profiler.profile` before it prepares to record.
 
@@ -527,5 +536,6 @@ __all__ = [
     "sharded_tensor",
     "start_all_gather",
     "storage_key",
+    "trace_only",
     "viewed_tensor",
 ]  # fmt: skip

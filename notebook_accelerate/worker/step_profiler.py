@@ -202,6 +202,7 @@ class StepProfiler:
             schedule=plan,
             record_shapes=True,
             profile_memory=self.request.memory,
+            **torch_internals.trace_only(),
         )
 
     def _start_recording(self) -> None:
@@ -212,12 +213,8 @@ class StepProfiler:
             self._samples.begin()
 
     def _mark(self) -> None:
-        """Record the memory in use at a step boundary."""
-        mark = {"time": float(time.time_ns()), "rss": float(resident_bytes()), "delay": thread_delay(os.getpid())}
-        torch: Any = sys.modules["torch"]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            mark["cuda"] = float(torch.cuda.memory_allocated())
-        self._marks.append(mark)
+        """Record how long the main thread has waited for a processor, at a step boundary."""
+        self._marks.append({"time": float(time.time_ns()), "delay": thread_delay(os.getpid())})
 
     def _look_at_variables(self) -> None:
         """Record the tensors with graphs that variables hold, before the first step and after the last."""

@@ -7,10 +7,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import islice, takewhile
-from types import FrameType
+from itertools import islice
+from types import CodeType, FrameType
 from typing import Any
 
 from notebook_accelerate.telemetry.tracebacks import is_user_code
@@ -19,8 +19,8 @@ from notebook_accelerate.worker.stack_sampler import MAX_DEPTH
 
 RATE = 250.0
 """Samples per second: 1 % of a rank's time."""
-FIRST_RATE, FIRST_SECONDS = 1000.0, 0.1
-"""At first there are more: three short steps are over after a few milliseconds."""
+FIRST_RATE, FIRST_SECONDS = 500.0, 0.1
+"""At first there are more: three short steps are over after a few milliseconds; each sample delays them by 0.1 ms."""
 MAX_SAMPLES = 50_000
 BLOCKED = 0.0005
 """Seconds by which a sample is late where it had to wait for the interpreter lock."""
@@ -49,10 +49,13 @@ class TimedSamples:
         self._cpu: dict[int, float] = {}
         self._cpu_at_end: dict[int, float] = {}
         self._main = threading.main_thread().ident or 0
+        self._known: dict[tuple[int, int], tuple[int, CodeType]] = {}
+        self._seen: set[int] = set()
+        self._changed = False
         self._begin = self._seconds = self._main_seconds = 0.0
         self._interval = sys.getswitchinterval()
         self._shared = self._shares_interpreter()
-        self._own, self._begun, self._ended = 0, threading.Event(), threading.Event()
+        self._begun, self._ended = threading.Event(), threading.Event()
 
     @staticmethod
     def _shares_interpreter() -> bool:
@@ -87,6 +90,7 @@ class TimedSamples:
         samples that had to wait for the interpreter lock, and ``lock`` the processor time of the main thread meanwhile:
         the thread that held the lock has used more.
         """
+        self._note_threads(sys._current_frames())
         self._begun.wait()
         if not self._ended.is_set():
             self._sample_until_end()
@@ -94,8 +98,7 @@ class TimedSamples:
         return self._result()
 
     def _sample_until_end(self) -> None:
-        number, self._own = threading.get_native_id(), threading.get_ident()
-        self._numbers = _thread_numbers()
+        number = threading.get_native_id()
         before = self._cpu = _seconds_of(self._numbers)
         delay, period = thread_delay(number), 1 / FIRST_RATE
         due = time.perf_counter() + period
@@ -104,7 +107,8 @@ class TimedSamples:
             now = time.perf_counter()
             if self._ended.is_set():
                 return
-            self._numbers = _thread_numbers()
+            frames = sys._current_frames()
+            self._note_threads(frames)
             times = _seconds_of(self._numbers)
             if now - due >= BLOCKED:
                 total = thread_delay(number)
@@ -112,9 +116,18 @@ class TimedSamples:
                 if now - due - waited >= BLOCKED:
                     self._note_blocked(before, times)
             before = times
-            self._sample()
+            self._sample(frames)
+            del frames  # they hold the variables of the function
             period = 1 / (FIRST_RATE if now - self._begin < FIRST_SECONDS else RATE)
             due = max(due + period, now)
+
+    def _note_threads(self, identities: Iterable[int]) -> None:
+        """Learn the numbers of threads where others run than at the sample before, and once more: one may be new."""
+        seen = set(identities)
+        changed = seen != self._seen
+        if changed or self._changed:
+            self._seen, self._changed = seen, changed
+            self._numbers = _thread_numbers()
 
     def _result(self) -> dict[str, Any]:
         # Of libraries' files no line is shown, and reading them all would take a second.
@@ -138,20 +151,34 @@ class TimedSamples:
             used = seconds - before.get(identity, seconds)
             self._while_blocked[identity] = self._while_blocked.get(identity, 0.0) + used
 
-    def _sample(self) -> None:
-        frames = sys._current_frames()
+    def _sample(self, frames: Mapping[int, FrameType]) -> None:
         self._times.append(time.time_ns())
         for identity, frame in frames.items():
-            if identity not in (self._main, self._own):
+            if identity != self._main and identity in self._numbers:
                 seen = self._threads.setdefault(identity, {})
                 place = _user_place(frame)
                 seen[place] = seen.get(place, 0) + 1
         self._which.append(self._index(frames.get(self._main)))
 
     def _index(self, frame: FrameType | None) -> int:
-        inside = islice(takewhile(stacks.in_function, stacks.callers(frame)), MAX_DEPTH)
-        key = tuple(self._places.setdefault(_place(each), len(self._places)) for each in inside)[::-1]
-        return self._stacks.setdefault(key, len(self._stacks))
+        """Return the index of a stack; a frame's place is looked up by its instruction, its line takes longer."""
+        found: list[int] = []
+        while frame is not None and len(found) < MAX_DEPTH:
+            code = frame.f_code
+            place, _ = self._known.get((id(code), frame.f_lasti)) or self._note_place(frame)
+            if place < 0:
+                break
+            found.append(place)
+            frame = frame.f_back
+        return self._stacks.setdefault(tuple(reversed(found)), len(self._stacks))
+
+    def _note_place(self, frame: FrameType) -> tuple[int, CodeType]:
+        """Return the index of a frame's place, -1 outside the launched function, and the code: its id stays its own."""
+        place = -1
+        if stacks.in_function(frame):
+            place = self._places.setdefault(_place(frame), len(self._places))
+        found = self._known[id(frame.f_code), frame.f_lasti] = place, frame.f_code
+        return found
 
     def _other_threads(self) -> list[dict[str, Any]]:
         """Return the processor time of other Python threads, and the line at which each was seen most."""
@@ -159,8 +186,6 @@ class TimedSamples:
         rows = []
         for identity, seen in self._threads.items():
             name = names.get(identity, f"thread {identity}")
-            if name.startswith(_OWN_THREADS):
-                continue
             place = max(seen, key=lambda each: seen[each])
             cpu = self._cpu_at_end.get(identity, 0.0) - self._cpu.get(identity, 0.0)
             lock = self._while_blocked.get(identity, 0.0)
@@ -201,13 +226,13 @@ def _user_place(frame: FrameType) -> Place:
 
 
 def _thread_numbers() -> dict[int, int]:
-    """Return the system's number of each Python thread, by its identity."""
+    """Return the system's number of each Python thread by its identity, without those of this package."""
     found = {}
     for thread in threading.enumerate():
         # Until Python 3.13, after a fork the main thread still has the number of the process that was forked.
         number = os.getpid() if thread is threading.main_thread() else thread.native_id
-        if thread.ident is not None and number is not None:  # it has begun
-            found[thread.ident] = number
+        if thread.ident is not None and number is not None and not thread.name.startswith(_OWN_THREADS):
+            found[thread.ident] = number  # it has begun
     return found
 
 
