@@ -204,7 +204,7 @@ def test_a_failing_launch_is_shown_in_the_panel(opened: Any) -> None:
     page.wait_for("() => document.body.innerText.includes('is not a function of this notebook; write one of: train')")
 
 
-@BOTH
+@DAILY_IN_LAB
 def test_the_saved_notebook_keeps_the_settings(opened: Any) -> None:
     page = opened("panel.close()")
     page.page.get_by_label("num_processes").fill("2")

@@ -199,6 +199,7 @@ def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: A
     page.shot(f"{app}-logs", CARD)
 
 
+@DAILY_IN_LAB
 def test_a_failing_run_shows_the_cell_line(opened: Any, server: Server, app: App) -> None:
     (server.notebooks / "drawn").unlink(missing_ok=True)
     page = opened([TRAIN, "notebook_launcher(train, (60, 40), num_processes=2, use_port=0, debug=True)"])
@@ -224,6 +225,7 @@ def test_a_failing_run_shows_the_cell_line(opened: Any, server: Server, app: App
     page.wait_for(f"() => !document.querySelector('{NEWS}').innerText.includes('the ranks are kept')")
 
 
+@DAILY_IN_LAB
 def test_a_launch_that_is_executed_again_offers_to_stop_the_run_that_goes_on(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG), "[each.status for each in __import__('notebook_accelerate').runs()]"])
     page.run(1)
@@ -240,6 +242,7 @@ def test_a_launch_that_is_executed_again_offers_to_stop_the_run_that_goes_on(ope
     page.wait_for(ENDED)
 
 
+@DAILY_IN_LAB
 def test_a_run_that_fails_while_its_panel_is_drawn_causes_no_error(opened: Any, app: App) -> None:
     fails = "def fails(after):\n    time.sleep(after)\n    raise ValueError('lost')"
     delays = (0.0, 0.25, 0.3, 0.4, 0.6)
@@ -296,6 +299,7 @@ def test_stop_works_by_a_click_while_a_cell_blocks(opened: Any, app: App) -> Non
     assert not [line for line in page.server.log.splitlines() if "/interrupt" in line and " 40" in line]
 
 
+@DAILY_IN_LAB
 def test_a_blocking_cell_without_its_server_says_which_stop_works(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG).replace(", block=False", "")])
     page.page.evaluate("() => document.getElementById('jupyter-config-data').remove()")  # as in a frame of its own
@@ -350,6 +354,7 @@ GONE = """() => {
 }"""
 
 
+@DAILY_IN_LAB
 def test_a_panel_whose_kernel_is_gone_says_so(opened: Any, server: Server, chromium: Browser, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG), LAST.replace("panel()", "debug_panel()")])
     page.run(1)

@@ -134,6 +134,7 @@ def test_a_printed_report_is_complete(executed: Any, chromium: Browser, tmp_path
         page.close()
 
 
+@DAILY_IN_LAB
 def test_a_report_in_an_untrusted_notebook_is_complete(
     executed: Any, server: Server, chromium: Browser, app: App, pages: list[NotebookPage]
 ) -> None:

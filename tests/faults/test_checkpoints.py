@@ -127,7 +127,7 @@ def value_in(folder: Path) -> float:
     ("target", "blocking"),
     [
         ("new", True),
-        ("auto", False),
+        pytest.param("auto", False, marks=pytest.mark.nightly),
         pytest.param("new", False, marks=pytest.mark.nightly),
         pytest.param("old", True, marks=pytest.mark.nightly),
         pytest.param("old", False, marks=pytest.mark.nightly),

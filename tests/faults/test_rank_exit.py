@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.support.kernel import Cell, Kernel
 from tests.support.launching import open_gate, said
+from tests.support.nightly import rest_nightly
 
 pytestmark = pytest.mark.notebook
-METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
-ENDINGS = pytest.mark.parametrize("ending", ["pass", "raise KeyError('end')", "sys.exit(0)", "sys.exit(3)"])
+METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+"""Spawned ranks end as the server's do, and take four seconds to import torch twice: two tests try them daily."""
+ALL_METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
+ENDINGS = ["pass", "raise KeyError('end')", "sys.exit(0)", "sys.exit(3)"]
 
 
 def _run(kernel: Kernel, body: str, method: str, options: str = "") -> Cell:
@@ -50,8 +55,12 @@ sys.modules["torch"].kept_of_test = kept  # as a global of a module: it lives un
 """
 
 
-@METHODS
-@ENDINGS
+@pytest.mark.parametrize(
+    ("method", "ending"),
+    rest_nightly(
+        product(["fork", "zygote", "spawn"], ENDINGS), lambda method, ending: method != "spawn" or ending == "pass"
+    ),
+)
 def test_what_a_rank_registers_for_its_exit_runs(kernel: Kernel, method: str, ending: str) -> None:
     for path in kernel.cwd.glob("*-[01]"):
         path.unlink()
@@ -75,7 +84,7 @@ def _unpacked(kernel: Kernel, expression: str) -> str:
     return str(kernel.value(expression))
 
 
-@METHODS
+@ALL_METHODS
 def test_what_the_kernel_registered_runs_in_no_rank(kernel: Kernel, method: str) -> None:
     for path in kernel.cwd.glob("of-kernel*"):
         path.unlink()

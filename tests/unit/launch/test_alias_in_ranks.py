@@ -39,7 +39,7 @@ def test_a_launch_serves_it_to_its_ranks_only(method: str) -> None:
     assert os.environ.get("PYTHONPATH") == before
 
 
-@pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_ranks_have_the_alias_of_the_kernel(method: str) -> None:
     accelerate_alias.as_accelerate()
     try:

@@ -17,7 +17,7 @@ def _thread_settings() -> tuple[Any, ...]:
     return torch.empty(0).device.type, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
-@pytest.mark.parametrize("method", ["inline", "fork", "zygote", "spawn"])
+@pytest.mark.parametrize("method", ["inline", "fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_the_settings_of_the_cells_thread_reach_every_rank(method: str) -> None:
     count = 1 if method == "inline" else 2
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.float16):

@@ -89,8 +89,15 @@ report(found)
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("reaping", [IGNORED, REAPER], ids=["SIGCHLD ignored", "os.wait in a thread"])
+@pytest.mark.parametrize(
+    ("reaping", "method"),
+    [
+        pytest.param(IGNORED, "fork", id="SIGCHLD ignored-fork"),
+        pytest.param(IGNORED, "spawn", id="SIGCHLD ignored-spawn"),
+        pytest.param(REAPER, "fork", id="os.wait in a thread-fork"),
+        pytest.param(REAPER, "spawn", id="os.wait in a thread-spawn", marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_that_something_else_reaps_are_judged_by_what_they_sent(
     interpreters: InterpreterServer, reaping: str, method: str
 ) -> None:
