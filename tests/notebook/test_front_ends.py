@@ -62,7 +62,7 @@ def _grows(kernel: Kernel, cell: Cell) -> None:
     ids=["jupyter", "vscode", "databricks"],
 )
 def test_a_front_end_without_a_renderer_gets_an_updated_html_display(front_end: dict[str, str]) -> None:
-    with Kernel(env=front_end) as kernel:  # no view reports that it has been drawn
+    with Kernel(env=front_end, server=False) as kernel:  # no view reports that it has been drawn
         kernel.check(TRAIN)
         cell = kernel.check("run = launch('end', block=False)")
         assert any(WIDGET in data for data in cell.displays)
@@ -80,7 +80,7 @@ def test_a_front_end_without_a_renderer_gets_an_updated_html_display(front_end: 
 
 
 def test_a_front_end_that_draws_the_panel_is_told_nothing() -> None:
-    with Kernel() as kernel:
+    with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         cell = kernel.check("run = launch('end', block=False)")
         plots = [comm for comm in cell.comms if comm["msg_type"] == "comm_open" and _is_feed(comm)]
@@ -99,7 +99,7 @@ def _is_feed(comm: dict[str, Any]) -> bool:
 
 
 def test_a_blocking_cell_is_no_reason_to_expect_a_report() -> None:
-    with Kernel() as kernel:  # ipykernel handles the report of a view after the cell
+    with Kernel(server=False) as kernel:  # ipykernel handles the report of a view after the cell
         kernel.check(TRAIN)
         cell = kernel.submit("launch('end')")
         kernel.wait_for(lambda: any(WIDGET in data for data in cell.displays), what="the panel")
@@ -110,7 +110,7 @@ def test_a_blocking_cell_is_no_reason_to_expect_a_report() -> None:
 
 
 def test_a_client_that_takes_no_input_gets_no_widgets() -> None:
-    with Kernel(front_end=False) as kernel:
+    with Kernel(front_end=False, server=False) as kernel:
         kernel.check(TRAIN)
         cell = kernel.submit("launch('end')")
         kernel.wait_for(lambda: NOBODY in str(cell.displays), what="the HTML display")
@@ -155,7 +155,7 @@ def test_a_notebook_executed_by_nbconvert_shows_the_report(tmp_path: Path) -> No
 
 def test_launch_input_and_stop() -> None:
     """In a kernel as VS Code starts it."""
-    with Kernel(env={"VSCODE_PID": "1"}) as kernel:
+    with Kernel(env={"VSCODE_PID": "1"}, server=False) as kernel:
         kernel.check(TRAIN)
         assert kernel.value("__import__('notebook_accelerate').hardware.detect().host") == "vscode"
         prompts = kernel.types("Ada")

@@ -155,7 +155,7 @@ def test_without_a_panel_nothing_is_shown(kernel: Kernel) -> None:
 
 
 def test_broken_widgets_do_not_stop_a_run() -> None:
-    with Kernel() as kernel:
+    with Kernel(server=False) as kernel:
         kernel.check(TRAIN + "\nimport sys; sys.modules['anywidget'] = None")
         cell = kernel.submit("launch(until='tried').results is not None")
         reason = "Widgets cannot be created (ModuleNotFoundError: "
@@ -194,7 +194,7 @@ def _answer(kernel: Kernel) -> float:
 
 
 def test_static_forms_replace_live_views_when_the_kernel_ends() -> None:
-    with Kernel() as kernel:
+    with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         kernel.check("run = launch(0.2)")
         panel, table = kernel.check("run.panel()"), kernel.check("notebook_accelerate.widgets.RunsTable()")
@@ -206,7 +206,7 @@ def test_static_forms_replace_live_views_when_the_kernel_ends() -> None:
 def test_a_large_static_form_is_left_after_other_large_messages() -> None:
     # pyzmq sends messages from 64 KiB on without a copy, until its own exit handler, which runs before ours if it came
     # with the first such message: that of a cell.
-    with Kernel() as kernel:
+    with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         kernel.check("run = launch(0.2)")
         table = kernel.check("notebook_accelerate.widgets.RunsTable()")
@@ -234,7 +234,7 @@ def test_a_notebook_that_ran_headless_keeps_the_report_and_converts(tmp_path: Pa
 
 
 def test_a_killed_kernel_leaves_a_static_form_beside_every_live_view() -> None:
-    with Kernel() as kernel:
+    with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         kernel.check("done = launch(0.2)")
         views = ("run = launch(600, block=False)", "run.debug_panel()", "notebook_accelerate.widgets.RunsTable()")

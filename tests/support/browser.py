@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from tests.support.ipython_startup import start_no_server
 from tests.support.ranks import reserved_port
 
 if TYPE_CHECKING:
@@ -86,14 +87,6 @@ def notebook(cells: list[str]) -> dict[str, Any]:
     return {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
 
 
-# Panels launch by fork: the server process of the zygote method would import torch beside each of a hundred kernels.
-_STARTUP = """
-from notebook_accelerate.launch.processes import zygote
-zygote.warm_up = lambda: None
-del zygote
-"""
-
-
 class Server:
     """A Jupyter server with JupyterLab and Notebook on a free port.
 
@@ -119,9 +112,7 @@ class Server:
         (overrides / "page_config.json").write_text(
             json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}})
         )
-        startup = self.folder / "ipythondir" / "profile_default" / "startup"
-        startup.mkdir(parents=True)
-        (startup / "00-no-server.py").write_text(_STARTUP)
+        start_no_server(self.folder / "ipythondir")
         env = {**os.environ, **folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",

@@ -38,6 +38,8 @@ from jupyter_core.utils import ensure_event_loop
 from nbclient import NotebookClient
 from traitlets.config import Config
 
+from tests.support.ipython_startup import start_no_server
+
 ROOT = Path(__file__).resolve().parents[2]
 # Not TCP: Jupyter chooses a kernel's ports before the kernel binds them, and another process may take one in between.
 TRANSPORT = "ipc"
@@ -196,6 +198,7 @@ class Kernel:
         timeout: Seconds to wait for a kernel to start, and the default for a cell.
         prefix: Command in front of the kernel's own, which it must replace itself by: ("ip", "netns", "exec", ...).
         python: The kernel's interpreter.
+        server: Whether the process that the zygote method forks from starts as it does for users.
     """
 
     def __init__(
@@ -207,6 +210,7 @@ class Kernel:
         timeout: float = 120.0,
         prefix: Sequence[str] = (),
         python: str = sys.executable,
+        server: bool = True,
     ) -> None:
         self.answer, self._front_end = answer, front_end
         self._command = [*prefix, python]
@@ -219,6 +223,8 @@ class Kernel:
         self._context = zmq.Context()
         # A form sends hundreds of messages at once; the socket would drop what a busy test has not read.
         self._context.setsockopt(zmq.RCVHWM, 0)
+        if not server:
+            start_no_server(self.folder / "ipythondir")
         self._log = (self.folder / "kernel.log").open("w+")
         self._manager = self._make_manager()
         self._client: BlockingKernelClient | None = None
