@@ -58,7 +58,7 @@ class ProfileSection:
 
     def _record(self) -> None:
         try:
-            self._show(self.run.profile(STEPS))
+            self._show(self.run.profile())
         except Exception as error:  # noqa: BLE001 - an error is the reply to the request
             self._say(f"The ranks could not be profiled: {error or type(error).__name__}", "warn", CLOSE)
         finally:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")
 MAX_SAMPLE_SECONDS, MAX_SAMPLE_RATE = 600, 1000
-MAX_PROFILE_STEPS = 1000
+DEFAULT_STEPS, MAX_PROFILE_STEPS = 3, 1000
+SAMPLE_SECONDS = 0.5
+"""Without a number of steps, a profile takes samples for at least so long."""
 MEMORY_SECONDS = 30.0
 """Seconds that a rank has to count its memory."""
 STOP_SECONDS = 5.0
@@ -117,7 +119,7 @@ class RunDebugging:
 
     def profile(
         self,
-        steps: int = 3,
+        steps: int | None = None,
         ranks: Iterable[int] | None = None,
         memory: bool = False,
         seconds: float | None = None,
@@ -128,7 +130,8 @@ class RunDebugging:
         this call returns after the last step. A trace grows with the number of operations: a few steps are enough.
 
         Args:
-            steps: How many steps, at most 1,000.
+            steps: How many steps, at most 1,000. None: 3, and the stacks are sampled for at least half a second,
+                through the steps that follow: three short steps give too few samples to find what takes a part of each.
             ranks: Global indices; None means all.
             memory: Whether allocations are recorded too.
             seconds: Record for at most so long (600 at most), and begin without a step boundary where there is none;
@@ -141,12 +144,14 @@ class RunDebugging:
         Raises:
             ValueError: ``steps`` or ``seconds`` is not allowed, or there is no such rank.
         """
+        samples = min(SAMPLE_SECONDS, seconds or SAMPLE_SECONDS) if steps is None else 0.0
+        steps = DEFAULT_STEPS if steps is None else steps
         if not 0 < steps <= MAX_PROFILE_STEPS:
             raise ValueError(f"steps={steps!r} is not allowed; pass a number of steps, at most {MAX_PROFILE_STEPS}")
         if seconds is not None and not 0 < seconds <= MAX_SAMPLE_SECONDS:
             raise ValueError(f"seconds={seconds!r} is not allowed; pass seconds above 0, at most {MAX_SAMPLE_SECONDS}")
         folder = ProfileFolder()
-        replies = self._session().profile(folder.request(steps, seconds or 0.0, memory=memory), ranks)
+        replies = self._session().profile(folder.request(steps, seconds or 0.0, memory=memory, samples=samples), ranks)
         return Profile(folder, folder.traces(replies), tracebacks.frame_location)
 
     @property

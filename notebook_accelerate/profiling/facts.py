@@ -25,6 +25,8 @@ SMALL = 50.0
 """Microseconds: a shorter operation is small."""
 LOOP = 500.0
 """Microseconds: shorter times between two small operations, or two reads, belong to them."""
+LONG = 2.0
+"""So many times as long as the median, a step is not a usual one."""
 SURELY_MORE = 1.25
 """A thread holds the lock if it computes by so much more than the main thread, which may compute without it."""
 READS = re.compile(r"\.item\(|\.tolist\(|\bfloat\(|\bint\(|\bbool\(|\bif |\bwhile ")
@@ -339,10 +341,20 @@ class RankReader:
             facts.delay = (marks[-1].get("delay", 0.0) - marks[0].get("delay", 0.0)) / max(1e-9, wall)
 
     def _where(self, matches: Callable[[list[FrameInfo]], bool]) -> tuple[float, Line | None, float]:
-        lines = self._lines
-        each = [lines.seconds_where(matches, start, end) for start, end in self._steps]
-        found = lines.lines_where(matches)
-        return sum(each) / max(1, len(each)), found[0] if found else None, sum(s > 0 for s in each) / max(1, len(each))
+        """Return the seconds per step in stacks that match, their line, and the share of steps in which they occur.
+
+        A few steps may be much longer, as where another process gets the processor: the share of the others counts too.
+        """
+        steps = self._trace.sampled_steps() if self._steps else []
+        if not steps:
+            return 0.0, None, 0.0
+        lengths = [(end - start) / 1e6 for start, end in steps]
+        each = [self._lines.seconds_where(matches, start, end) for start, end in steps]
+        usual = [index for index, length in enumerate(lengths) if length <= LONG * median(lengths)]
+        share = max(sum(each) / sum(lengths), sum(each[i] for i in usual) / sum(lengths[i] for i in usual))
+        found, recorded_steps = self._lines.lines_where(matches), each[: len(self._steps)]
+        often = max(sum(s > 0 for s in row) / max(1, len(row)) for row in (recorded_steps, each))
+        return share * self.facts.step, found[0] if found else None, often
 
     def _read_variables(self) -> None:
         held: Sequence[Mapping[str, Any]] = self._trace.facts.get("held") or []

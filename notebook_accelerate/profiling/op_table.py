@@ -97,13 +97,13 @@ def op_table(traces: Sequence[RankTrace]) -> list[OpTime]:
 def line_table(traces: Sequence[RankTrace], lines: Mapping[int, SampledLines]) -> list[LineSeconds]:
     """Return the lines of the user's code by time, the longest first."""
     totals: dict[Line, dict[int, float]] = {}
-    spans = {trace.rank: recorded(trace) for trace in traces}
+    spans = {trace.rank: [recorded(trace), *trace.sampled_steps()[len(trace.steps()) :]] for trace in traces}
     for rank, sampled in lines.items():
-        for index, begin, end in sampled.spans(*spans[rank]):
+        for index, begin, end in (each for span in spans[rank] for each in sampled.spans(*span)):
             if (line := sampled.line(index)) is not None:
                 row = totals.setdefault(line, dict.fromkeys(lines, 0.0))
                 row[rank] += (end - begin) / 1e6
-    length = {rank: max(1e-9, (end - start) / 1e6) for rank, (start, end) in spans.items()}
+    length = {rank: max(1e-9, sum(end - start for start, end in each) / 1e6) for rank, each in spans.items()}
     rows = [
         LineSeconds(line, seconds, {rank: each / length[rank] for rank, each in seconds.items()})
         for line, seconds in totals.items()

@@ -94,7 +94,8 @@ class Merger:
         if lines is None or not lines.times:
             return None
         track = Track(trace.rank, f"rank {trace.rank} · lines")
-        for index, begin, end in lines.spans(lines.times[0], lines.times[-1]):
+        last = max((trace.end(event) for event in range(len(trace))), default=lines.times[-1])
+        for index, begin, end in lines.spans(lines.times[0], min(lines.times[-1], last)):
             line = lines.line(index)
             if line is None:
                 continue

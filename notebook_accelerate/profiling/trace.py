@@ -8,6 +8,7 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ class RankTrace:
             found = [(self.start[event], self.end(event)) for event in range(len(self)) if self.category[event] == step]
             self._steps = found[first : first + int(self.facts.get("steps", len(found)))]
         return self._steps
+
+    def sampled_steps(self) -> list[tuple[float, float]]:
+        """Return start and end of each complete step, with those that were only sampled after the recorded ones."""
+        times = [nanoseconds / 1e3 - self.base * 1e6 for nanoseconds in self.facts.get("boundaries", ())]
+        return [*self.steps(), *pairwise(times)]
 
 
 def read_trace(path: str | Path, rank: int | None = None) -> RankTrace:

@@ -132,6 +132,7 @@ class ProfileRequest(Request):
         memory: Whether allocations are recorded.
         folder: A folder of the kernel for the trace; where the rank does not see it, the reply has the trace.
         token: The name of a file in that folder, by which the rank recognizes it.
+        samples: Take samples of the stacks for at least so many seconds, also after the last recorded step.
     """
 
     steps: int
@@ -139,6 +140,7 @@ class ProfileRequest(Request):
     memory: bool
     folder: str
     token: str
+    samples: float = 0.0
 
 
 @dataclass(slots=True)

@@ -63,6 +63,7 @@ class StepProfiler:
         self._others: Callable[[], None] = lambda: None
         self._began = self._asked = 0.0
         self._marks: list[dict[str, float]] = []
+        self._boundaries: list[int] = []
         self._held: list[dict[str, Any]] = []
         self._graphs = held_tensors.GraphWatch()
         self._over = self._ready = False
@@ -75,6 +76,7 @@ class StepProfiler:
         self._prepare()
         samples = self._sample()
         self._stopped.wait()
+        step_time.at_end.discard(self._note_step)
         recorded, self._recorded = self._recorded, None
         if recorded is not None:
             self._write(recorded, samples)
@@ -96,7 +98,7 @@ class StepProfiler:
             return {}
 
     def _write(self, recorded: recorded_traces.Recorded, samples: dict[str, Any]) -> None:
-        recorded.facts["samples"] = samples
+        recorded.facts |= {"samples": samples, "boundaries": self._boundaries}
         try:
             reply = recorded.complete()
         except Exception as error:  # noqa: BLE001 - the training goes on
@@ -107,6 +109,8 @@ class StepProfiler:
 
     def at_boundary(self) -> None:
         """Handle a metric or a report of progress: where no optimizer has taken a step, it ends one."""
+        if self._counts_metrics:
+            self._note_step()
         if self._over or not self._ready or threading.get_ident() != self._main or step_time.steps():
             return
         self._metrics += 1
@@ -121,6 +125,11 @@ class StepProfiler:
             self._counts_metrics, self._in_part = False, self._recording
             self._skipped, self._steps = self._skipped + self._steps, 0
         self._advance()
+
+    def _note_step(self) -> None:
+        """Record the end of a step that is only sampled, after torch's profiler was stopped."""
+        if self._boundaries and threading.get_ident() == self._main:
+            self._boundaries.append(time.time_ns())
 
     def _advance(self) -> None:
         if self._over:
@@ -210,7 +219,7 @@ class StepProfiler:
         self._mark()
         self._recording = True
         if self._samples is not None:
-            self._samples.begin()
+            self._samples.begin(self.request.samples)
 
     def _mark(self) -> None:
         """Record how long the main thread has waited for a processor, at a step boundary."""
@@ -246,6 +255,9 @@ class StepProfiler:
         except Exception as error:  # noqa: BLE001 - the training goes on
             self._end(self._not_written(error))
         finally:
+            if self._recorded is not None and self._samples is not None and self._samples.running:
+                self._boundaries.append(time.time_ns())
+                step_time.at_end.add(self._note_step)
             self._stopped.set()
             self._restore_level()
 

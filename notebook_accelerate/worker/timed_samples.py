@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
+from math import inf
 from types import CodeType, FrameType
 from typing import Any
 
@@ -52,7 +53,8 @@ class TimedSamples:
         self._known: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self._seen: set[int] = set()
         self._changed = False
-        self._begin = self._seconds = self._main_seconds = 0.0
+        self._begin = self._at_least = self._seconds = self._main_seconds = 0.0
+        self._until = inf
         self._interval = sys.getswitchinterval()
         self._shared = self._shares_interpreter()
         self._begun, self._ended = threading.Event(), threading.Event()
@@ -63,21 +65,31 @@ class TimedSamples:
         others = [each for each in threading.enumerate() if each is not threading.main_thread()]
         return any(not each.name.startswith(_OWN_THREADS) for each in others)
 
-    def begin(self) -> None:
-        """Begin to sample."""
+    @property
+    def running(self) -> bool:
+        """Whether samples are taken."""
+        return self._begun.is_set() and not self._ended.is_set()
+
+    def begin(self, at_least: float = 0.0) -> None:
+        """Begin to sample, for so many seconds also where ``end`` is called before."""
         self._interval = sys.getswitchinterval()
         if not self._shared:  # else the threads of the function would wait less for each other
             sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
+        self._at_least = at_least
         self._begin, self._main_seconds = time.perf_counter(), time.thread_time()
         self._begun.set()
 
     def end(self) -> None:
-        """Take no more samples; without ``begin``, take none."""
-        if self._ended.is_set():
-            return
+        """Take no more samples than for the time that ``begin`` was called with; without ``begin``, take none."""
+        if self.running and time.perf_counter() < self._begin + self._at_least:
+            self._until = self._begin + self._at_least
+        elif not self._ended.is_set():
+            self._close(time.thread_time())
+
+    def _close(self, main_seconds: float) -> None:
         if self._begun.is_set():
             self._seconds = time.perf_counter() - self._begin
-            self._main_seconds = time.thread_time() - self._main_seconds
+            self._main_seconds = main_seconds - self._main_seconds
             self._cpu_at_end = _seconds_of(self._numbers)
             sys.setswitchinterval(self._interval)
         self._ended.set()
@@ -94,6 +106,8 @@ class TimedSamples:
         self._begun.wait()
         if not self._ended.is_set():
             self._sample_until_end()
+            if self._until < inf:
+                self._close(_seconds_of({self._main: os.getpid()}).get(self._main, self._main_seconds))
             self._ended.wait()  # there may be many samples
         return self._result()
 
@@ -105,7 +119,7 @@ class TimedSamples:
         while len(self._times) < MAX_SAMPLES:
             time.sleep(max(0.0, due - time.perf_counter()))
             now = time.perf_counter()
-            if self._ended.is_set():
+            if self._ended.is_set() or now >= self._until:
                 return
             frames = sys._current_frames()
             self._note_threads(frames)

@@ -44,9 +44,11 @@ class ProfileFolder:
         self._token = secrets.token_hex(16)
         (self.path / self._token).touch()
 
-    def request(self, steps: int, seconds: float, *, memory: bool) -> Callable[[int], ProfileRequest]:
+    def request(
+        self, steps: int, seconds: float, *, memory: bool, samples: float = 0.0
+    ) -> Callable[[int], ProfileRequest]:
         """Return what creates a request with a number."""
-        return lambda number: ProfileRequest(number, steps, seconds, memory, str(self.path), self._token)
+        return lambda number: ProfileRequest(number, steps, seconds, memory, str(self.path), self._token, samples)
 
     def traces(self, replies: Mapping[int, ProfileReply | str]) -> Traces:
         """Return the traces of the replies; what arrives from other machines is written into the folder."""

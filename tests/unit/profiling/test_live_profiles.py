@@ -7,7 +7,7 @@ import time
 import pytest
 
 from notebook_accelerate import notebook_launcher, torch_internals
-from notebook_accelerate.launch import Run
+from notebook_accelerate.launch import Profile, Run
 from notebook_accelerate.telemetry import step_time
 from tests.support.waiting import until
 
@@ -75,6 +75,34 @@ def test_chosen_ranks_are_profiled_and_a_paused_one_says_so() -> None:
     finally:
         run.stop(grace=1.0)
     assert run.profile().missing[0].startswith("it is ")
+
+
+def sampled(profile: Profile) -> tuple[int, int, float]:
+    """Return how many steps were recorded and sampled, and for how many seconds samples were taken."""
+    (trace,) = profile._analysis.traces
+    return len(trace.steps()), len(trace.sampled_steps()), trace.facts["samples"]["seconds"]
+
+
+def test_short_steps_are_sampled_for_longer_than_they_are_recorded() -> None:
+    run = launched(train)
+    try:
+        until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
+        by_default, three = run.profile(), run.profile(steps=3)
+        callbacks = "__import__('notebook_accelerate.telemetry.step_time', fromlist='x').at_end"
+        assert not run.ask(f"any('StepProfiler' in repr(each) for each in {callbacks})")[0]
+    finally:
+        run.stop(grace=1.0)
+    assert (by_default.steps, three.steps) == (3, 3)
+    steps, more, seconds = sampled(by_default)
+    assert steps == 3
+    assert more > 10
+    assert 0.5 <= seconds < 60
+    assert sampled(three)[:2] == (3, 3)
+    tracks = {track.name: track for track in by_default.timeline.tracks}
+    lines, main = tracks["rank 0 · lines"], tracks["rank 0 · main thread"]
+    assert lines.start[-1] + lines.duration[-1] <= main.start[-1] + 1e6
+    assert by_default.lines()[0].share <= 1.0
+    assert by_default.lines()[0].line.function == "train"
 
 
 def test_metrics_end_the_steps_of_a_training_without_an_optimizer() -> None:

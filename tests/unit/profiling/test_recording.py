@@ -361,6 +361,24 @@ def test_samples_lie_between_begin_and_end() -> None:
     assert 0 < found[0]["cpu"] <= found[0]["seconds"]
 
 
+def test_samples_go_on_for_the_time_that_was_asked_for() -> None:
+    samples, found = timed_samples.TimedSamples(), []
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=lambda: found.append(samples.run()))
+    thread.start()
+    begin = time.time_ns()
+    samples.begin(0.3)
+    samples.end()
+    assert samples.running
+    assert sum(number * number for number in range(500_000)) > 0
+    thread.join(10.0)
+    assert not samples.running
+    assert sys.getswitchinterval() == interval
+    assert found[0]["seconds"] >= 0.3
+    assert found[0]["times"][-1] - begin > 0.15e9
+    assert 0 < found[0]["cpu"] <= found[0]["seconds"]
+
+
 def test_facts_are_appended_to_a_trace_of_torch(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

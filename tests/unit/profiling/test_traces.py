@@ -12,6 +12,7 @@ import pytest
 
 from notebook_accelerate.launch import Profile
 from notebook_accelerate.profiling.analysis import Analysis
+from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
 from notebook_accelerate.profiling.trace import KEY, RankTrace, parse, read_trace
 
@@ -69,6 +70,31 @@ def test_columns_steps_and_own_times() -> None:
 def test_a_step_in_whose_middle_recording_began_is_left_out() -> None:
     head = {KEY: {**facts(0, 0.0), "steps": 1, "skipped": 1}}
     assert parse(head, rank_events(0.0)).steps() == [(10_000.0, 20_000.0)]
+
+
+def printing(times: list[float], which: list[int], **more: Any) -> RankFacts:
+    """Return the facts of two steps of 10 ms with samples at times in ms, of ``print`` where ``which`` is 1."""
+    found = facts(0, 0.0)
+    frames = [["train.py", 5, "train", "x = model(x)"], ["train.py", 9, "train", "print(x)"]]
+    found["samples"] |= {"frames": frames, "times": [int(at * 1e6) for at in times], "which": which}
+    return Analysis([parse({KEY: {**found, **more}}, rank_events(0.0))], {}, str).facts.ranks[0]
+
+
+def test_steps_that_were_only_sampled_tell_how_long_printing_takes() -> None:
+    few = printing([0, 20], [0, 0])
+    assert (few.logging, few.logging_line) == (0.0, None)
+    boundaries = [int(at * 1e6) for at in (30, 40, 50)]
+    more = printing([0, 20, 35, 40, 45, 50], [0, 0, 1, 0, 1, 0], boundaries=boundaries)
+    assert more.steps == 2
+    assert more.logging == pytest.approx(10 / 40 * 0.01)
+    assert more.logging_line is not None
+    assert more.logging_line.source == "print(x)"
+
+
+def test_one_long_step_does_not_hide_what_takes_a_part_of_the_others() -> None:
+    boundaries = [int(at * 1e6) for at in (30, 40, 50, 550)]
+    found = printing([0, 10, 13, 20, 35, 40, 45, 50, 300, 550], [0, 0, 1, 0, 1, 0, 1, 0, 0, 0], boundaries=boundaries)
+    assert found.logging == pytest.approx(13 / 40 * 0.01)
 
 
 def test_a_forward_pass_of_ddp_is_a_phase_and_no_operation() -> None:
