@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +15,8 @@ MAX_SHIFT = 60
 """Ranks begin to record within so many collectives of each other."""
 LEAST_AGREEMENT = 0.9
 """Sequences of which fewer collectives agree are not joined."""
+CLOCKS = 100.0
+"""Microseconds by which the clocks of torch's profiler and its flight recorder may differ."""
 _COLLECTIVE = CATEGORIES.index("collective")
 _BYTES = {
     "float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1,
@@ -28,11 +31,12 @@ class Call:
 
     Attributes:
         event: Its index in the trace.
-        group: The process group; "" where it is not known.
+        group: The process group, with its ranks; "" where it is not known.
         operation: For example "all_reduce".
         nbytes: The size of its input; 0 where it is not known.
         start: Seconds since the epoch, by the run's clock.
         end: The same.
+        number: Its number among those of the group, from 1; 0 where it is not known.
     """
 
     event: int
@@ -41,6 +45,7 @@ class Call:
     nbytes: int
     start: float
     end: float
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ def calls_of(trace: RankTrace, clock: float) -> list[Call]:
         clock: The run's time of the trace's 0, in seconds since the epoch.
     """
     found = []
+    entered = _Entered(trace)
     for event in range(len(trace)):
         if trace.category[event] != _COLLECTIVE:
             continue
@@ -100,9 +106,35 @@ def calls_of(trace: RankTrace, clock: float) -> list[Call]:
         elif begin not in ("gloo", "nccl"):
             continue
         start = clock + trace.start[event] / 1e6
-        group = str(arguments.get("Process Group Name", ""))
-        found.append(Call(event, group, operation, _nbytes(arguments), start, start + trace.duration[event] / 1e6))
+        known, number = entered.take(operation, _elements(arguments), trace.start[event])
+        name = str(arguments.get("Process Group Name", known))
+        group = f"{name} {trace.members.get(name, '')}".strip()
+        end = start + trace.duration[event] / 1e6
+        found.append(Call(event, group, operation, _nbytes(arguments), start, end, number))
     return found
+
+
+class _Entered:
+    """Finds the group and the number of gloo's collectives, by when the rank has entered them."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self._rows: dict[tuple[str, int], deque[tuple[float, str, int]]] = {}
+        for group, number, operation, elements, seconds in trace.facts.get("collectives", ()):
+            row = (seconds - trace.base) * 1e6, group, number
+            self._rows.setdefault((operation, elements), deque()).append(row)
+
+    def take(self, operation: str, elements: int, start: float) -> tuple[str, int]:
+        """Return the group and number of the earliest one that is left; it was entered before its event begins."""
+        rows = self._rows.get((operation, elements))
+        if not rows or rows[0][0] > start + CLOCKS:
+            return "", 0
+        _, group, number = rows.popleft()
+        return group, number
+
+
+def _elements(arguments: Mapping[str, Any]) -> int:
+    dims = [each for each in arguments.get("Input Dims", ()) if all(isinstance(size, int) for size in each)]
+    return sum(map(prod, dims))
 
 
 def _nbytes(arguments: Mapping[str, Any]) -> int:
@@ -135,6 +167,11 @@ def join(calls: Mapping[int, Sequence[Call]]) -> list[Joined]:
 
 
 def _join_group(members: Mapping[int, Sequence[Call]]) -> list[Joined]:
+    if all(call.number for row in members.values() for call in row):
+        numbered = {rank: {call.number: call for call in row} for rank, row in members.items()}
+        common = sorted(set.intersection(*(set(row) for row in numbered.values())))
+        pairs = ((number, {rank: row[number] for rank, row in numbered.items()}) for number in common)
+        return [Joined(number, calls) for number, calls in pairs if _alike(calls)]
     first, *others = members
     shifts = {first: 0}
     for rank in others:
@@ -146,9 +183,13 @@ def _join_group(members: Mapping[int, Sequence[Call]]) -> list[Joined]:
     for index in range(len(members[first])):
         row = {rank: _at(members[rank], index + shifts[rank]) for rank in members}
         calls = {rank: call for rank, call in row.items() if call is not None}
-        if len(calls) == len(members) and len({(call.operation, call.nbytes) for call in calls.values()}) == 1:
+        if len(calls) == len(members) and _alike(calls):
             found.append(Joined(index + 1, calls))
     return found
+
+
+def _alike(calls: Mapping[int, Call]) -> bool:
+    return len({(call.operation, call.nbytes) for call in calls.values()}) == 1
 
 
 def _at(row: Sequence[Call], index: int) -> Call | None:

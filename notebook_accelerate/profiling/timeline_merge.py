@@ -124,13 +124,11 @@ def _append(track: Track, start: float, duration: float, name: int, depth: int, 
 
 
 def join_collectives(traces: Sequence[RankTrace], clocks: Mapping[int, float]) -> list[Joined]:
-    """Join the collectives of traces; without the names of groups, only where there is one group."""
+    """Join the collectives of traces; where there are several groups, only those whose group is known."""
     calls: dict[int, list[Call]] = {}
     for trace in traces:
         row = calls_of(trace, clocks[trace.rank])
-        if trace.groups > 1 and any(not call.group for call in row):
-            return []
-        calls[trace.rank] = row
+        calls[trace.rank] = [call for call in row if call.group] if trace.groups > 1 else row
     return join(calls)
 
 

@@ -61,6 +61,7 @@ class RankTrace:
         facts: What the rank has recorded besides: see ``worker.step_profiler``.
         groups: The number of process groups; 0 where it is not known.
         world: The number of ranks of the training; 0 where it is not known.
+        members: The ranks of each process group by its name, as far as torch tells.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class RankTrace:
     facts: Mapping[str, Any] = field(default_factory=dict)
     groups: int = 0
     world: int = 0
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _steps: list[tuple[float, float]] | None = None
 
     def __len__(self) -> int:
@@ -143,6 +145,7 @@ def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int 
     number = rank if rank is not None else int(facts.get("rank", world.get("rank", 0)))
     trace = RankTrace(number, base=float(head.get("baseTimeNanoseconds") or 0) / 1e9, facts=facts)
     trace.world = int(world.get("world_size", 0))
+    trace.members = {str(row.get("pg_name")): tuple(row.get("ranks") or ()) for row in world.get("pg_config") or ()}
     trace.groups = int(world.get("pg_count") or len(world.get("pg_config") or ()))
     names: dict[str, int] = {}
     threads: dict[Thread, int] = {}

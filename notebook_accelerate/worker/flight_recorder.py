@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import prod
 from typing import Any
 
 from notebook_accelerate.telemetry.debug_protocol import Collective
@@ -22,6 +23,29 @@ def read() -> tuple[tuple[Collective, ...], dict[str, int]]:
     """Return the open collectives of this rank and, by process group, the number of the last one entered."""
     dump = flight_recorder()
     return _parse(json.loads(dump(True, False))) if dump is not None and _has_group() else ((), {})
+
+
+def entered(begin: float, end: float) -> list[tuple[str, int, str, int, float]]:
+    """Return the collectives that this rank has entered between two times: group, number, operation, elements, when.
+
+    Args:
+        begin: Seconds since the epoch.
+        end: The same.
+    """
+    dump = flight_recorder()
+    if dump is None or not _has_group():
+        return []
+    return [
+        (
+            entry["process_group"][0],
+            int(entry["collective_seq_id"]),
+            entry["profiling_name"].rpartition(":")[2],
+            sum(map(prod, entry["input_sizes"])),
+            at,
+        )
+        for entry in json.loads(dump(True, False)).get("entries", [])
+        if not entry.get("is_p2p") and begin <= (at := entry["time_created_ns"] / 1e9) <= end
+    ]
 
 
 def _has_group() -> bool:

@@ -17,7 +17,7 @@ from notebook_accelerate import torch_internals
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.error_text import describe_error
-from notebook_accelerate.worker import exit_handlers, held_tensors, recorded_traces
+from notebook_accelerate.worker import exit_handlers, flight_recorder, held_tensors, recorded_traces
 from notebook_accelerate.worker.timed_samples import TimedSamples, read_quickly, thread_delay
 
 BEGIN_SECONDS = 60.0
@@ -97,8 +97,15 @@ class StepProfiler:
         except Exception:  # noqa: BLE001 - the trace is of use without them
             return {}
 
+    def _collectives(self) -> list[tuple[str, int, str, int, float]]:
+        """Return which group each collective was of where there are several: gloo does not tell torch's profiler."""
+        with suppress(Exception):  # then the collectives of ranks are not joined
+            if self._marks and len(torch_internals.process_groups()) > 1:
+                return flight_recorder.entered(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
+        return []
+
     def _write(self, recorded: recorded_traces.Recorded, samples: dict[str, Any]) -> None:
-        recorded.facts |= {"samples": samples, "boundaries": self._boundaries}
+        recorded.facts |= {"samples": samples, "boundaries": self._boundaries, "collectives": self._collectives()}
         try:
             reply = recorded.complete()
         except Exception as error:  # noqa: BLE001 - the training goes on

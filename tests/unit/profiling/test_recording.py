@@ -525,14 +525,20 @@ def in_several_groups() -> None:
         optimizer.zero_grad()
 
 
-def test_collectives_of_several_groups_are_not_joined_where_their_group_is_not_known() -> None:
+def test_collectives_of_several_groups_are_joined_by_group_and_number() -> None:
     with launched(in_several_groups, ranks=2) as run:
         trained(run)
-        profile = run.profile()
+        profile = run.profile(steps=3)
     assert (profile.missing, profile.steps) == ({}, 3)
     assert [trace.groups for trace in profile._analysis.traces] == [2, 2]
     assert any(row.name == "gloo:all_reduce" for row in profile.ops())
-    assert profile._analysis.joined == []
+    joined = profile._analysis.joined
+    sizes = {call.group: call.nbytes for each in joined for call in each.calls.values()}
+    assert sizes == {"0 (0, 1)": 4 * 64 * 65, "1 (0, 1)": 4 * 64 * 64}
+    assert all({call.number for call in each.calls.values()} == {each.number} for each in joined)
+    late = [each for each in joined if each.calls[0].group == "1 (0, 1)"]
+    assert {each.last for each in late} == {1}
+    assert max(each.waits()[0] for each in late) > 0.02
 
 
 def test_the_main_thread_of_a_forked_rank_has_a_processor_time_of_its_own() -> None:

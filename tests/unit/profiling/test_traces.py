@@ -142,6 +142,21 @@ def test_collectives_of_unlike_ranks_are_not_joined() -> None:
     assert Analysis([trace(0), several], {}, str).joined == []  # which group a collective is of is not known
 
 
+def test_collectives_of_groups_are_joined_by_when_each_rank_has_entered_them() -> None:
+    """Ranks 0 and 1, and 2 and 3, are one group each, with one name; all four are another."""
+    every = {"pg_name": "0", "ranks": [0, 1, 2, 3]}
+    entered = {rank: [["1", 8, "all_reduce", 10**6, 0.003], ["0", 5, "all_reduce", 10**6, 0.013]] for rank in range(4)}
+    entered[3] = entered[3][1:]  # the first one was entered before the recording
+    read = []
+    for rank in range(4):
+        own = {"pg_name": "1", "ranks": [0, 1] if rank < 2 else [2, 3]}
+        world = {"pg_count": 2, "rank": rank, "pg_config": [every, own]}
+        head = {KEY: {**facts(rank, rank * 100.0), "collectives": entered[rank]}, "distributedInfo": world}
+        read.append(parse(head, rank_events(rank * 100.0)))
+    joined = Analysis(read, {}, str).joined
+    assert [(each.number, sorted(each.calls), each.last) for each in joined] == [(8, [0, 1], 1), (5, [0, 1, 2, 3], 3)]
+
+
 def test_a_device_has_streams_and_collectives_with_numbers() -> None:
     rows = rank_events(0.0)[:2]
     comms = {"Collective name": "allreduce", "In msg nelems": 16_000_000, "dtype": "Float", "Process Group Name": "0"}
