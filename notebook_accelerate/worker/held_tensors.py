@@ -212,9 +212,10 @@ def _of_container(value: Any) -> dict[str, Any] | None:
     return {"count": len(held), "bytes": sum(each.nbytes for each in held), "kind": "container", "id": id(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a container has only numbers and the like, as a history of losses; in a tenth of the time of a loop."""
-    kinds = set(map(type, islice(value.values() if isinstance(value, dict) else value, MAX_ITEMS)))
+    values: Any = value.values() if isinstance(value, dict) else value
+    kinds = set(map(type, islice(values, MAX_ITEMS)))
     return bool(kinds) and kinds <= _PLAIN
 
 
