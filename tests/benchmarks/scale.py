@@ -26,8 +26,8 @@ from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedB
 COUNTS = (1, 8, 64, 512)
 SETTLE_SECONDS, SECONDS = 5.0, 15.0
 Backend = SimulatedBackend | LinkedBackend
-LIMIT = 12.0
-"""Percent of one core that 512 ranks may cost."""
+LIMIT, LINKED_LIMIT = 12.0, 20.0
+"""Percent of one core that 512 ranks may cost: local ones, and ranks on 64 hosts."""
 
 
 @dataclass
@@ -177,14 +177,14 @@ def watch(ranks: int, backend: Backend, seconds: float = SECONDS) -> Cost:
     )
 
 
-def figures(ranks: int, cost: Cost, first: Cost) -> Iterator[Figure]:
+def figures(ranks: int, cost: Cost, first: Cost, limit: float) -> Iterator[Figure]:
     """Yield what a number of ranks costs; linear or better means: an event costs no more than the first's."""
     expected = EVENTS_PER_SECOND * ranks
     yield Figure(what=f"{ranks} ranks: events/s", unit="", ours=cost.events, goal=f"≥ {0.9 * expected:,.0f}",
                  met=cost.events >= 0.9 * expected)  # fmt: skip
     yield Figure(what=f"{ranks} ranks: kernel CPU, of one core", unit="%", ours=cost.whole,
-                 goal=f"≤ {LIMIT:g} %" if ranks == COUNTS[-1] else "",
-                 met=cost.whole <= LIMIT if ranks == COUNTS[-1] else None,
+                 goal=f"≤ {limit:g} %" if ranks == COUNTS[-1] else "",
+                 met=cost.whole <= limit if ranks == COUNTS[-1] else None,
                  note=f"supervisor {cost.supervisor:.1f} %, panel {cost.panel:.1f} %")  # fmt: skip
     each, base = 1e4 * cost.whole / cost.events, 1e4 * first.whole / first.events
     yield Figure(what=f"{ranks} ranks: CPU per event", unit="µs", ours=each, goal="" if cost is first else "≤ first",
@@ -198,18 +198,18 @@ def figures(ranks: int, cost: Cost, first: Cost) -> Iterator[Figure]:
 @row("scale", "many ranks by socket pairs")
 def direct() -> Iterator[Figure]:
     """Watch ranks as local ones are: a socket pair and two pipes each."""
-    yield from _each(SimulatedBackend)
+    yield from _each(SimulatedBackend, LIMIT)
 
 
 @row("scale", "many ranks through links")
 def linked() -> Iterator[Figure]:
     """Watch ranks on machines of eight each: one authenticated stream per machine."""
-    yield from _each(LinkedBackend)
+    yield from _each(LinkedBackend, LINKED_LIMIT)
 
 
-def _each(backend: Callable[[], Backend]) -> Iterator[Figure]:
+def _each(backend: Callable[[], Backend], limit: float) -> Iterator[Figure]:
     first: Cost | None = None
     for ranks in COUNTS:
         cost = watch(ranks, backend())
         first = first or cost
-        yield from figures(ranks, cost, first)
+        yield from figures(ranks, cost, first, limit)

@@ -212,9 +212,12 @@ class _Voice:
         channel, self._stdout, self._stderr, life = descriptors
         self._channel, self._life = Channel(socket.socket(fileno=channel)), socket.socket(fileno=life)
         self._life.setblocking(False)
-        self._number = 0
-        self.due = time.monotonic() + random.Random(rank).random() * period
+        self._number, self.due = 0, 0.0
         self._channel.send(StatusEvent("running"))
+
+    def begin(self) -> None:
+        """Be due within a period from now: what was not said while the others were started is not made up for."""
+        self.due = time.monotonic() + random.Random(self._rank).random() * self._period
 
     def speak(self) -> bool:
         """Say the next thing; return whether the rank goes on."""
@@ -302,6 +305,8 @@ def be_hosts(port: int, first: int, count: int, each: int, events_per_second: fl
 
 def _speak_for(ranks: list[_Voice]) -> None:
     """Let each rank say what is due, until the last one has ended."""
+    for rank in ranks:
+        rank.begin()
     while ranks:
         first = min(ranks, key=lambda rank: rank.due)
         time.sleep(max(0.0, first.due - time.monotonic()))
