@@ -224,7 +224,8 @@ class _Voice:
         with suppress(ChannelClosedError, OSError):
             if not self._asked_to_end():
                 self._say(self._number)
-                self._number, self.due = self._number + 1, self.due + self._period
+                self._number += 1
+                self.due = max(self.due + self._period, time.monotonic())  # a training does not make up for lost time
                 return True
             self._channel.send(ResultEvent(pickle.dumps(self._rank)))
         for descriptor in (self._stdout, self._stderr):
