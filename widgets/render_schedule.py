@@ -24,8 +24,8 @@ PERIOD = 0.2
 """The shortest time between two renders of a view, in seconds."""
 IDLE_PERIOD = 1.0
 """Seconds between two renders without events: elapsed times and silences still change."""
-REST = 24.0
-"""After a round of renders the thread sleeps this many times its processor time, but at most a second."""
+REST, LONGEST_REST = 24.0, 3.0
+"""After a round of renders the thread sleeps this many times its processor time, but at most so many seconds."""
 
 
 class RenderSchedule:
@@ -146,7 +146,7 @@ class Ticker:
             # Sleep at least as long as the round took, for slow front ends and busy machines; the panels of hundreds
             # of ranks use at most a twentieth of a processor.
             spent, worked = time.monotonic() - begin, time.thread_time() - before
-            self._woken.wait(max(PERIOD - spent, spent, min(REST * worked, IDLE_PERIOD), 0.01))
+            self._woken.wait(max(PERIOD - spent, spent, min(REST * worked, LONGEST_REST), 0.01))
             self._woken.clear()
 
     def _open(self) -> list[RenderSchedule]:

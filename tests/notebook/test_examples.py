@@ -27,7 +27,8 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
 
     launch = find(cells, "run = notebook_launcher")
     assert launch.stdout.count("[rank 0] epoch") == 8
-    assert "[rank 1]" not in launch.stdout
+    others = [line for line in launch.stdout.splitlines() if line.startswith("[rank 1]")]
+    assert all("[Gloo] Rank" in line for line in others)  # torch 2.9 prints that it has connected the ranks
     results = kernel.value("run.results")
     assert len(results) == 2
     assert results[0] == results[1] > 0.95
