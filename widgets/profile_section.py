@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
 from notebook_accelerate.widgets.action_rows import ActionRows
 from notebook_accelerate.widgets.actions import Action, ActionRow
 from notebook_accelerate.widgets.live_panel import close_all
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.report.profile import Profile
 
-STEPS = 3
 PROFILE = Action(
-    id="profile", label="Profile", hint=f"Record the next {STEPS} steps of all ranks with torch's profiler"
+    id="profile", label="Profile", hint=f"Record the next {DEFAULT_STEPS} steps of all ranks with torch's profiler"
 )
 CLOSE = Action(id="close", label="Close", hint="Close this profile")
 
@@ -52,7 +52,7 @@ class ProfileSection:
         if self.recording:
             return
         self.recording = True
-        self._say(f"profiling {STEPS} steps ...")
+        self._say(f"profiling {DEFAULT_STEPS} steps ...")
         name = f"notebook-accelerate-panel-profile-{self.run.id}"
         threading.Thread(target=self._record, name=name, daemon=True).start()
 

@@ -118,7 +118,7 @@ def recorded(trace: RankTrace) -> tuple[float, float]:
         return steps[0][0], steps[-1][1]
     if not len(trace):
         return 0.0, 0.0
-    return trace.start[0], max(trace.end(event) for event in range(len(trace)))
+    return trace.start[0], trace.last_end()
 
 
 __all__ = ["LineSeconds", "OpTime", "line_table", "op_table", "own_times", "recorded"]

@@ -94,8 +94,8 @@ class Merger:
         if lines is None or not lines.times:
             return None
         track = Track(trace.rank, f"rank {trace.rank} · lines")
-        last = max((trace.end(event) for event in range(len(trace))), default=lines.times[-1])
-        for index, begin, end in lines.spans(lines.times[0], min(lines.times[-1], last)):
+        last = min(lines.times[-1], trace.last_end()) if len(trace) else lines.times[-1]
+        for index, begin, end in lines.spans(lines.times[0], last):
             line = lines.line(index)
             if line is None:
                 continue

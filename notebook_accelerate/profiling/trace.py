@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,10 @@ class RankTrace:
             found = [(self.start[event], self.end(event)) for event in range(len(self)) if self.category[event] == step]
             self._steps = found[first : first + int(self.facts.get("steps", len(found)))]
         return self._steps
+
+    def last_end(self) -> float:
+        """Return when the last of its events ends; 0.0 without events."""
+        return max(map(add, self.start, self.duration), default=0.0)
 
     def sampled_steps(self) -> list[tuple[float, float]]:
         """Return start and end of each complete step, with those that were only sampled after the recorded ones."""

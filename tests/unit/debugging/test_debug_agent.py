@@ -87,7 +87,7 @@ def test_a_rank_that_is_paused_again_goes_on_to_the_next_boundary_first(host: Ho
 
 
 def test_where_an_optimizer_steps_a_rank_is_paused_after_a_step_and_not_where_it_logs(host: Host) -> None:
-    install_sink(host)  # type: ignore[arg-type]
+    install_sink(host.sink)
     try:
         step_time.end_step()
         host.hear(PauseRequest(1))

@@ -52,6 +52,12 @@ def running(run: Run) -> bool:
     return run.ended is not None or bool(run.stacks()[0])
 
 
+def called_at_steps(run: Run, rank: int) -> bool:
+    """Whether a profile is still called at the end of a rank's steps."""
+    callbacks = "__import__('notebook_accelerate.telemetry.step_time', fromlist='x').at_end"
+    return bool(run.ask(f"any('StepProfiler' in repr(each) for each in {callbacks})")[rank])
+
+
 def test_chosen_ranks_are_profiled_and_a_paused_one_says_so() -> None:
     run = launched(train, 2)
     try:
@@ -59,8 +65,7 @@ def test_chosen_ranks_are_profiled_and_a_paused_one_says_so() -> None:
         profile = run.profile(steps=2, ranks=[1], memory=True)
         assert (profile.ranks, profile.steps, profile.missing) == ([1], 2, {})
         assert profile.peaks()[1].nbytes > 64 * 64 * 4
-        callbacks = "__import__('notebook_accelerate.telemetry.step_time', fromlist='x').at_end"
-        assert not run.ask(f"any('StepProfiler' in repr(each) for each in {callbacks})")[1]
+        assert not called_at_steps(run, rank=1)
         run.pause()
         assert {rank: why.split(" at")[0] for rank, why in run.profile(steps=1).missing.items()} == {
             0: "paused",
@@ -88,8 +93,7 @@ def test_short_steps_are_sampled_for_longer_than_they_are_recorded() -> None:
     try:
         until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
         by_default, three = run.profile(), run.profile(steps=3)
-        callbacks = "__import__('notebook_accelerate.telemetry.step_time', fromlist='x').at_end"
-        assert not run.ask(f"any('StepProfiler' in repr(each) for each in {callbacks})")[0]
+        assert not called_at_steps(run, rank=0)
     finally:
         run.stop(grace=1.0)
     assert (by_default.steps, three.steps) == (3, 3)
