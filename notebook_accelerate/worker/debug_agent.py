@@ -58,6 +58,8 @@ BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
 BYTECODE_SECONDS = 0.5
 """How long the request then waits for the next bytecode, before the agent's thread serves it."""
+LOCKED_SECONDS = 5.0
+"""How long the agent's thread may then keep the interpreter lock, unless an operation releases it."""
 STUCK_SECONDS = 2.0
 """The heartbeat names the open collective of a main thread that has not moved for this long."""
 
@@ -211,10 +213,23 @@ class DebugAgent:
                 pending.signalled, pending.deadline = True, now + BYTECODE_SECONDS
                 signal.pthread_kill(self._main, signal.SIGUSR2)
             elif pending.from_agent:
-                pending.serve(stacks.main_frame(), "read by another thread: the main thread waits in C")
+                self._serve_from_here(pending)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
+
+    def _serve_from_here(self, pending: _Pending) -> None:
+        """Serve while the main thread waits in C; should it return, it waits for the interpreter lock until then.
+
+        A process may end with a segmentation fault where one thread reads ``parameter.grad`` while another sets it
+        (torch 2.13).
+        """
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(LOCKED_SECONDS)
+        try:
+            pending.serve(stacks.main_frame(), "read by another thread: the main thread waits in C")
+        finally:
+            sys.setswitchinterval(interval)
 
     def _record_movement(self) -> None:
         """Record when the main thread moves: it is at another bytecode, has used processor time, or ended a step.
@@ -274,13 +289,7 @@ class DebugAgent:
         if "torch" not in sys.modules:
             self._agent.sink.send(MemoryReply(request.number, error="it has not imported torch"))
             return
-        from notebook_accelerate.worker import memory_report
-
-        try:
-            reply = MemoryReply(request.number, memory_report.take())
-        except Exception as error:  # noqa: BLE001 - the objects of a live process change while they are counted
-            reply = MemoryReply(request.number, error=f"its memory was not counted ({describe_error(error, 300)})")
-        self._agent.sink.send(reply)
+        self._in_frame(lambda _frame, _note: self._agent.sink.emit(_memory_reply(request)))
 
     def _end_profile(self) -> None:
         self._profiler = None
@@ -364,6 +373,15 @@ class DebugAgent:
             self._agent.sink.send(DoneReply(request.number, f"{host}:{port}"))
         except Exception as error:  # noqa: BLE001 - the kernel shows debugpy's error
             self._agent.sink.send(DoneReply(request.number, error=f"{type(error).__name__}: {error}"))
+
+
+def _memory_reply(request: MemoryRequest) -> MemoryReply:
+    from notebook_accelerate.worker import memory_report
+
+    try:
+        return MemoryReply(request.number, memory_report.take())
+    except Exception as error:  # noqa: BLE001 - objects of any class are looked at
+        return MemoryReply(request.number, error=f"its memory was not counted ({describe_error(error, 300)})")
 
 
 def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:

@@ -44,7 +44,7 @@ class _Held:
 
 
 def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
-    """Return the report; from any thread.
+    """Return the report; the main thread must not run Python code meanwhile.
 
     Args:
         frames: The frames whose variables are looked at; None: those of the user's code on the main thread.
@@ -55,8 +55,8 @@ def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
         ``devices``: bytes by device; ``lines``: file, line, bytes.
     """
     torch: Any = sys.modules["torch"]
-    objects = [each for each in gc.get_objects() if isinstance(each, (torch.nn.Module, torch.optim.Optimizer))]
-    roots, optimizers = _roots(objects), [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    modules, optimizers, tensors = _instances(torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+    roots = _roots(modules)
     state = {id(p): held for each in optimizers for p, held in list(each.state.items())}
     held = _Held()
     rows: list[list[Any]] = []
@@ -71,9 +71,8 @@ def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
     totals["parameters"] += held.add(p for root in roots for p in root.parameters())
     totals["optimizer state"] += held.add(t for each in state.values() for t in _tensors(each))
     variables = _variables(held, user_frames() if frames is None else frames)
-    rest = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-    totals["activations now"] = held.add(each for each in rest if each.grad_fn is not None)
-    totals["other tensors"] = sum(size for _, _, size in variables) + held.add(rest)
+    totals["activations now"] = held.add(each for each in tensors if each.grad_fn is not None)
+    totals["other tensors"] = sum(size for _, _, size in variables) + held.add(tensors)
     rows.sort(key=lambda row: -sum(row[1:]))
     return {
         "parts": totals, "expected": _expected(roots, optimizers), "modules": rows[:MAX_ROWS],
@@ -81,10 +80,21 @@ def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _roots(objects: list[Any]) -> list[Any]:
+def _instances(*kinds: type) -> list[list[Any]]:
+    """Return the instances of each class among all objects, without asking an object for ``__class__``.
+
+    A proxy to an object that is gone, or a deprecated name, raises an error or warns when it is asked.
+    """
+    found: list[list[Any]] = [[] for _ in kinds]
+    for each in gc.get_objects():
+        for kind, instances in zip(kinds, found, strict=True):
+            if issubclass(type(each), kind):
+                instances.append(each)
+    return found
+
+
+def _roots(modules: list[Any]) -> list[Any]:
     """Return the modules that are in no other one."""
-    torch: Any = sys.modules["torch"]
-    modules = [each for each in objects if isinstance(each, torch.nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 

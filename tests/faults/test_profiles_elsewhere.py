@@ -58,8 +58,10 @@ def check(kernel: Kernel) -> None:
     assert sentence.startswith("rank 0 waits ")
     assert " per step for rank 1 in all_reduce" in sentence
     assert sentence.endswith("time.sleep(0.15)")
-    memory = kernel.value("[run.memory().bytes(rank)['parameters'] for rank in (0, 1)]", 120)
-    assert memory == [4 * (64 * 256 + 256 + 256 * 64 + 64)] * 2
+    kernel.check("memory = run.memory()", 120)
+    assert kernel.value("memory.missing") == {}
+    parameters = kernel.value("[memory.bytes(rank)['parameters'] for rank in (0, 1)]")
+    assert parameters == [4 * (64 * 256 + 256 + 256 * 64 + 64)] * 2
 
 
 def test_a_detached_run_is_profiled_from_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

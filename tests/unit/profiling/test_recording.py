@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -508,6 +509,27 @@ def test_memory_is_compared_with_what_parameters_and_optimizer_ask_for() -> None
     head, row = (line.split() for line in repr(memory).splitlines()[:8] if line.startswith(("bytes of", "optimizer")))
     assert head[-1] == "expected"
     assert row[-4:] == ["133.1", "kB", "133.1", "kB"]
+
+
+def sets_gradients() -> None:
+    warnings.simplefilter("error")
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(100)))
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_training_survives_many_looks_at_its_memory() -> None:
+    with launched(sets_gradients) as run:
+        trained(run)
+        for _ in range(100):
+            memory = run.memory(seconds=0)
+            assert memory.missing == {}
+            assert memory.bytes(0)["gradients"] == 100 * 4 * (16 * 16 + 16)  # read when a step ends
+        assert run.status == "running"
 
 
 def in_several_groups() -> None:
