@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
 from notebook_accelerate.profiling.analysis import Analysis
+from notebook_accelerate.profiling.chrome_events import ChromeEvents
 from notebook_accelerate.profiling.memory_facts import PeakMemory, peak_of
 from notebook_accelerate.profiling.op_table import LineSeconds, OpTime
 from notebook_accelerate.profiling.profile_findings import Finding
@@ -214,7 +214,7 @@ class Profile:
             folder: Created if needed; files of the same name are replaced.
 
         Returns:
-            The files: "rank0.pt.trace.json.gz" and so on; the last one is "merged.json.gz", on one clock.
+            The files: "rank0.pt.trace.json.gz" and so on; the last one is "all_ranks/merged.json.gz", on one clock.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
@@ -223,9 +223,10 @@ class Profile:
             file = target / f"rank{rank}.pt.trace.json.gz"
             _compress(path, file)
             written.append(file)
-        merged = target / "merged.json.gz"
+        merged = target / "all_ranks" / "merged.json.gz"  # HTA takes each file of a folder for a rank
+        merged.parent.mkdir(exist_ok=True)
         with gzip.open(merged, "wt", compresslevel=3) as stream:
-            json.dump({"traceEvents": _merged(self.timeline), "displayTimeUnit": "ms"}, stream)
+            json.dump({"traceEvents": list(ChromeEvents(self.timeline).rows()), "displayTimeUnit": "ms"}, stream)
         return [*written, merged]
 
     # ---- as text and as HTML
@@ -307,39 +308,6 @@ def _compress(path: Path, file: Path) -> None:
         return
     with path.open("rb") as source, gzip.open(file, "wb", compresslevel=3) as target:
         shutil.copyfileobj(source, target, 1 << 20)
-
-
-def _merged(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return the timeline as events of Chrome's format: a process per rank, a thread per track, arrows for waits."""
-    rows: list[dict[str, Any]] = []
-    for number, track in enumerate(timeline.tracks):
-        name = track.name.partition(" · ")[2]
-        rows += [
-            {"ph": "M", "name": "process_name", "pid": track.rank, "args": {"name": f"rank {track.rank}"}},
-            {"ph": "M", "name": "thread_name", "pid": track.rank, "tid": number, "args": {"name": name}},
-        ]
-        for event in range(len(track)):
-            rows.append(
-                {
-                    "ph": "X", "name": timeline.names[track.names[event]], "pid": track.rank, "tid": number,
-                    "cat": timeline.categories[track.category[event]], "ts": round(track.start[event], 3),
-                    "dur": round(track.duration[event], 3),
-                }
-            )  # fmt: skip
-    for step in timeline.steps:
-        rows.append(
-            {"ph": "X", "name": f"step {step.number}", "pid": step.rank, "tid": -1, "cat": "step",
-             "ts": round(step.start, 3), "dur": round(step.end - step.start, 3)}
-        )  # fmt: skip
-    for number, wait in enumerate(timeline.waits):
-        ends = (("s", wait.to_track, wait.to_event), ("f", wait.from_track, wait.from_event))
-        for phase, track_number, event in ends:
-            track = timeline.tracks[track_number]
-            rows.append(
-                {"ph": phase, "id": number, "name": "waits for", "cat": "wait", "bp": "e", "pid": track.rank,
-                 "tid": track_number, "ts": round(track.start[event], 3)}
-            )  # fmt: skip
-    return rows
 
 
 __all__ = ["Profile", "ProfileFolder", "Traces"]

@@ -12,9 +12,12 @@ import pytest
 
 from notebook_accelerate.launch import Profile
 from notebook_accelerate.profiling.analysis import Analysis
+from notebook_accelerate.profiling.chrome_events import ChromeEvents
 from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
+from notebook_accelerate.profiling.timeline import Timeline, Track
 from notebook_accelerate.profiling.trace import KEY, RankTrace, parse, read_trace
+from tests.support import perfetto
 
 MAIN, GLOO = 100, 101
 
@@ -188,8 +191,15 @@ def test_files_are_read_and_written(tmp_path: Path) -> None:
     assert again.findings == profile.findings
     assert len(again.findings) == 1
     merged = json.loads(gzip.decompress(files[-1].read_bytes()))["traceEvents"]
-    assert {row["pid"] for row in merged} == {0, 1}
-    assert [row["ph"] for row in merged if row["name"] == "waits for"] == ["s", "f"] * 2
+    kept, arrows = perfetto.imported(merged)
+    assert len(kept) == sum(row["ph"] == "X" for row in merged) == sum(map(len, profile.timeline.tracks)) + 4
+    assert {(row.process, row.thread) for row in kept} == {
+        (f"rank {rank}", thread) for rank in (0, 1) for thread in ("steps", "main thread", "lines", "collectives")
+    }
+    assert [(begin.process, end.process, end.start - begin.start) for begin, end in arrows] == [
+        ("rank 0", "rank 1", 3_000_000)
+    ] * 2
+    assert {end.name for pair in arrows for end in pair} == {"gloo:all_reduce"}
     html = profile._repr_html_()
     assert profile.findings[0].sentence in html
     assert "svg" in html
@@ -203,6 +213,31 @@ def test_files_are_read_and_written(tmp_path: Path) -> None:
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="there is no trace in"):
         Profile.load(empty)
+
+
+def test_events_that_overlap_have_threads_of_their_own_and_inexact_ends_have_not() -> None:
+    timeline = Timeline(names=["a"])
+    for name, spans in {
+        "two at a time": [(0.0, 9.0), (1.0, 3.0), (2.0, 3.0), (6.0, 2.0), (6.0, 5.0)],
+        # In single precision the first one is 7 ns longer.
+        "one after the other": [(0.0, 1234567.818), (1234567.818, 5.0), (1234570.0, 2.8180001)],
+    }.items():
+        track = Track(0, f"rank 0 · {name}")
+        for start, duration in spans:
+            track.start.append(start)
+            track.duration.append(duration)
+            track.names.append(0)
+            track.category.append(0)
+        timeline.tracks.append(track)
+    kept, _ = perfetto.imported(list(ChromeEvents(timeline).rows()))
+    found: dict[str, list[tuple[int, int]]] = {}
+    for row in kept:
+        found.setdefault(row.thread, []).append((row.start, row.end))
+    assert found == {
+        "two at a time": [(0, 9000), (1000, 4000), (6000, 8000)],
+        "two at a time (2)": [(2000, 5000), (6000, 11000)],
+        "one after the other": [(0, 1234567818), (1234567818, 1234572818), (1234570000, 1234572818)],
+    }
 
 
 def test_the_peak_of_allocations_and_what_fits() -> None:
