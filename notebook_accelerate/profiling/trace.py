@@ -17,16 +17,18 @@ from notebook_accelerate.profiling.timeline import CATEGORIES
 
 KEY = "notebook_accelerate"
 """Where a trace that ``run.profile()`` has recorded holds samples and other facts of the rank."""
-STEP = "ProfilerStep#"
+STEP, AFTER_STEPS = "ProfilerStep#", "after the last ProfilerStep"
 _CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _PLAIN = {
     "kernel": "kernel", "gpu_memcpy": "memory", "gpu_memset": "memory", "cuda_runtime": "runtime",
     "cuda_driver": "runtime", "python_function": "python",
 }  # fmt: skip
+_REPEATED = ("Trace", "gpu_user_annotation")
+"""Events that say again what others say: the whole recording, and a step's time on a stream of a device."""
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NAMED = (
-    (STEP, "step"), ("enumerate(DataLoader)", "loader"), ("Optimizer.", "optimizer"), ("gloo:", "collective"),
-    ("nccl:", "collective"), ("c10d::", "collective"), ("record_param_comms", "collective"),
+    (STEP, "step"), (AFTER_STEPS, "step"), ("enumerate(DataLoader)", "loader"), ("Optimizer.", "optimizer"),
+    ("gloo:", "collective"), ("nccl:", "collective"), ("c10d::", "collective"), ("record_param_comms", "collective"),
     ("ncclDevKernel", "collective"), ("ncclKernel", "collective"), ("autograd::engine", "backward"),
     ("DistributedDataParallel.forward", "forward"),
 )  # fmt: skip
@@ -107,8 +109,9 @@ class RankTrace:
     def steps(self) -> list[tuple[float, float]]:
         """Return start and end of each complete step."""
         if self._steps is None:
-            step, first = _CATEGORY["step"], int(self.facts.get("skipped", 0))
-            found = [(self.start[event], self.end(event)) for event in range(len(self)) if self.category[event] == step]
+            first = int(self.facts.get("skipped", 0))
+            steps = [event for event in range(len(self)) if self.text(event).startswith(STEP)]
+            found = [(self.start[event], self.end(event)) for event in steps]
             self._steps = found[first : first + int(self.facts.get("steps", len(found)))]
         return self._steps
 
@@ -154,7 +157,7 @@ def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int 
     trace.groups = int(world.get("pg_count") or len(world.get("pg_config") or ()))
     names: dict[str, int] = {}
     threads: dict[Thread, int] = {}
-    complete = [row for row in rows if row.get("ph") == "X" and row.get("cat") != "Trace"]
+    complete = [row for row in rows if row.get("ph") == "X" and row.get("cat") not in _REPEATED]
     complete.sort(key=lambda row: (row["ts"], -row.get("dur", 0.0)))
     for row in complete:
         _add(trace, row, names, threads)

@@ -33,6 +33,9 @@ BYTECODE_SECONDS = 2.0
 WITHOUT_STEPS = 3
 """After so many metrics without a step of an optimizer, each metric ends a step."""
 
+AFTER_STEPS = "after the last ProfilerStep"
+"""What follows the steps in a trace: HTA leaves out the last event with such a name, and all that begins after it."""
+
 
 class StepProfiler:
     """One request to record steps; ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
@@ -154,9 +157,20 @@ class StepProfiler:
             return
         self._steps += 1
         self._mark()
-        self._profiler.step()  # also after the last one: what follows belongs to no step
         if self._steps >= self.request.steps:
+            self._end_steps()
             self.finish()
+        else:
+            self._profiler.step()
+
+    def _end_steps(self) -> None:
+        """End the last step: what follows belongs to none, nor to one more that TensorBoard would count."""
+        from torch.profiler import record_function
+
+        self._profiler.step_rec_fn.__exit__(None, None, None)
+        after: Any = record_function(AFTER_STEPS)
+        self._profiler.step_rec_fn = after  # which stopping ends
+        after.__enter__()
 
     def _skip_part(self) -> None:
         """Handle the end of a step in whose middle recording has begun: what follows are whole steps."""

@@ -16,7 +16,7 @@ from notebook_accelerate.profiling.chrome_events import ChromeEvents
 from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
 from notebook_accelerate.profiling.timeline import Timeline, Track
-from notebook_accelerate.profiling.trace import KEY, RankTrace, parse, read_trace
+from notebook_accelerate.profiling.trace import AFTER_STEPS, KEY, RankTrace, parse, read_trace
 from tests.support import perfetto
 
 MAIN, GLOO = 100, 101
@@ -165,11 +165,14 @@ def test_a_device_has_streams_and_collectives_with_numbers() -> None:
     comms = {"Collective name": "allreduce", "In msg nelems": 16_000_000, "dtype": "Float", "Process Group Name": "0"}
     rows += [
         {**event("gemm", 500, 5, 7), "cat": "kernel", "pid": 0},
+        {**event("ProfilerStep#0", 500, 5, 7), "cat": "gpu_user_annotation", "pid": 0},
         {**event("cudaStreamSynchronize", 600, 8000), "cat": "cuda_runtime"},
         event("aten::item", 590, 8020),
         event("record_param_comms", 9000, 10, MAIN, **comms),
     ]
-    read = [parse({KEY: {"steps": 1, "rank": rank}}, rows, rank) for rank in (0, 1)]
+    rows.append(event(AFTER_STEPS, 10_000, 300))
+    read = [parse({KEY: {"rank": rank}}, rows, rank) for rank in (0, 1)]
+    assert read[0].steps() == [(0.0, 10_000.0)]
     merged = Analysis(read, {}, str)
     assert merged.joined[0].label() == "all_reduce #1 (64 MB)"
     assert "rank 0 · gpu stream 7" in [track.name for track in merged.timeline.tracks]
