@@ -15,6 +15,7 @@ from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.profiling.collective_waits import Joined
 from notebook_accelerate.profiling.op_table import recorded
 from notebook_accelerate.profiling.sampled_lines import Line, SampledLines
+from notebook_accelerate.profiling.stack_kinds import is_logging, is_saving, is_waiting_for_batch
 from notebook_accelerate.profiling.timeline import CATEGORIES
 from notebook_accelerate.profiling.trace import RankTrace
 
@@ -27,6 +28,8 @@ LOOP = 500.0
 """Microseconds: shorter times between two small operations, or two reads, belong to them."""
 LONG = 2.0
 """So many times as long as the median, a step is not a usual one."""
+LEAST_LATER = 2
+"""Fewer steps than these tell nothing: with two worker processes, each second step may wait."""
 SURELY_MORE = 1.25
 """A thread holds the lock if it computes by so much more than the main thread, which may compute without it."""
 READS = re.compile(r"\.item\(|\.tolist\(|\bfloat\(|\bint\(|\bbool\(|\bif |\bwhile ")
@@ -339,6 +342,20 @@ class RankReader:
         if len(marks) > 1:
             wall = (marks[-1]["time"] - marks[0]["time"]) / 1e9
             facts.delay = (marks[-1].get("delay", 0.0) - marks[0].get("delay", 0.0)) / max(1e-9, wall)
+        if facts.loader_processes:
+            facts.loader = max(facts.loader, self._later_loading())
+
+    def _later_loading(self) -> float:
+        """Return the seconds per step of waiting for a DataLoader's processes in the steps that were only sampled.
+
+        The recorded ones may find batches that were made while torch's profiler started. Where ranks share processors,
+        as much of the waiting is for a processor as of the rest.
+        """
+        later = self._trace.sampled_steps()[len(self._steps) :] if self._steps else []
+        if len(later) < LEAST_LATER:
+            return 0.0
+        waiting = sum(self._lines.seconds_where(is_waiting_for_batch, start, end) for start, end in later)
+        return 1e6 * waiting / sum(end - start for start, end in later) * self.facts.running
 
     def _where(self, matches: Callable[[list[FrameInfo]], bool]) -> tuple[float, Line | None, float]:
         """Return the seconds per step in stacks that match, their line, and the share of steps in which they occur.
@@ -382,32 +399,6 @@ class RankReader:
         growth = [sum(size for at, size, _ in memory if start <= at < end) for start, end in steps]
         if min(growth) > 0:
             self.facts.memory_growth = sum(growth) / len(growth)
-
-
-def is_logging(frames: list[FrameInfo]) -> bool:
-    """Whether a stack is in printing or logging."""
-    for frame in frames:
-        name = frame.filename.replace("\\", "/")
-        if name.endswith("/tqdm/std.py") and not frame.function.endswith("__iter__"):  # which waits for the next batch
-            return True
-        if name.endswith(("/logging/__init__.py", "notebook_accelerate/worker/console.py")):
-            return True
-        if "notebook_accelerate/tracking/" in name:
-            return True
-    return bool(frames) and frames[-1].source.lstrip().startswith("print(")
-
-
-def is_saving(frames: list[FrameInfo]) -> bool:
-    """Whether a stack is in saving a checkpoint."""
-    for frame in frames:
-        name = frame.filename.replace("\\", "/")
-        if "torch/serialization.py" in name and "save" in frame.function:
-            return True
-        if "notebook_accelerate/checkpointing/" in name and "load" not in frame.function:
-            return True
-        if "safetensors" in name and "save" in frame.function:
-            return True
-    return False
 
 
 def find_waits(
@@ -478,4 +469,4 @@ class _Operations:
         return total / 1e6
 
 
-__all__ = ["ProfileFacts", "RankFacts", "RankReader", "Wait", "find_waits", "is_logging", "is_saving"]
+__all__ = ["ProfileFacts", "RankFacts", "RankReader", "Wait", "find_waits"]

@@ -108,7 +108,7 @@ def loader_processes_too_few() -> None:
     rank = in_group()
     net = DDP(digits())
     opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    workers = iter(DataLoader(Images(0.004 if rank == 0 else 0.0), batch_size=32, num_workers=2))
+    workers = iter(DataLoader(Images(0.02 if rank == 0 else 0.0), batch_size=32, num_workers=2))
     for _ in range(FOREVER):
         x, y = next(workers)
         opt.zero_grad(set_to_none=True)

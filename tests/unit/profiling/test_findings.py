@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, Wait, is_logging
+from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, Wait
 from notebook_accelerate.profiling.profile_findings import find
 from notebook_accelerate.profiling.sampled_lines import Line
 

@@ -15,6 +15,7 @@ from notebook_accelerate.profiling.analysis import Analysis
 from notebook_accelerate.profiling.chrome_events import ChromeEvents
 from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
+from notebook_accelerate.profiling.profile_findings import slow_loader
 from notebook_accelerate.profiling.timeline import Timeline, Track
 from notebook_accelerate.profiling.trace import AFTER_STEPS, KEY, RankTrace, parse, read_trace
 from tests.support import perfetto
@@ -81,6 +82,30 @@ def printing(times: list[float], which: list[int], **more: Any) -> RankFacts:
     frames = [["train.py", 5, "train", "x = model(x)"], ["train.py", 9, "train", "print(x)"]]
     found["samples"] |= {"frames": frames, "times": [int(at * 1e6) for at in times], "which": which}
     return Analysis([parse({KEY: {**found, **more}}, rank_events(0.0))], {}, str).facts.ranks[0]
+
+
+def waiting_for_batches(seconds: float, processes: str = "MultiProcessing", delay: float = 0.0) -> RankFacts:
+    """Return the facts of two steps of 10 ms without a wait, and of two more that wait so long for a DataLoader."""
+    found = facts(0, 0.0)
+    loader = "lib/torch/utils/data/dataloader.py"
+    frames = [["train.py", 5, "train", "x = next(batches)"], [loader, 1278, "Iter._try_get_data", ""]]
+    ends = 0.02, 0.03, 0.03 + seconds, 0.05, 0.05 + seconds, 0.07
+    found["samples"] |= {"frames": frames, "stacks": [[0], [0, 1]], "which": [0, 0, 1, 0, 1, 0]}
+    found["samples"]["times"] = [round(end * 1e9) for end in ends]
+    found["boundaries"] = [30_000_000, 50_000_000, 70_000_000]
+    found["marks"] = [{"time": 0.0, "delay": 0.0}, {"time": 2e7, "delay": 0.02 * delay}]
+    rows = [*rank_events(0.0), event(f"enumerate(DataLoader)#_{processes}DataLoaderIter.__next__", 50.0, 20.0)]
+    return Analysis([parse({KEY: found}, rows)], {}, str).facts.ranks[0]
+
+
+def test_steps_that_were_only_sampled_tell_how_long_they_wait_for_worker_processes() -> None:
+    assert waiting_for_batches(0.012).loader == pytest.approx(12 / 20 * 0.01, rel=0.01)
+    assert waiting_for_batches(0.012, delay=0.5).loader == pytest.approx(6 / 20 * 0.01, rel=0.01)
+    assert waiting_for_batches(0.012, "SingleProcess").loader == pytest.approx(1e-5)  # they wait for nobody
+    assert waiting_for_batches(0.0).loader == pytest.approx(1e-5)
+    (finding,) = slow_loader([waiting_for_batches(0.012)])
+    assert "60 % of each step" in finding.sentence
+    assert "worker processes do not keep up" in finding.sentence
 
 
 def test_steps_that_were_only_sampled_tell_how_long_printing_takes() -> None:
