@@ -348,14 +348,13 @@ class RankReader:
     def _later_loading(self) -> float:
         """Return the seconds per step of waiting for a DataLoader's processes in the steps that were only sampled.
 
-        The recorded ones may find batches that were made while torch's profiler started. Where ranks share processors,
-        as much of the waiting is for a processor as of the rest.
+        The recorded ones may find batches that were made while torch's profiler started.
         """
         later = self._trace.sampled_steps()[len(self._steps) :] if self._steps else []
         if len(later) < LEAST_LATER:
             return 0.0
         waiting = sum(self._lines.seconds_where(is_waiting_for_batch, start, end) for start, end in later)
-        return 1e6 * waiting / sum(end - start for start, end in later) * self.facts.running
+        return 1e6 * waiting / sum(end - start for start, end in later) * self.facts.step
 
     def _where(self, matches: Callable[[list[FrameInfo]], bool]) -> tuple[float, Line | None, float]:
         """Return the seconds per step in stacks that match, their line, and the share of steps in which they occur.

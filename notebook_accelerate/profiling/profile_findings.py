@@ -54,8 +54,15 @@ def find(facts: ProfileFacts) -> list[Finding]:
 
 def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Ranks wait for their DataLoader."""
+
+    def costly(each: RankFacts) -> bool:
+        waiting = min(each.loader, each.idle)
+        if each.loader_processes:  # which wait for a processor as long as the main thread does
+            waiting *= each.running / each.step
+        return waiting >= max(LEAST_LOADER * each.step, LEAST_SECONDS)
+
     found = []
-    slow = [each for each in ranks if min(each.loader, each.idle) >= max(LEAST_LOADER * each.step, LEAST_SECONDS)]
+    slow = [each for each in ranks if costly(each)]
     for group in _alike(slow, lambda each: each.loader / each.step):
         first = max(group, key=lambda each: each.loader)
         rest = max(first.step - first.loader, 0.05 * first.step)
