@@ -25,7 +25,9 @@ _LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME = (
 SMALL = 50.0
 """Microseconds: a shorter operation is small."""
 LOOP = 500.0
-"""Microseconds: shorter times between two small operations, or two reads, belong to them."""
+"""Microseconds: shorter times between two small operations belong to them."""
+LOOP_OF_READS = 100.0
+"""Microseconds: shorter times between two reads belong to them; in longer ones there are other operations."""
 LONG = 2.0
 """So many times as long as the median, a step is not a usual one."""
 LEAST_LATER = 2
@@ -277,7 +279,7 @@ class RankReader:
         facts.items = items / max(1, facts.steps)
         total, last = 0.0, -1e18
         for start, end in spans:
-            total += min(end - start, LOOP) + (start - last if start - last < LOOP else 0.0)
+            total += min(end - start, LOOP) + (start - last if start - last < LOOP_OF_READS else 0.0)
             last = end
         facts.item_seconds = total / self._per_step
         known: dict[Line, int] = {}

@@ -269,12 +269,12 @@ def logging_storm(ranks: Sequence[RankFacts]) -> list[Finding]:
 def checkpoint_each_step(ranks: Sequence[RankFacts]) -> list[Finding]:
     """A checkpoint is saved in each step."""
 
-    def often(each: RankFacts) -> bool:
-        cost = min(each.saving, each.idle)
-        return cost >= LEAST_SHARE * each.step and each.steps > 1 and each.saving_steps >= 0.66
+    def saves(each: RankFacts, share: float, steps: float) -> bool:
+        return min(each.saving, each.idle) >= share * each.step and each.steps > 1 and each.saving_steps >= steps
 
     found = []
-    for group in _together([each for each in ranks if often(each)]):
+    surely = any(saves(each, LEAST_SHARE, 0.66) for each in ranks)
+    for group in _together([each for each in ranks if surely and saves(each, LEAST_SHARE / 2, 0.34)]):
         first = max(group, key=lambda each: each.saving)
         text = (
             f"{_names(group)} {'saves' if len(group) == 1 else 'save'} a checkpoint in each step, "

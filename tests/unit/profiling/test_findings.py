@@ -117,6 +117,10 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
             "hundred steps"
         ),
     ),
+    "checkpoints that samples of the other rank have seen less often": (
+        [{"saving": 0.02, "saving_steps": 1.0}, {"saving": 0.004, "saving_steps": 0.4}, {}],
+        "ranks 0, 1 save a checkpoint in each step, 40 % of it (20 ms); save every few hundred steps",
+    ),
     "interpreter lock": (
         [{"blocked": 0.9, "threads": [("counter", 0.5, LINE)]}],
         (
@@ -145,6 +149,7 @@ def test_a_rule_speaks_for_its_facts(name: str) -> None:
 SILENT: dict[str, list[dict[str, object]]] = {
     "healthy": [{}, {}],
     "a fast loader": [{"loader": 0.005}],
+    "a loader whose processes wait for a processor": [{"loader": 0.03, "loader_processes": True, "delay": 0.8}],
     "equal rows: the machine is slower": [{}, {"compute": 0.02}],
     "one item on the host": [{"items": 1, "item_seconds": 0.02}],
     "small operations beside large ones": [{"ops": 4000, "small_ops": 3990, "small_seconds": 0.01}],

@@ -84,6 +84,16 @@ def printing(times: list[float], which: list[int], **more: Any) -> RankFacts:
     return Analysis([parse({KEY: {**found, **more}}, rank_events(0.0))], {}, str).facts.ranks[0]
 
 
+def test_reads_with_other_operations_between_them_are_no_loop_over_values() -> None:
+    def reading(pause: float) -> RankFacts:
+        reads = [event("aten::item", 7000 + index * (pause + 10), 10) for index in range(10)]
+        return Analysis([parse({KEY: facts(0, 0.0)}, [*rank_events(0.0), *reads])], {}, str).facts.ranks[0]
+
+    assert (reading(50).items, reading(150).items) == (5, 5)
+    assert reading(50).item_seconds == pytest.approx((10 * 10 + 9 * 50) / 2e6)
+    assert reading(150).item_seconds == pytest.approx(10 * 10 / 2e6)
+
+
 def waiting_for_batches(seconds: float, processes: str = "MultiProcessing", delay: float = 0.0) -> RankFacts:
     """Return the facts of two steps of 10 ms without a wait, and of two more that wait so long for a DataLoader."""
     found = facts(0, 0.0)
