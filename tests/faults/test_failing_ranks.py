@@ -10,6 +10,14 @@ from tests.support.kernel import Kernel
 from tests.support.launching import blames, said, wait_gone
 
 pytestmark = pytest.mark.notebook
+TOGETHER = """
+from pathlib import Path
+def together(name):
+    Path(f"{name}.{rank()}").touch()
+    while len(list(Path().glob(f"{name}.*"))) < 2:
+        time.sleep(0.001)
+"""
+"""A function in which two ranks wait for each other: on a busy machine one may be called much later."""
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 
 
@@ -40,7 +48,9 @@ def test_exception_in_one_rank(kernel: Kernel, method: str) -> None:
 
 @METHODS
 def test_exception_in_all_ranks_is_shown_once(kernel: Kernel, method: str) -> None:
-    text = _run(kernel, "raise KeyError(rank())", method)
+    kernel.check(TOGETHER)
+    text = _run(kernel, f"together({method!r})\nraise KeyError(rank())", method)
+    assert "KeyError" in text
     assert "ranks 0, 1 failed:" in text
     assert text.count("in train") == 1
     assert _states(kernel) == ["failed", "failed"]
