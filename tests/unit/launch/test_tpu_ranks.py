@@ -22,6 +22,7 @@ def tpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5p-8")
     monkeypatch.syspath_prepend(str(STAND_IN))
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # the real package's entry point, where it is installed
     device_counts._cached_count.cache_clear()
     yield
     device_counts._cached_count.cache_clear()
