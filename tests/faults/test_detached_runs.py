@@ -20,6 +20,7 @@ from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import run_directory
 from tests.faults.test_kept_runs import check_history, train
+from tests.support.connections import connections
 from tests.support.detached import supervisor_of, user_folder
 from tests.support.kernel import Kernel
 from tests.support.waiting import until
@@ -173,8 +174,7 @@ def test_one_user_alone_can_attach_and_stop(state: Path, tmp_path: Path, monkeyp
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert entry.origin["folder"] == str(Path.cwd())
     until(lambda: run.status == "running", seconds=120)
-    connections = psutil.Process(supervisor_of(run).pid).net_connections("inet")
-    assert not [each for each in connections if each.status == psutil.CONN_LISTEN]
+    assert not [each for each in connections(pid=supervisor_of(run).pid) if each.status == psutil.CONN_LISTEN]
     with pytest.raises(ValueError, match="name='one' is the name of a detached run that has not ended"):
         notebook_launcher(time.sleep, (600,), name="one", **options)  # type: ignore[arg-type]
     again = open_run(entry.folder)

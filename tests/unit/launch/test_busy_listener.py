@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -78,8 +79,7 @@ def test_sending_waits_for_no_lock(kernel: _Kernel) -> None:
 
 @pytest.mark.parametrize("keep_alive", [(3600.0, 10800.0), (1e9, 1e9)])
 def test_a_keep_alive_longer_than_libzmq_can_count_is_the_longest(keep_alive: tuple[float, float]) -> None:
-    kernel = _Kernel(keep_alive)
-    host = connect_to_kernel("127.0.0.1", kernel.port, SECRET, HelloEvent(1, "machine-1"), keep_alive)
-    kernel.ends.append(host)
-    _exchange(host, kernel.next_end())
-    kernel.close()
+    with closing(_Kernel(keep_alive)) as kernel:
+        host = connect_to_kernel("127.0.0.1", kernel.port, SECRET, HelloEvent(1, "machine-1"), keep_alive)
+        kernel.ends.append(host)
+        _exchange(host, kernel.next_end())

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from notebook_accelerate.launch.hosts.remote.listener import HostListener, conne
 from notebook_accelerate.launch.hosts.remote.stream import Stream
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
+from tests.support.connections import connections
 from tests.support.loopback_proxy import LoopbackProxy
 from tests.support.waiting import until
 
@@ -196,33 +197,29 @@ def test_a_first_notebook_that_is_killed_before_it_answers_has_no_other_secret()
 
 def test_silent_connections_end_after_the_time_for_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
-    kernel = _Kernel()
-    with socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) as peer:
-        while peer.recv(64):
-            pass
-    until(lambda: kernel.reports)
-    kernel.close()
+    with closing(_Kernel()) as kernel:
+        with socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) as peer:
+            while peer.recv(64):
+                pass
+        until(lambda: kernel.reports)
 
 
 def test_the_number_of_connections_in_their_handshake_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "MAX_WAITING", 20)
-    kernel = _Kernel()
-    host, ours = kernel.connect_host()
-    peers = [socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) for _ in range(100)]
-    until(lambda: kernel.listener._refused >= 80)
-    assert len(_accepted(kernel.port)) <= 21
-    assert "too many connections were waiting" in kernel.reports[0]
-    _exchange(host, ours)
-    kernel.connect_host(2)
-    for peer in peers:
-        peer.close()
-    kernel.close()
+    with closing(_Kernel()) as kernel:
+        host, ours = kernel.connect_host()
+        peers = [socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) for _ in range(100)]
+        until(lambda: kernel.listener._refused >= 80)
+        assert len(_accepted(kernel.port)) <= 21
+        assert "too many connections were waiting" in kernel.reports[0]
+        _exchange(host, ours)
+        kernel.connect_host(2)
+        for peer in peers:
+            peer.close()
 
 
 def _accepted(port: int) -> list[Any]:
-    import psutil
-
-    return [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.status == "ESTABLISHED"]
+    return [c for c in connections("tcp") if c.laddr.port == port and c.status == "ESTABLISHED"]
 
 
 def test_thousands_of_connections_leave_the_hosts_connected(kernel: _Kernel) -> None:
@@ -448,22 +445,21 @@ def test_what_a_host_sent_before_it_was_killed_arrives_at_a_kernel_that_was_busy
 
 
 def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats() -> None:
-    kernel = _Kernel(keep_alive=(1, 2))
-    with _host_process(kernel, "time.sleep(600)") as process:
+    with closing(_Kernel(keep_alive=(1, 2))) as kernel, _host_process(kernel, "time.sleep(600)") as process:
         ours = kernel.next_end()
         process.send_signal(signal.SIGSTOP)
         assert _until_end(ours) == []
-    kernel.close()
 
 
 def test_a_host_whose_python_code_hangs_stays_connected() -> None:
-    kernel = _Kernel(keep_alive=(1, 4))  # less than the time without Python code; more than a busy machine needs
     hold_the_gil = "import ctypes; ctypes.PyDLL(None).sleep(8)"
-    then = f"{hold_the_gil}; stream.send(FramesEvent(0, b'back')); time.sleep(600)"
-    with _host_process(kernel, then):
+    # It has joined before: otherwise its first message leaves after those seconds, together with the second.
+    then = f"stream.receive(); {hold_the_gil}; stream.send(FramesEvent(0, b'back')); time.sleep(600)"
+    keep_alive = (1, 4)  # less than the time without Python code; more than a busy machine needs
+    with closing(_Kernel(keep_alive)) as kernel, _host_process(kernel, then):
         ours = kernel.next_end()
+        ours.send(_output())
         assert [event for _, event in ours.receive(SECONDS)] == [_output(b"back")]
-    kernel.close()
 
 
 @pytest.mark.parametrize("sends", [False, True])
@@ -543,18 +539,17 @@ def test_a_host_that_has_connected_takes_no_other_descriptor(kernel: _Kernel) ->
 
 
 def test_a_report_that_fails_does_not_end_the_listener() -> None:
-    kernel = _Kernel()
+    with closing(_Kernel()) as kernel:
 
-    def fail(text: str) -> None:
-        kernel.reports.append(text)
-        raise RuntimeError("the notebook's front end is gone")
+        def fail(text: str) -> None:
+            kernel.reports.append(text)
+            raise RuntimeError("the notebook's front end is gone")
 
-    kernel.listener._report = fail
-    with socket.create_connection(("127.0.0.1", kernel.port)) as peer:
-        peer.sendall(b"x" * 100)
-    until(lambda: kernel.reports)
-    kernel.connect_host()
-    kernel.close()
+        kernel.listener._report = fail
+        with socket.create_connection(("127.0.0.1", kernel.port)) as peer:
+            peer.sendall(b"x" * 100)
+        until(lambda: kernel.reports)
+        kernel.connect_host()
 
 
 def _touch_zmq() -> tuple[list[str], int, int]:
@@ -673,16 +668,15 @@ def test_what_was_sent_before_an_end_closed_arrives_over_a_network_that_stalls(k
 
 
 def test_a_forged_message_and_a_reset_do_not_abort_the_process() -> None:
-    kernel = _Kernel(keep_alive=(1, 20))
-    network = _Network(kernel.port)
-    host = connect_to_kernel("127.0.0.1", network.port, SECRET, HelloEvent(1, "machine-1"))
-    ours = kernel.next_end()
-    network.change = lambda data: data[:-1] + bytes([data[-1] ^ 1])
-    host.send(_output())
-    time.sleep(0.3)
-    network.reset()
-    assert _until_end(ours) == []
-    time.sleep(2.5)  # libzmq 4.3.5 would fail an assertion with the next heartbeat
-    host.close()
-    kernel.connect_host(2)
-    kernel.close()
+    with closing(_Kernel(keep_alive=(1, 20))) as kernel:
+        network = _Network(kernel.port)
+        host = connect_to_kernel("127.0.0.1", network.port, SECRET, HelloEvent(1, "machine-1"))
+        ours = kernel.next_end()
+        network.change = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+        host.send(_output())
+        time.sleep(0.3)
+        network.reset()
+        assert _until_end(ours) == []
+        time.sleep(2.5)  # libzmq 4.3.5 would fail an assertion with the next heartbeat
+        host.close()
+        kernel.connect_host(2)

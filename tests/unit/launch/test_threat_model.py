@@ -46,6 +46,7 @@ from notebook_accelerate.launch.hosts.remote.listener import (
 from notebook_accelerate.launch.hosts.remote.stream import Stream
 from notebook_accelerate.telemetry import Channel, MetricEvent
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
+from tests.support.connections import connections
 from tests.support.loopback_proxy import LoopbackProxy
 from tests.support.waiting import until
 
@@ -106,7 +107,7 @@ def _inspect() -> tuple[list[tuple[Any, ...]], str, bool]:
     accelerator = Accelerator()
     accelerator.reduce(torch.ones(1))
     inside = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
-    found = [(c.family, c.status, c.laddr, c.raddr) for c in psutil.Process().net_connections("inet")]
+    found = [(c.family, c.status, c.laddr, c.raddr) for c in connections()]
     accelerator.wait_for_everyone()
     return found, inside, any(name in os.environ for name in KERNEL_ONLY)
 
@@ -115,15 +116,15 @@ def _inspect() -> tuple[list[tuple[Any, ...]], str, bool]:
 def test_a_run_on_one_machine_listens_on_loopback_only(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "correct horse battery staple"
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_SECRET", secret)
-    mine = {(c.laddr, c.status) for c in psutil.Process().net_connections("inet")}
+    mine = {(c.laddr, c.status) for c in connections()}
     seen: list[Any] = []
     config = LaunchConfig(num_processes=2, start_method=method, use_port=0, cpu=True, panel=False, block=False)
     run = start(config, _inspect)
     while not run.wait(0.05):
-        seen += [c for c in psutil.Process().net_connections("inet") if (c.laddr, c.status) not in mine]
-    for connections, inside, has_secret in run.results:
-        assert connections, "the process group's own"
-        addresses = {address.ip for _, _, laddr, raddr in connections for address in (laddr, raddr) if address}
+        seen += [c for c in connections() if (c.laddr, c.status) not in mine]
+    for found, inside, has_secret in run.results:
+        assert found, "the process group's own"
+        addresses = {address.ip for _, _, laddr, raddr in found for address in (laddr, raddr) if address}
         assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
         assert secret not in inside, "a process that a rank starts"
         assert not has_secret
@@ -204,7 +205,7 @@ def test_no_other_user_can_attach_to_a_detached_run(monkeypatch: pytest.MonkeyPa
 
 def test_the_kernel_listens_on_one_address_for_the_hosts_it_expects() -> None:
     one = _Listening()
-    listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    listening = [c for c in connections() if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.ip for c in listening if c.laddr.port == one.host_listener.port] == ["127.0.0.1"]
     kept = one.connect_host()
     one.host_listener.close()

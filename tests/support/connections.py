@@ -1,0 +1,20 @@
+"""The connections of a process, as psutil reports them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+
+
+def connections(kind: str = "inet", pid: int | None = None) -> list[Any]:
+    """Return the connections of a process; psutil before 6.0 has them under another name.
+
+    Args:
+        kind: psutil's name of the families that are wanted.
+        pid: The process; None: this one.
+    """
+    process: Any = psutil.Process(pid)
+    read = getattr(process, "net_connections", None) or process.connections
+    found: list[Any] = read(kind)
+    return found
