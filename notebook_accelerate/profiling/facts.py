@@ -174,6 +174,7 @@ class RankReader:
         self._trace, self._lines = trace, lines
         self._begin, self._end = recorded(trace)
         self._steps = trace.steps() if trace.facts.get("steps", 1) else []
+        self._sampled = trace.sampled_steps() if self._steps else []
         self._main = trace.main()
         self._per_step = 1e6 * max(1, len(self._steps))
         self.facts = RankFacts(trace.rank, len(self._steps))
@@ -352,7 +353,7 @@ class RankReader:
 
         The recorded ones may find batches that were made while torch's profiler started.
         """
-        later = self._trace.sampled_steps()[len(self._steps) :] if self._steps else []
+        later = self._sampled[len(self._steps) :]
         if len(later) < LEAST_LATER:
             return 0.0
         waiting = sum(self._lines.seconds_where(is_waiting_for_batch, start, end) for start, end in later)
@@ -363,7 +364,7 @@ class RankReader:
 
         A few steps may be much longer, as where another process gets the processor: the share of the others counts too.
         """
-        steps = self._trace.sampled_steps() if self._steps else []
+        steps = self._sampled
         if not steps:
             return 0.0, None, 0.0
         lengths = [(end - start) / 1e6 for start, end in steps]

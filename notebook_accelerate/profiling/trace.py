@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.profiling.timeline import CATEGORIES
+from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
 
-KEY = "notebook_accelerate"
-"""Where a trace that ``run.profile()`` has recorded holds samples and other facts of the rank."""
-STEP, AFTER_STEPS = "ProfilerStep#", "after the last ProfilerStep"
+STEP = "ProfilerStep#"
 _CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _PLAIN = {
     "kernel": "kernel", "gpu_memcpy": "memory", "gpu_memset": "memory", "cuda_runtime": "runtime",
@@ -109,9 +108,9 @@ class RankTrace:
     def steps(self) -> list[tuple[float, float]]:
         """Return start and end of each complete step."""
         if self._steps is None:
-            first = int(self.facts.get("skipped", 0))
-            steps = [event for event in range(len(self)) if self.text(event).startswith(STEP)]
-            found = [(self.start[event], self.end(event)) for event in steps]
+            step, first = _CATEGORY["step"], int(self.facts.get("skipped", 0))
+            events = [event for event in range(len(self)) if self.category[event] == step]
+            found = [(self.start[event], self.end(event)) for event in events if self.text(event).startswith(STEP)]
             self._steps = found[first : first + int(self.facts.get("steps", len(found)))]
         return self._steps
 
@@ -205,4 +204,4 @@ def category_of(name: str, kind: str) -> str:
     return _PLAIN.get(kind, "op")
 
 
-__all__ = ["KEY", "STEP", "RankTrace", "Thread", "category_of", "parse", "read_trace"]
+__all__ = ["STEP", "RankTrace", "Thread", "category_of", "parse", "read_trace"]

@@ -85,12 +85,8 @@ def _instances(*kinds: type) -> list[list[Any]]:
 
     A proxy to an object that is gone, or a deprecated name, raises an error or warns when it is asked.
     """
-    found: list[list[Any]] = [[] for _ in kinds]
-    for each in gc.get_objects():
-        for kind, instances in zip(kinds, found, strict=True):
-            if issubclass(type(each), kind):
-                instances.append(each)
-    return found
+    found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return [[each for each in found if issubclass(type(each), kind)] for kind in kinds]
 
 
 def _roots(modules: list[Any]) -> list[Any]:

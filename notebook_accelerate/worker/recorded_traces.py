@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
+from notebook_accelerate.telemetry.trace_names import KEY
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-KEY = "notebook_accelerate"
-"""The key of the trace's file that holds what torch's profiler does not record."""
 _END = 4096
 """Bytes at the end of a trace that contain its last brace."""
 
@@ -72,4 +71,4 @@ def append(path: Path, facts: Mapping[str, Any]) -> None:
         file.write(f',\n"{KEY}": {json.dumps(facts)}}}\n'.encode())
 
 
-__all__ = ["KEY", "Recorded", "append"]
+__all__ = ["Recorded", "append"]

@@ -17,6 +17,7 @@ from notebook_accelerate import torch_internals
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.trace_names import AFTER_STEPS
 from notebook_accelerate.worker import exit_handlers, flight_recorder, held_tensors, recorded_traces
 from notebook_accelerate.worker.timed_samples import TimedSamples, read_quickly, thread_delay
 
@@ -32,9 +33,6 @@ BYTECODE_SECONDS = 2.0
 """How long the main thread has to reach its next bytecode; then it waits in native code."""
 WITHOUT_STEPS = 3
 """After so many metrics without a step of an optimizer, each metric ends a step."""
-
-AFTER_STEPS = "after the last ProfilerStep"
-"""What follows the steps in a trace: HTA leaves out the last event with such a name, and all that begins after it."""
 
 
 class StepProfiler:

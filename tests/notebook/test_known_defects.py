@@ -211,10 +211,9 @@ def test_defect_16_an_imported_bitsandbytes_is_no_reason_to_refuse(kernel: Kerne
 
 def test_defect_17_the_ranks_are_pinned_to_loopback(kernel: Kernel) -> None:
     kernel.check(
-        "import psutil\ndef look():\n    group()\n    dist.all_reduce(torch.ones(1))\n"
-        "    process = psutil.Process()  # psutil before 6.0 has the other name\n"
-        "    read = getattr(process, 'net_connections', None) or process.connections\n"
-        "    peers = {c.raddr.ip for c in read('inet') if c.raddr}\n"
+        "from tests.support.connections import connections\n"
+        "def look():\n    group()\n    dist.all_reduce(torch.ones(1))\n"
+        "    peers = {c.raddr.ip for c in connections() if c.raddr}\n"
         "    return os.environ['GLOO_SOCKET_IFNAME'], os.environ['MASTER_ADDR'], sorted(peers)\n"
     )
     for name, address, peers in kernel.value("launch(look).results"):

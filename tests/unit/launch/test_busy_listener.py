@@ -19,10 +19,10 @@ __all__ = ["kernel"]
 
 
 def test_a_host_that_joins_among_many_connections_is_not_counted_as_one_of_them(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kernel: _Kernel
 ) -> None:
     """Otherwise it would be ended as the oldest of too many that have not authenticated."""
-    kernel, blocked, go = _Kernel(), threading.Event(), threading.Event()
+    blocked, go = threading.Event(), threading.Event()
 
     def block(text: str) -> None:
         blocked.set()
@@ -51,7 +51,6 @@ def test_a_host_that_joins_among_many_connections_is_not_counted_as_one_of_them(
     assert len(kernel.listener._waiting) == 300
     for each in peers:
         each.close()
-    kernel.close()
 
 
 def test_sending_waits_for_no_lock(kernel: _Kernel) -> None:

@@ -17,7 +17,8 @@ from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
 from notebook_accelerate.profiling.profile_findings import slow_loader
 from notebook_accelerate.profiling.timeline import Timeline, Track
-from notebook_accelerate.profiling.trace import AFTER_STEPS, KEY, RankTrace, parse, read_trace
+from notebook_accelerate.profiling.trace import RankTrace, parse, read_trace
+from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
 from tests.support import perfetto
 
 MAIN, GLOO = 100, 101
