@@ -32,7 +32,8 @@ class ChromeEvents:
     def rows(self) -> Iterator[Row]:
         """Yield the events, those of a thread in the order of their start."""
         timeline = self._timeline
-        for rank in sorted({each.rank for each in (*timeline.steps, *timeline.tracks)}):
+        ranks = {step.rank for step in timeline.steps} | {track.rank for track in timeline.tracks}
+        for rank in sorted(ranks):
             yield _name("process_name", rank, 0, f"rank {rank}")
             yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
             yield from self._steps(rank)
