@@ -68,6 +68,7 @@ class Prefetcher:
     def _clear(self) -> None:
         self._next_use = self._next_read = 0
         self._reading: int | None = None
+        self._seeking = False
         self._failure: BaseException | None = None
         self._occupied: set[int] = set()
         self._ready: set[int] = set()
@@ -182,8 +183,12 @@ class Prefetcher:
 
     def _seek(self, step: int) -> None:
         """Continue from another step: what was read ahead and is not needed is dropped."""
-        while self._reading is not None:
-            self._changed.wait()
+        self._seeking = True  # or the thread would begin its next read before this one has woken up
+        try:
+            while self._reading is not None:
+                self._changed.wait()
+        finally:
+            self._seeking = False
         self._transfer.reset(self._ready)
         self._occupied, self._ready = self._steps_in_use(), set()
         self._next_use = self._next_read = step
@@ -284,7 +289,7 @@ class Prefetcher:
 
     def _can_read(self) -> bool:
         plan = self._plan
-        if self._reading is not None:  # by the other thread: what changes the plan or the step waits for one read only
+        if self._seeking or self._reading is not None:  # what changes the plan or the step waits for one read only
             return False
         if plan is None or self._failure is not None or self._next_read >= self._next_use + len(plan.order):
             return False

@@ -104,6 +104,7 @@ def test_weights_in_use_are_not_overwritten_where_the_reading_thread_was_late(tm
     with torch.no_grad():
         _run(model, 2)
         prefetcher = _prefetcher(model)
+        until(lambda: prefetcher._thread is None)  # it has read ahead for the next pass
         first, other = (cast("Any", module)._hf_hook._unit for module in (model.h[4].a, model.h[2].b))
         read, begun, go = prefetcher._transfer.read, threading.Event(), threading.Event()
 
@@ -123,6 +124,38 @@ def test_weights_in_use_are_not_overwritten_where_the_reading_thread_was_late(tm
         used = prefetcher.fetch(other)[0]  # its place is where the next unit is read to
         until(lambda: go.is_set() and prefetcher._thread is None)
         assert torch.equal(used, weight)
+
+
+def test_another_step_waits_for_one_read_only(tmp_path: Path) -> None:
+    model = Deep(blocks=6, width=32).eval()
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        _run(model, 2)
+        prefetcher = _prefetcher(model)
+        until(lambda: prefetcher._thread is None)
+        first, other = (cast("Any", module)._hf_hook._unit for module in (model.h[0].a, model.h[4].a))
+        prefetcher.fetch(first)
+        until(lambda: prefetcher._thread is None)
+        read, reset = prefetcher._transfer.read, prefetcher._transfer.reset
+        reads, begun, go, before = 0, threading.Event(), threading.Event(), []
+
+        def counted(*arguments: Any) -> None:
+            nonlocal reads
+            begun.set()
+            go.wait(60.0)
+            reads += 1
+            read(*arguments)
+
+        def noted(steps: Any) -> None:
+            before.append(reads)
+            reset(steps)
+
+        prefetcher._transfer.read, prefetcher._transfer.reset = counted, noted
+        prefetcher.release(first)  # the thread reads into its place, and could go on with the next ones
+        assert begun.wait(60.0)
+        threading.Timer(0.3, go.set).start()
+        prefetcher.fetch(other)
+        assert before == [1]
 
 
 def test_an_error_in_a_forward_does_not_stop_the_next(tmp_path: Path) -> None:
