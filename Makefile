@@ -141,7 +141,7 @@ $(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed
 		print(find_interpreter('$(PYTHON_$*)') or 'python$(PYTHON_$*)')") -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check $(HOSTED_TORCH)
 	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
-		-r requirements/hosted.txt -r requirements/$*.txt
+		-r requirements/hosted.txt -r requirements/$*.txt --editable .
 	touch $@
 
 # marimo over the development environment.

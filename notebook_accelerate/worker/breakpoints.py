@@ -143,9 +143,22 @@ def _debugger() -> Any:
     if _Session.debugger is None:
         assert _Session.agent is not None, "a rank is connected before it runs"
         _Session.terminal = Terminal(_Session.agent)
+        _create_shell()
         _Session.debugger = _debugger_class()(stdin=_Session.terminal, stdout=_Session.terminal, nosigint=True)
         _Session.debugger.use_rawinput = False
     return _Session.debugger
+
+
+def _create_shell() -> None:
+    """Create the shell that the debugger of IPython 7 would, which writes a terminal's title into the output."""
+    ipython: Any = sys.modules.get("IPython")
+    if "IPython.core.debugger" not in sys.modules or ipython.version_info >= (8,) or ipython.get_ipython() is not None:
+        return
+    from IPython.terminal.interactiveshell import TerminalInteractiveShell
+
+    main = sys.modules["__main__"]  # which a new shell replaces
+    TerminalInteractiveShell.instance(term_title=False)
+    sys.modules["__main__"] = main
 
 
 def _debugger_class() -> Any:

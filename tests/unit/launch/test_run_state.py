@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,9 @@ def check_step(before: RunState, after: RunState, event: RunEvent) -> None:
     if isinstance(event, (events.RunPlanned, events.AttemptStarted)):
         assert {info.state for info in after.ranks} == {"starting"}
         return
+    if isinstance(event, events.AttemptEnded) and event.restarts:
+        assert after.stop_phase == "none"
+        after = replace(after, stop_phase=before.stop_phase)
     old, new = statuses(before), statuses(after)
     for (kind, rank), status in new.items():
         if old[kind, rank] != status:
