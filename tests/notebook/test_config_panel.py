@@ -102,14 +102,15 @@ def test_functions_of_the_notebook_are_offered(kernel: Kernel) -> None:
     assert kernel.value("panel._name.options")[:2] == ["other", "train"]
 
 
-def test_a_panel_loads_no_torch_into_the_kernel(fresh: Kernel) -> None:
-    fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
-    assert fresh.value("'torch' not in __import__('sys').modules")
+def test_a_panel_loads_no_torch_into_the_kernel() -> None:
+    with Kernel(forked=False) as kernel:
+        kernel.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
+        assert kernel.value("'torch' not in __import__('sys').modules")
 
 
 def test_a_panel_sends_few_messages_until_its_tabs_and_folds_are_opened(fresh: Kernel) -> None:
     """A kernel drops what a slow server has not taken, beyond 1,000 messages; there were 720 at once."""
-    shown = fresh.check("panel = notebook_accelerate.configure()\npanel")
+    shown = fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
     sent = [message["msg_type"] for message in shown.comms]
     assert sent.count("comm_open") < 100
     assert len(sent) < 150

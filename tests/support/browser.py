@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from tests.support import kernel_forks
 from tests.support.ipython_startup import start_no_server
 from tests.support.ranks import reserved_port
 
@@ -112,6 +113,11 @@ class Server:
         (overrides / "page_config.json").write_text(
             json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}})
         )
+        if kernel_forks.can_fork({}):
+            folders["JUPYTER_PATH"] = str(self.folder / "jupyter_path")  # in a virtual environment, before the others
+            kernel_forks.write_spec(self.folder / "jupyter_path" / "kernels" / "python3")
+            module = kernel_forks.__name__  # it registers what forks them
+            (self.folder / "jupyter_config_dir" / "jupyter_server_config.py").write_text(f"import {module}\n")
         start_no_server(self.folder / "ipythondir")
         env = {**os.environ, **folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [

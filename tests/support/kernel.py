@@ -38,6 +38,7 @@ from jupyter_core.utils import ensure_event_loop
 from nbclient import NotebookClient
 from traitlets.config import Config
 
+from tests.support import kernel_forks
 from tests.support.ipython_startup import start_no_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,6 +200,8 @@ class Kernel:
         prefix: Command in front of the kernel's own, which it must replace itself by: ("ip", "netns", "exec", ...).
         python: The kernel's interpreter.
         server: Whether the process that the zygote method forks from starts as it does for users.
+        forked: Whether the kernel may be forked from a process with torch (`kernel_forks`); otherwise it has an
+            interpreter of its own, in which nothing is imported.
     """
 
     def __init__(
@@ -211,6 +214,7 @@ class Kernel:
         prefix: Sequence[str] = (),
         python: str = sys.executable,
         server: bool = True,
+        forked: bool = True,
     ) -> None:
         self.answer, self._front_end = answer, front_end
         self._command = [*prefix, python]
@@ -226,7 +230,8 @@ class Kernel:
         if not server:
             start_no_server(self.folder / "ipythondir")
         self._log = (self.folder / "kernel.log").open("w+")
-        self._manager = self._make_manager()
+        forked = forked and not prefix and python == sys.executable and kernel_forks.can_fork(env or {})
+        self._manager = self._make_manager(forked=forked)
         self._client: BlockingKernelClient | None = None
         try:
             self._start(dict(env or {}))
@@ -400,12 +405,10 @@ class Kernel:
     ) -> None:
         self.close()
 
-    def _make_manager(self) -> KernelManager:
+    def _make_manager(self, *, forked: bool) -> KernelManager:
         """Build a manager with a kernel spec of its own, so that a user's spec named python3 is not picked up."""
         spec = self.folder / "kernels" / "python3"
-        spec.mkdir(parents=True)
-        argv = [*self._command, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
+        kernel_forks.write_spec(spec, self._command, forked=forked)
         specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
         return KernelManager(
             kernel_name="python3",
@@ -417,9 +420,7 @@ class Kernel:
         )
 
     def _start(self, changes: dict[str, str | None]) -> None:
-        # TEST_KERNEL_PATH: a folder with another ipykernel, for the tests with several versions.
-        path = os.pathsep.join(filter(None, (os.environ.get("TEST_KERNEL_PATH"), str(ROOT))))
-        env = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "PYTHONFAULTHANDLER": "1"}
+        env = {**os.environ, **kernel_forks.started_with()}
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
             env[name] = str(self.folder / name.lower())
         env.update({name: value for name, value in changes.items() if value is not None})

@@ -18,6 +18,8 @@ import psutil
 _ENVIRONMENT_NOISE = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "COLUMNS", "LINES")
 # SIGALRM belongs to the test runner: its timeout.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
+LASTING: set[int | str] = set()
+"""Process ids and sockets (as their links in /proc) of helpers of the tests that live as long as the session."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _children() -> dict[tuple[int, int, bool], str]:
     for pid in _descendants():
         try:
             child = psutil.Process(pid)
-            if child.pid not in keep and child.ppid() not in keep:
+            if child.pid not in keep | LASTING and child.ppid() not in keep:
                 # A process that was busy before and sleeps after is the same; one that has become a zombie is not.
                 dead = child.status() == psutil.STATUS_ZOMBIE
                 text = f"{child.pid} {'zombie' if dead else 'alive'} {' '.join(child.cmdline())[:120]}"
@@ -129,7 +131,7 @@ def _sockets() -> frozenset[str]:
             target = str(entry.readlink())
         except OSError:  # closed since the listing
             continue
-        if target.startswith("socket:"):
+        if target.startswith("socket:") and target not in LASTING:
             found.add(target)
     return frozenset(found)
 

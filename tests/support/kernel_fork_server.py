@@ -1,0 +1,74 @@
+"""The process that kernels are forked from; see ``kernel_forks``.
+
+``python kernel_fork_server.py DESCRIPTOR``: it ends when the other end of the socket is closed. A program of its own:
+what it imports, each kernel has imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+PRELOADED = ("ipykernel.ipkernel", "ipykernel.kernelapp", "torch", "torch._dynamo")
+"""The last one is what each forked rank would import with its first optimizer."""
+_LONGEST = 1 << 20
+
+
+def serve(channel: socket.socket) -> list[str]:
+    """Answer requests until there is nobody to send one; in a forked process, return the kernel's arguments."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, 2)
+        if not message:
+            sys.exit(0)
+        request = json.loads(message)
+        if "reap" in request:
+            _, status = os.waitpid(request["reap"], 0)
+            channel.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            become(request, *descriptors)
+            return list(request["argv"])
+        for each in descriptors:
+            os.close(each)
+        channel.send(str(pid).encode())
+
+
+def become(request: dict[str, Any], out: int, err: int) -> None:
+    """Have this process be as if it had been started for the kernel."""
+    parent = os.getppid()
+    os.setsid()
+    nothing, writer = os.pipe()
+    os.close(writer)
+    for each, standard in ((nothing, 0), (out, 1), (err, 2)):
+        os.dup2(each, standard)
+        os.close(each)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"], JPY_PARENT_PID=str(parent))
+    launcher = find_spec("ipykernel_launcher")
+    sys.argv = [str(launcher and launcher.origin), *request["argv"]]
+
+
+def main() -> NoReturn:
+    """Import what kernels need, fork them, and be one in each forked process."""
+    del sys.path[0]  # the folder of this program
+    for name in PRELOADED:
+        import_module(name)
+    gc.freeze()  # a collection would copy the pages of all objects into each kernel
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    # The kernel ends with its parent, whose number ipykernel has read from the environment when it was imported.
+    arguments = [*serve(channel), f"--IPKernelApp.parent_handle={os.getppid()}"]
+    import_module("ipykernel.kernelapp").IPKernelApp.launch_instance(argv=arguments)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

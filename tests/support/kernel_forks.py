@@ -1,0 +1,167 @@
+"""Kernels forked from a process that has imported torch, as a stand-in for starting an interpreter for each.
+
+A kernel started in the usual way takes 1.8 s of processor time to import ipykernel and torch, and each rank forked from
+it another second for what the first optimizer imports: half of the time of the tests in kernels. What is forked is
+ipykernel's own application, with its own process, session, folder, environment and output.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+
+from tests.support import leaks
+
+PROVISIONER = "forked-for-tests"
+ROOT = Path(__file__).resolve().parents[2]
+SERVER = Path(__file__).with_name("kernel_fork_server.py")
+_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
+"""Beginnings of the names of variables that an interpreter, or torch, reads before a test could change them."""
+_OWN_INTERPRETERS = ("TEST_NIGHTLY", "TEST_KERNEL_PATH", "TEST_HOSTED")
+"""Variables under which every kernel has an interpreter of its own."""
+_environment = dict(os.environ)
+"""What the process that kernels are forked from has: not what a test has set for what it starts."""
+
+
+def can_fork(changes: Mapping[str, str | None]) -> bool:
+    """Whether a kernel with these changes of the environment is the same when it is forked.
+
+    At night, with several versions of ipykernel and in hosted environments, kernels are started in the usual way.
+    """
+    if any(os.environ.get(name) for name in _OWN_INTERPRETERS):
+        return False
+    changed = [name for name, value in changes.items() if os.environ.get(name) != value]
+    return not any(name.startswith(_READ_AT_START) for name in changed)
+
+
+class ForkedKernel:
+    """The process of a kernel, with what `jupyter_client` uses of ``subprocess.Popen``."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, pid: int, forks: KernelForks) -> None:
+        self.pid, self._forks = pid, forks
+        self._ended = os.pidfd_open(pid)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs. Until this is called, an ended process is a zombie."""
+        if self._code is None and select.select([self._ended], [], [], 0)[0]:
+            self._code = self._forks.ask({"reap": self.pid})
+            os.close(self._ended)
+        return self._code
+
+    def wait(self) -> int:
+        """Wait for the exit code."""
+        if self._code is None:
+            select.select([self._ended], [], [])
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self.send_signal(signal.SIGTERM)
+
+
+class KernelForks:
+    """The process that kernels are forked from."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, str(SERVER), str(theirs.fileno())]
+        env = {**_environment, **started_with()}
+        fds = (theirs.fileno(),)
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=fds, start_new_session=True)
+        theirs.close()
+        leaks.LASTING |= {self.process.pid, str(Path(f"/proc/self/fd/{self._socket.fileno()}").readlink())}
+
+    def ask(self, request: dict[str, Any], *descriptors: int) -> int:
+        """Return the answer to a request, a number."""
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        answer = self._socket.recv(100)
+        if not answer:
+            raise RuntimeError("the process that kernels are forked from has ended")
+        return int(answer)
+
+    def start(self, argv: list[str], env: Mapping[str, str], cwd: str, out: int, err: int) -> ForkedKernel:
+        """Fork a kernel."""
+        return ForkedKernel(self.ask({"argv": argv, "env": dict(env), "cwd": cwd}, out, err), self)
+
+    def close(self) -> None:
+        """End the process, and with it kernels that are left."""
+        self._socket.close()
+        self.process.wait()
+
+
+def write_spec(folder: Path, command: Sequence[str] = (sys.executable,), *, forked: bool = True) -> None:
+    """Write the specification of a kernel named ``python3`` into an empty folder of that name.
+
+    Args:
+        folder: The folder.
+        command: The kernel's interpreter, and what stands before it.
+        forked: Whether it is forked.
+    """
+    folder.mkdir(parents=True)
+    argv = [*command, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    provisioner = {"metadata": {"kernel_provisioner": {"provisioner_name": PROVISIONER}}} if forked else {}
+    contents = {"argv": argv, "display_name": "test", "language": "python", **provisioner}
+    (folder / "kernel.json").write_text(json.dumps(contents))
+
+
+def started_with() -> dict[str, str]:
+    """Return the variables that every kernel's interpreter is started with.
+
+    ``TEST_KERNEL_PATH`` is a folder with another ipykernel, for the tests with several versions.
+    """
+    path = os.pathsep.join(filter(None, (os.environ.get("TEST_KERNEL_PATH"), str(ROOT))))
+    return {"PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+@cache
+def _forks(_process: int) -> KernelForks:
+    forks = KernelForks()
+    atexit.register(forks.close)
+    return forks
+
+
+class ForkingProvisioner(LocalProvisioner):
+    """Forks kernels where jupyter_client would start an interpreter."""
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
+        """Fork a kernel whose command is that of ``ipykernel_launcher``."""
+        arguments = cmd[cmd.index("ipykernel_launcher") + 1 :]
+        out, err = ((kwargs.get(name) or getattr(sys, name)).fileno() for name in ("stdout", "stderr"))
+        cwd = kwargs["cwd"]
+        self.process: Any = _forks(os.getpid()).start(arguments, kwargs["env"], cwd, out, err)
+        self.pid = self.pgid = self.process.pid
+        self.cwd = cwd
+        return self.connection_info
+
+
+KernelProvisionerFactory.instance().provisioners[PROVISIONER] = EntryPoint(
+    PROVISIONER, f"{__name__}:{ForkingProvisioner.__name__}", KernelProvisionerFactory.GROUP_NAME
+)
