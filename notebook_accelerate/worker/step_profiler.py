@@ -52,6 +52,7 @@ class StepProfiler:
         self._reply, self._done = reply, done
         self._created = time.monotonic()
         self._profiler: Any = None
+        self._made: Any = None
         self._samples: TimedSamples | None = None
         self._recording = False
         self._recorded: recorded_traces.Recorded | None = None
@@ -88,6 +89,7 @@ class StepProfiler:
         with suppress(Exception):  # then it is done at the step boundary
             torch_internals.import_inductor()  # seconds
             held_tensors.prepare()
+            self._made = self._make()
 
     def _sample(self) -> dict[str, Any]:
         self._samples = samples = TimedSamples()
@@ -189,7 +191,8 @@ class StepProfiler:
             return
         self._asked, self._began = 0.0, time.monotonic()
         try:
-            self._profiler = self._make()
+            made, self._made = self._made, None
+            self._profiler = made if made is not None and self._warmup == warmup_steps() else self._make()
             self._look_at_variables()
             with quiet_stdio():
                 self._profiler.start()
@@ -218,11 +221,9 @@ class StepProfiler:
     def _make(self) -> Any:
         """Return torch's profiler; on an accelerator, with a step to warm up: the first records are slow there."""
         os.environ["KINETO_LOG_LEVEL"] = "6"  # it writes to stderr that it starts and stops
-        import torch
         from torch import profiler
 
-        cuda: Any = torch.cuda
-        self._warmup = int(cuda.is_available() and cuda.is_initialized())
+        self._warmup = warmup_steps()
         warmup, action = self._warmup, profiler.ProfilerAction
         plan: Any = lambda step: action.WARMUP if step < warmup else action.RECORD  # noqa: E731
         return profiler.profile(
@@ -367,6 +368,12 @@ class StepProfiler:
 
     def _fail_as_stuck(self, still: float) -> None:
         self.fail(f"its main thread has not moved for {still:.0f} s; run.diagnose() tells where it is")
+
+
+def warmup_steps() -> int:
+    """Return how many steps torch's profiler warms up for: one where the function uses CUDA."""
+    cuda: Any = sys.modules["torch"].cuda
+    return int(cuda.is_available() and cuda.is_initialized())
 
 
 def resident_bytes() -> int:
