@@ -24,7 +24,7 @@ panel = notebook_accelerate.configure(train, (21,), config=LaunchConfig(num_proc
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    with Kernel() as kernel:
+    with Kernel(server=False) as kernel:
         kernel.check(CONFIGURE)
         yield kernel
 
@@ -32,7 +32,7 @@ def kernel() -> Iterator[Kernel]:
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Kernel]:
     """A kernel that has imported nothing yet."""
-    with Kernel() as kernel:
+    with Kernel(server=False) as kernel:
         yield kernel
 
 
@@ -103,7 +103,7 @@ def test_functions_of_the_notebook_are_offered(kernel: Kernel) -> None:
 
 
 def test_a_panel_loads_no_torch_into_the_kernel() -> None:
-    with Kernel(forked=False) as kernel:
+    with Kernel(server=False, forked=False) as kernel:
         kernel.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
         assert kernel.value("'torch' not in __import__('sys').modules")
 
