@@ -190,6 +190,7 @@ class StepProfiler:
             self.fail("the function itself records with torch's profiler")
             return
         self._asked, self._began = 0.0, time.monotonic()
+        os.environ["KINETO_LOG_LEVEL"] = "6"  # torch's profiler writes to stderr that it starts and stops
         try:
             made, self._made = self._made, None
             self._profiler = made if made is not None and self._warmup == warmup_steps() else self._make()
@@ -220,7 +221,6 @@ class StepProfiler:
 
     def _make(self) -> Any:
         """Return torch's profiler; on an accelerator, with a step to warm up: the first records are slow there."""
-        os.environ["KINETO_LOG_LEVEL"] = "6"  # it writes to stderr that it starts and stops
         from torch import profiler
 
         self._warmup = warmup_steps()

@@ -21,7 +21,7 @@ from notebook_accelerate import Accelerator, notebook_launcher
 
 def read(rank):
     if rank == 1:
-        time.sleep(0.15)
+        time.sleep(0.4)
     return torch.ones(64, 64)
 
 def train():
@@ -57,7 +57,7 @@ def check(kernel: Kernel) -> None:
     assert (ranks, steps, missing, recorded) == ([0, 1], 4, {}, 8)
     assert sentence.startswith("rank 0 waits ")
     assert " per step for rank 1 in all_reduce" in sentence
-    assert sentence.endswith("time.sleep(0.15)")
+    assert sentence.endswith("time.sleep(0.4)")
     kernel.check("memory = run.memory()", 120)
     assert kernel.value("memory.missing") == {}
     parameters = kernel.value("[memory.bytes(rank)['parameters'] for rank in (0, 1)]")
