@@ -141,7 +141,7 @@ $(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed
 		print(find_interpreter('$(PYTHON_$*)') or 'python$(PYTHON_$*)')") -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check $(HOSTED_TORCH)
 	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
-		-r requirements/hosted.txt -r requirements/$*.txt --editable .
+		-r requirements/hosted.txt -r requirements/$*.txt
 	touch $@
 
 # marimo over the development environment.
@@ -271,7 +271,7 @@ test-notebook: $(SETUP)
 
 # TESTS="tests/notebook tests/faults/test_stopping.py": only these.
 define test_hosted
-OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=6.17.1 TEST_HOSTED=$(1) PYDEVD_USE_FRAME_EVAL=NO \
+OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=6.17.1 TEST_HOSTED=$(1) PYDEVD_USE_FRAME_EVAL=NO PYTHONPATH=$(CURDIR) \
 	.venv-$(1)/bin/python -m pytest -rs -m "not benchmark" -o cache_dir=.build/pytest-$(1) \
 	$(or $(TESTS),tests/hosted tests/unit/launch tests/unit/telemetry tests/unit/widgets tests/unit/support \
 	tests/notebook tests/faults)

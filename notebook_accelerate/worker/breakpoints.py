@@ -150,14 +150,20 @@ def _debugger() -> Any:
 
 
 def _create_shell() -> None:
-    """Create the shell that the debugger of IPython 7 would, which writes a terminal's title into the output."""
+    """Create the shell that IPython's debugger would, without what writes elsewhere than to the debugger's terminal.
+
+    Its history is the user's own file, which the shells of all ranks would open at once; IPython 7 also writes a
+    terminal's title into the output.
+    """
     ipython: Any = sys.modules.get("IPython")
-    if "IPython.core.debugger" not in sys.modules or ipython.version_info >= (8,) or ipython.get_ipython() is not None:
+    if "IPython.core.debugger" not in sys.modules or ipython.get_ipython() is not None:
         return
     from IPython.terminal.interactiveshell import TerminalInteractiveShell
+    from traitlets.config import Config
 
     main = sys.modules["__main__"]  # which a new shell replaces
-    TerminalInteractiveShell.instance(term_title=False)
+    settings = {"HistoryManager": {"enabled": False}, "TerminalInteractiveShell": {"term_title": False}}
+    TerminalInteractiveShell.instance(config=Config(settings))
     sys.modules["__main__"] = main
 
 

@@ -401,6 +401,14 @@ def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> 
     assert kernel.value("run.results") == [40, 42]
 
 
+def test_the_debugger_of_a_rank_does_not_open_the_users_history(kernel: Kernel, answers: Answers) -> None:
+    goes_on(kernel, "plain_loop")
+    answers.waiting[:] = ["p [each.name for each in __import__('threading').enumerate()]", "c"]
+    cell = kernel.check("run.debug(rank=1)")
+    assert "MainThread" in cell.plain
+    assert "IPythonHistorySavingThread" not in cell.plain
+
+
 def test_breaking_into_a_rank_that_runs(kernel: Kernel, answers: Answers) -> None:
     goes_on(kernel, "plain_loop")
     answers.waiting[:] = ["p numbers", "n", "c"]
