@@ -401,19 +401,12 @@ def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> 
     assert kernel.value("run.results") == [40, 42]
 
 
-def test_the_debugger_of_a_rank_does_not_open_the_users_history(kernel: Kernel, answers: Answers) -> None:
-    goes_on(kernel, "plain_loop")
-    answers.waiting[:] = ["p [each.name for each in __import__('threading').enumerate()]", "c"]
-    cell = kernel.check("run.debug(rank=1)")
-    assert "MainThread" in cell.plain
-    assert "IPythonHistorySavingThread" not in cell.plain
-
-
 def test_breaking_into_a_rank_that_runs(kernel: Kernel, answers: Answers) -> None:
     goes_on(kernel, "plain_loop")
-    answers.waiting[:] = ["p numbers", "n", "c"]
+    answers.waiting[:] = ["p numbers", "p [each.name for each in threading.enumerate()]", "n", "c"]
     cell = kernel.check("run.debug(rank=1)")
     assert "[rank 1] [1, 2, 3]" in cell.plain
+    assert "IPythonHistorySavingThread" not in cell.plain, "the user's own file is not opened"
     assert re.search(r"> Cell In\[\d+\]\(\d+\)plain_loop\(\)", cell.plain)
     first = kernel.value("run.ask('step', timeout=60)[1]")
     kernel.check(f"until(lambda: run.ask('step', timeout=60)[1] > {first})")
