@@ -40,9 +40,10 @@ _environment = dict(os.environ)
 def can_fork(changes: Mapping[str, str | None]) -> bool:
     """Whether a kernel with these changes of the environment is the same when it is forked.
 
-    At night, with several versions of ipykernel and in hosted environments, kernels are started in the usual way.
+    At night, with several versions of ipykernel and in hosted environments, kernels are started in the usual way; where
+    there is no Linux, too.
     """
-    if any(os.environ.get(name) for name in _OWN_INTERPRETERS):
+    if not hasattr(os, "pidfd_open") or any(os.environ.get(name) for name in _OWN_INTERPRETERS):
         return False
     changed = [name for name, value in changes.items() if os.environ.get(name) != value]
     return not any(name.startswith(_READ_AT_START) for name in changed)
