@@ -17,12 +17,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -195,9 +198,12 @@ class Server:
 
 
 class Browser:
-    """Debian's chromium, headless."""
+    """Debian's chromium, headless; `service_workers`, where pages may have them, are not bound by a page's limits."""
 
-    def __init__(self, *, dark: bool = False, reduced_motion: bool = False, width: int = 1280) -> None:
+    def __init__(
+        self, *, dark: bool = False, reduced_motion: bool = False, width: int = 1280, service_workers: bool = True
+    ) -> None:
+        self._service_workers: Any = "allow" if service_workers else "block"
         self._scheme: Any = "dark" if dark else "light"
         self._motion: Any = "reduce" if reduced_motion else "no-preference"
         self._width = width
@@ -212,8 +218,9 @@ class Browser:
         launch = self._playwright.chromium.launch
         self._browser = launch(executable_path=CHROMIUM, args=FLAGS, timeout=1000 * LIMIT)
         self.context: BrowserContext = self._browser.new_context(
-            viewport={"width": self._width, "height": 1000}, color_scheme=self._scheme, reduced_motion=self._motion
-        )
+            viewport={"width": self._width, "height": 1000}, color_scheme=self._scheme, reduced_motion=self._motion,
+            service_workers=self._service_workers,
+        )  # fmt: skip
         self.context.set_default_timeout(1000 * LIMIT)
         return self
 
@@ -223,11 +230,39 @@ class Browser:
         self._browser.close()
         self._playwright.stop()
 
+    def page_within(self, address: str) -> Page:
+        """Open an empty page that can reach what begins with this address and nothing else."""
+        page = self.context.new_page()
+        page.route("**/*", lambda it: it.continue_() if it.request.url.startswith(address) else it.abort())
+        return page
+
     def page(self, server: Server) -> NotebookPage:
         """Open an empty page that can reach the server and nothing else."""
         made = NotebookPage(self.context.new_page(), server, self)
         made.guard()
         return made
+
+
+@contextmanager
+def served(folder: Path, *others: Path) -> Iterator[str]:
+    """Serve a folder's files, and others by their names; yield the address."""
+    elsewhere = {f"/{file.name}": str(file) for file in others}
+
+    class Handler(SimpleHTTPRequestHandler):
+        def translate_path(self, path: str) -> str:
+            return elsewhere.get(path) or super().translate_path(path)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @dataclass

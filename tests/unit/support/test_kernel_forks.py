@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 from tests.support import kernel_forks
 from tests.support.kernel import Kernel
-from tests.support.waiting import until
 
 _FACTS = """
 import faulthandler, os, signal, sys, threading
@@ -61,5 +57,5 @@ def test_a_forked_kernel_is_interrupted_and_killed() -> None:
         assert error.ename == "KeyboardInterrupt"
         kernel.check("import os; os.write(2, b'written by the kernel')")
         assert "written by the kernel" in kernel.log
-        os.kill(kernel.pid, signal.SIGKILL)
-        until(lambda: not kernel.alive())
+        kernel.kill()
+        assert not kernel.alive()
