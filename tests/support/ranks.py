@@ -42,8 +42,15 @@ _PRELOAD = [
     "torch._dynamo",  # every optimizer imports it, which takes a second
     "torch.nn.parallel",
     "torch.utils.data",
+    "torch._functorch.aot_autograd",  # flex attention and compiling import it
+    "psutil",
+    "safetensors.torch",
     "notebook_accelerate.accelerator",
-    "notebook_accelerate.utils",
+    "notebook_accelerate.checkpointing.state_loading",
+    "notebook_accelerate.checkpointing.state_saving",
+    "notebook_accelerate.strategies.fsdp.fsdp2",
+    "notebook_accelerate.utils.dataclasses",
+    __name__,  # and with it all that a launch imports
 ]
 # Once a rank has failed, the others get this long (seconds) to notice and report, then they are killed.
 _GRACE = 30.0
