@@ -7,6 +7,8 @@ PY ?= $(VENV)/bin/python
 # Kernels and ranks import the tree hundreds of times: its bytecode is kept, wherever the caller's shell says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/.ready
+# Modules are compiled when they are first imported: compiling all that is installed takes half a minute.
+INSTALL := -m pip install -qq --disable-pip-version-check --no-compile
 BENCH_READY := $(BENCH_VENV)/.ready
 PARITY_VENV := .venv-parity
 PARITY_READY := $(PARITY_VENV)/.ready
@@ -100,12 +102,12 @@ setup: $(SETUP)
 
 $(READY): requirements/dev.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/dev.txt
-	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(VENV)/bin/python $(INSTALL) -r requirements/dev.txt
+	$(VENV)/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
 $(BROWSER_READY): $(READY) requirements/browser.txt
-	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/browser.txt
+	$(VENV)/bin/python $(INSTALL) --no-deps -r requirements/browser.txt
 	touch $@
 
 # Makes a virtual environment whose own packages come first on the path, the development environment's after them.
@@ -118,20 +120,20 @@ endef
 # The benchmark environment is the development environment plus the peer; it shares the large packages by path.
 $(BENCH_READY): $(READY) requirements/bench.txt
 	$(call over_development,$(BENCH_VENV))
-	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
+	$(BENCH_VENV)/bin/python $(INSTALL) --no-deps -r requirements/bench.txt
 	touch $@
 
 # The parity tests' environment is the development environment plus the peer and the libraries whose objects both take.
 $(PARITY_READY): $(READY) requirements/bench.txt requirements/clients.txt requirements/parity.txt
 	$(call over_development,$(PARITY_VENV))
-	$(PARITY_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	$(PARITY_VENV)/bin/python $(INSTALL) --no-deps \
 		-r requirements/bench.txt -r requirements/clients.txt -r requirements/parity.txt
 	touch $@
 
 # The rows of strategies need DeepSpeed beside the peer, which takes it with transformers only; that of the Trainer too.
 $(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed.txt requirements/clients.txt
 	$(call over_development,$(BENCH_DEEPSPEED_VENV))
-	$(BENCH_DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	$(BENCH_DEEPSPEED_VENV)/bin/python $(INSTALL) --no-deps \
 		-r requirements/bench.txt -r requirements/deepspeed.txt -r requirements/clients.txt
 	touch $@
 
@@ -139,27 +141,27 @@ $(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed
 .venv-%/.ready: requirements/%.txt requirements/hosted.txt
 	test -x .venv-$*/bin/python || $$($(PYTHON) -c "from tests.support.matrix import find_interpreter; \
 		print(find_interpreter('$(PYTHON_$*)') or 'python$(PYTHON_$*)')") -m venv .venv-$*
-	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check $(HOSTED_TORCH)
-	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	.venv-$*/bin/python $(INSTALL) $(HOSTED_TORCH)
+	.venv-$*/bin/python $(INSTALL) --no-deps \
 		-r requirements/hosted.txt -r requirements/$*.txt
 	touch $@
 
 # marimo over the development environment.
 $(MARIMO_READY): $(READY) requirements/marimo.txt
 	$(call over_development,$(MARIMO_VENV))
-	$(MARIMO_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/marimo.txt
+	$(MARIMO_VENV)/bin/python $(INSTALL) --no-deps -r requirements/marimo.txt
 	touch $@
 
 # Megatron-LM's environment is the development environment plus megatron-core.
 $(MEGATRON_READY): $(READY) requirements/megatron.txt
 	$(call over_development,$(MEGATRON_VENV))
-	$(MEGATRON_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/megatron.txt
+	$(MEGATRON_VENV)/bin/python $(INSTALL) --no-deps -r requirements/megatron.txt
 	touch $@
 
 # DeepSpeed's environment is the development environment plus DeepSpeed and transformers, a client of both.
 $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
 	$(call over_development,$(DEEPSPEED_VENV))
-	$(DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	$(DEEPSPEED_VENV)/bin/python $(INSTALL) --no-deps \
 		-r requirements/deepspeed.txt -r requirements/clients.txt
 	touch $@
 
@@ -167,9 +169,9 @@ $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
 # The real Accelerate lies beside the path: only the processes that the tests compare with import it.
 $(CLIENTS_READY): $(READY) requirements/clients.txt requirements/libraries.txt requirements/bench.txt
 	$(call over_development,$(CLIENTS_VENV))
-	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	$(CLIENTS_VENV)/bin/python $(INSTALL) --no-deps \
 		-r requirements/clients.txt -r requirements/libraries.txt
-	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+	$(CLIENTS_VENV)/bin/python $(INSTALL) --no-deps --upgrade \
 		--target $(CLIENTS_VENV)/peer "$$(grep '^accelerate==' requirements/bench.txt)"
 	touch $@
 
@@ -183,53 +185,53 @@ $(DEEPSPEED_OPS): $(DEEPSPEED_READY)
 # The environment of the tests on an S3 server is the development environment plus s3fs and the server.
 $(S3_READY): $(READY) requirements/s3.txt
 	$(call over_development,$(S3_VENV))
-	$(S3_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/s3.txt
+	$(S3_VENV)/bin/python $(INSTALL) --no-deps -r requirements/s3.txt
 	touch $@
 
 $(KERNELS_BUILD)/%/.ready: $(READY)
-	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+	$(VENV)/bin/python $(INSTALL) --no-deps --upgrade \
 		--target $(@D) ipykernel==$* nest-asyncio==1.6.0
 	touch $@
 
 # Ray's environment is the development environment plus Ray.
 $(RAY_READY): $(READY) requirements/ray.txt
 	$(call over_development,$(RAY_VENV))
-	$(RAY_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/ray.txt
+	$(RAY_VENV)/bin/python $(INSTALL) --no-deps -r requirements/ray.txt
 	touch $@
 
 # The trackers' environment is the development environment plus the packages of all vendors.
 $(TRACKERS_READY): $(READY) requirements/trackers.txt
 	$(call over_development,$(TRACKERS_VENV))
-	$(TRACKERS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/trackers.txt
+	$(TRACKERS_VENV)/bin/python $(INSTALL) --no-deps -r requirements/trackers.txt
 	touch $@
 
 # torch_xla takes one version of torch only, so this environment shares nothing.
 $(XLA_READY): requirements/xla.txt
 	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
-	$(XLA_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/xla.txt
+	$(XLA_VENV)/bin/python $(INSTALL) -r requirements/xla.txt
 	touch $@
 
 # The ranks of TPUs with torch_tpu, which shares nothing either: it works from Python 3.12 (make test-tpu PYTHON=python3.12).
 $(TPU_READY): requirements/tpu.txt
 	test -x $(TPU_VENV)/bin/python || $(PYTHON) -m venv $(TPU_VENV)
-	$(TPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/tpu.txt
+	$(TPU_VENV)/bin/python $(INSTALL) -r requirements/tpu.txt
 	touch $@
 
 # The site's environment is the development environment plus Sphinx: the reference imports the package, and so torch.
 $(DOCS_READY): $(READY) requirements/docs.txt
 	$(call over_development,$(DOCS_VENV))
-	$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.txt
+	$(DOCS_VENV)/bin/python $(INSTALL) --no-deps -r requirements/docs.txt
 	touch $@
 
 # What the site's blocks of code use, beside it.
 $(DOCS_TESTS_READY): $(DOCS_READY) requirements/clients.txt requirements/libraries.txt requirements/deepspeed.txt
-	$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	$(DOCS_VENV)/bin/python $(INSTALL) --no-deps \
 		-r requirements/clients.txt -r requirements/libraries.txt -r requirements/deepspeed.txt
 	touch $@
 
 $(DIST_READY): requirements/dist.txt
 	test -x $(DIST_VENV)/bin/python || $(PYTHON) -m venv $(DIST_VENV)
-	$(DIST_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/dist.txt
+	$(DIST_VENV)/bin/python $(INSTALL) -r requirements/dist.txt
 	touch $@
 
 demo: $(SETUP)
@@ -385,7 +387,7 @@ pictures: $(BROWSER_READY)
 	OMP_NUM_THREADS=1 $(PY) -m tests.support.pictures
 
 lab: $(SETUP)
-	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt
+	$(VENV)/bin/python $(INSTALL) -c requirements/dev.txt -r requirements/lab.txt
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:

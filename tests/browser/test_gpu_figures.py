@@ -44,7 +44,7 @@ MACHINES = {
 }
 
 
-@pytest.fixture(params=list(MACHINES))
+@pytest.fixture(params=["kaggle", pytest.param("colab", marks=pytest.mark.nightly)])
 def machine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chromium: Browser
 ) -> Iterator[tuple[str, int, NotebookPage]]:

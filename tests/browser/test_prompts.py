@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.browser import App, NotebookPage
+from tests.support.browser import DAILY_IN_LAB, App, NotebookPage
 
 SETUP = """
 import os, time
@@ -45,6 +45,7 @@ def test_input_and_the_debugger_ask_in_the_cell(opened: Any, app: App) -> None:
     page.idle()
 
 
+@DAILY_IN_LAB
 def test_a_front_end_reports_that_it_draws_the_panel(opened: Any, app: App) -> None:
     end = f"drawn-{app}"  # both applications share the server's folder
     launch = f"run = notebook_launcher(wait, ('{end}',), num_processes=1, start_method='fork', block=False)"

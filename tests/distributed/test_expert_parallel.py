@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from notebook_accelerate.hardware.versions import is_torch_version
 from notebook_accelerate.strategies.expert_parallel import MINIMUM
 from tests.parity.strategies.scripts import held
 from tests.support.experts import EXPERTS, STEPS, Experts, ExpertTraining, make, plain
+from tests.support.nightly import rest_nightly
 from tests.support.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(is_torch_version("<", MINIMUM), reason=f"expert parallelism needs torch {MINIMUM}")
@@ -87,11 +89,21 @@ def trained_in_units(fsdp: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"activation_checkpointing": True}, {"cpu_ram_efficient_loading": True}, {"reshard_after_forward": False}],
+    ("units", "more"),
+    rest_nightly(
+        product(
+            ["Mixture", "Mixture,Experts"],
+            [
+                {},
+                {"activation_checkpointing": True},
+                {"cpu_ram_efficient_loading": True},
+                {"reshard_after_forward": False},
+            ],
+        ),
+        daily=lambda units, more: not more or "Experts" in units,
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("units", ["Mixture", "Mixture,Experts"])
 def test_units_of_fsdp(units: str, more: dict[str, Any]) -> None:
     fsdp = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": units.split(","), **more}
     losses, norms, _ = plain()

@@ -86,7 +86,10 @@ def trained_sharded(folder: str, storage: torch.dtype, efficient: bool) -> tuple
     return losses + rest, rest, train(accelerator, model, optimizer, range(4, 6)), bytes_here
 
 
-@pytest.mark.parametrize(("storage", "efficient"), [(torch.uint8, False), (torch.bfloat16, False), (torch.uint8, True)])
+@pytest.mark.parametrize(
+    ("storage", "efficient"),
+    [(torch.uint8, False), pytest.param(torch.bfloat16, False, marks=pytest.mark.nightly), (torch.uint8, True)],
+)
 def test_four_bit_weights_are_sharded_and_adapters_trained(
     storage: torch.dtype, efficient: bool, tmp_path: Any
 ) -> None:

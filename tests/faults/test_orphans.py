@@ -58,8 +58,13 @@ def _started(kernel: Kernel, method: str, before: str) -> tuple[Cell, list[int]]
 
 @pytest.mark.parametrize(
     ("method", "before"),
-    [("fork", ""), ("fork", NO_SERVER), ("zygote", ""), ("spawn", ""), ("spawn", NO_SERVER)],
-    ids=["fork", "fork without server", "zygote", "spawn", "spawn without server"],
+    [
+        pytest.param("fork", "", id="fork"),
+        pytest.param("fork", NO_SERVER, id="fork without server"),
+        pytest.param("zygote", "", id="zygote"),
+        pytest.param("spawn", "", id="spawn", marks=pytest.mark.nightly),
+        pytest.param("spawn", NO_SERVER, id="spawn without server"),
+    ],
 )
 def test_grandchildren_do_not_outlive_a_killed_kernel(method: str, before: str) -> None:
     with ready_kernel() as kernel:

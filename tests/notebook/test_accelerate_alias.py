@@ -30,7 +30,7 @@ def train():
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_cells_written_for_accelerate_run_in_ranks(kernel: Kernel, method: str) -> None:
     (kernel.cwd / "client_data.py").write_text(
         "import accelerate\nclass Numbers:\n    def __len__(self):\n        return 1\n"

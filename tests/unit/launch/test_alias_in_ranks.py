@@ -27,7 +27,7 @@ def _served() -> tuple[str, bool, str]:
     return importlib.metadata.version("accelerate"), same, os.environ["PYTHONPATH"].split(os.pathsep)[0]
 
 
-@pytest.mark.parametrize("method", ["inline", "fork", "zygote", "spawn"])
+@pytest.mark.parametrize("method", ["inline", "fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_a_launch_serves_it_to_its_ranks_only(method: str) -> None:
     before = os.environ.get("PYTHONPATH")
     ranks = 1 if method == "inline" else 2

@@ -93,7 +93,7 @@ report(found)
     ("reaping", "method"),
     [
         pytest.param(IGNORED, "fork", id="SIGCHLD ignored-fork"),
-        pytest.param(IGNORED, "spawn", id="SIGCHLD ignored-spawn"),
+        pytest.param(IGNORED, "spawn", id="SIGCHLD ignored-spawn", marks=pytest.mark.nightly),
         pytest.param(REAPER, "fork", id="os.wait in a thread-fork"),
         pytest.param(REAPER, "spawn", id="os.wait in a thread-spawn", marks=pytest.mark.nightly),
     ],
