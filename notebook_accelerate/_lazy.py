@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from notebook_accelerate._collection import uncollected
+
 
 class _LazyModule(ModuleType):
     """A module whose exports are not replaced by submodules of the same name: utils.tqdm is both."""
@@ -80,12 +82,11 @@ def reexport(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[
     sys.modules[module_name].__class__ = _LazyModule
 
     def load(name: str) -> Any:
-        if name in homes:
-            value = getattr(import_module(homes[name]), name)
-        elif name in submodules:
-            value = import_module(f"{module_name}.{name}")
-        else:
+        if name not in homes and name not in submodules:
             raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
+        with uncollected():
+            home = import_module(homes.get(name, f"{module_name}.{name}"))
+        value = getattr(home, name) if name in homes else home
         setattr(sys.modules[module_name], name, value)
         return value
 

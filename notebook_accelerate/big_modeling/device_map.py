@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate._collection import uncollected
 from notebook_accelerate.big_modeling.allocation import MIXED, Allocation
 from notebook_accelerate.big_modeling.device_memory import get_balanced_memory, get_max_memory
 from notebook_accelerate.big_modeling.module_sizes import Totals, readable, totals_of
@@ -59,17 +59,12 @@ def infer_auto_device_map(
         ValueError: A device, a size or a dtype is not valid.
     """
     limits = get_max_memory(max_memory)
-    collects = gc.isenabled()
-    gc.disable()  # nothing here has cycles, and collecting a large model's objects takes longer than the map
-    try:
+    with uncollected():  # nothing here has cycles, and collecting a large model's objects takes longer than the map
         tree = build_tree(model)
         totals = totals_of(tree, dtype, special_dtypes)
         allocation = Allocation(tree, totals, limits, no_split_module_classes, verbose, fallback_allocation)
         allocation.place_all()
         device_map = allocation.clean_device_map() if clean_result else allocation.device_map()
-    finally:
-        if collects:
-            gc.enable()
     if check_tied_parameters_in_config(model) and not totals.tied:
         warnings.warn(
             "The model weights are not tied. Please use the `tie_weights` method before using the "

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
+from notebook_accelerate._collection import uncollected
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes import huge_pages
 from notebook_accelerate.launch.processes.openmp_spin import BriefSpins
@@ -221,13 +222,12 @@ def run_helper(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
 
 def preload(names: Sequence[str]) -> None:
     """Import modules that all ranks share."""
-    gc.disable()  # collections take a tenth of the time of these imports
-    for name in names:
-        with suppress(ImportError):  # IPython may be missing outside notebooks
-            importlib.import_module(name)
-    entry.prepare_forks()
-    gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
-    gc.enable()
+    with uncollected():
+        for name in names:
+            with suppress(ImportError):  # IPython may be missing outside notebooks
+                importlib.import_module(name)
+        entry.prepare_forks()
+        gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
 
 
 def serve(descriptor: int) -> None:

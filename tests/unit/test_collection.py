@@ -1,0 +1,50 @@
+"""Imports and other work without Python's automatic garbage collection."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from notebook_accelerate._collection import uncollected
+
+
+def test_collections_are_off_inside_the_block_only() -> None:
+    found = [gc.isenabled()]
+    with pytest.raises(ZeroDivisionError), uncollected():
+        found.append(gc.isenabled() / 0)
+    found.append(gc.isenabled())
+    with uncollected():
+        found.append(gc.isenabled())
+    assert found == [True, True, False]
+
+
+def test_collections_that_are_off_stay_off() -> None:
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+COUNTED = """
+import gc, torch
+found = []
+gc.callbacks.append(lambda phase, info: found.append(info["generation"]) if phase == "start" else None)
+from notebook_accelerate import Accelerator, data_loader
+in_imports = list(found)
+try:
+    import notebook_accelerate.missing
+except ImportError:
+    pass
+print(gc.isenabled(), max(in_imports, default=0), hasattr(data_loader, "skip_first_batches"))
+"""
+
+
+def test_the_first_use_of_a_name_collects_no_old_objects() -> None:
+    done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "0", "True"]
