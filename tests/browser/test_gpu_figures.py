@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import fake_nvml
 from tests.support.browser import SCREENSHOTS, Browser, NotebookPage, Server
+from tests.support.nightly import rest_nightly
 
 SETUP = """
 import torch
@@ -44,7 +45,7 @@ MACHINES = {
 }
 
 
-@pytest.fixture(params=["kaggle", pytest.param("colab", marks=pytest.mark.nightly)])
+@pytest.fixture(params=rest_nightly(((name,) for name in MACHINES), daily=lambda name: name == "kaggle"))
 def machine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chromium: Browser
 ) -> Iterator[tuple[str, int, NotebookPage]]:

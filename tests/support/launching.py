@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 
@@ -57,10 +58,10 @@ WARM_OPTIMIZER = "import torch._dynamo"
 """A cell that imports what each forked rank would import with its first optimizer: 1.5 s of processor time."""
 
 
-def ready_kernel(*, zygote: bool = True, **options: object) -> Kernel:
+def ready_kernel(*, zygote: bool = True, **options: Any) -> Kernel:
     """Start a kernel, run `SETUP` in it and have its server process up; without `zygote` it starts when needed."""
     options.setdefault("server", zygote)
-    kernel = Kernel(**options)  # type: ignore[arg-type]
+    kernel = Kernel(**options)
     try:
         kernel.check(SETUP)
         if zygote:
