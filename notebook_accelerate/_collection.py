@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_switched_off: list[bool] = []
+"""Not empty inside a block that has switched collections off."""
+
+
+def _switch_on() -> None:
+    """Switch collections on in a process forked by another thread meanwhile: the block ends in the parent only."""
+    if _switched_off:
+        _switched_off.clear()
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_switch_on)
 
 
 @contextmanager
@@ -17,8 +32,10 @@ def uncollected() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
+    _switched_off.append(True)  # first, and cleared last: a fork may come in between
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        _switched_off.clear()

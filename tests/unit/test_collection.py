@@ -29,6 +29,22 @@ def test_collections_that_are_off_stay_off() -> None:
         gc.enable()
 
 
+FORKED = """
+import gc, os
+from notebook_accelerate._collection import uncollected
+with uncollected():
+    child = os.fork()
+    if child == 0:
+        os._exit(gc.isenabled())
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_process_that_is_forked_meanwhile_collects() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]
+
+
 COUNTED = """
 import gc, torch
 found = []
