@@ -9,7 +9,6 @@ for the run, a click interrupts that cell through the notebook's server instead.
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.telemetry.frames import callers, frame_of
 from notebook_accelerate.widgets.actions import Action
 
 if TYPE_CHECKING:
@@ -90,12 +90,8 @@ def _busy(shell: Any) -> bool:
 
 def _blocked() -> bool:
     """Return whether the main thread is inside a cell's code; an awaiting cell is not on the stack."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_code.co_name == "run_code" and "interactiveshell" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame in callers(frame_of(threading.main_thread())))
+    return any(code.co_name == "run_code" and "interactiveshell" in code.co_filename for code in codes)
 
 
 def _has_subshell(kernel: Any) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.telemetry.frames import callers, frame_of
 from notebook_accelerate.torch_internals import default_store
 
 QUERY_INTERVAL = 2.0
@@ -147,16 +148,15 @@ class _CollectiveWatchdog:
 
 def _position_in_collective() -> tuple[int, int, str] | None:
     """Return the main thread's innermost frame, instruction and line of user code; None outside of a collective."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    frame: FrameType | None = innermost
+    innermost = frame_of(threading.main_thread())
     libraries = _library_folders()
     inside, line = False, ""
-    while frame is not None and not line:
+    for frame in callers(innermost):
         name = frame.f_code.co_filename
         inside = inside or _is_collective(frame)
         if not name.startswith((*libraries, *_GENERATED)) and not _is_standard_library(name):
             line = f"at {name}:{frame.f_lineno} ({frame.f_code.co_name})"
-        frame = frame.f_back
+            break
     if innermost is None or not inside:
         return None
     return id(innermost), innermost.f_lasti, line

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from types import FrameType
 from typing import Any
 
 from notebook_accelerate.telemetry.events import ExitWaitEvent
+from notebook_accelerate.telemetry.frames import frame_of
 from notebook_accelerate.worker import exit_handlers, stacks
 from notebook_accelerate.worker.agent import Agent
 
@@ -50,7 +50,7 @@ class ExitWatch:
 
 
 def _thread(thread: threading.Thread) -> str:
-    frame = stacks.user_frame(sys._current_frames().get(thread.ident or 0), None)
+    frame = stacks.user_frame(frame_of(thread), None)
     target = _target(thread)
     place = _place(frame)
     return (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 import rlcompleter
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from traceback import walk_tb
@@ -15,6 +14,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
+from notebook_accelerate.telemetry.frames import callers, current_frames, frame_of
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 MAX_FRAMES = 50
@@ -24,14 +24,7 @@ LAUNCHERS = tuple(str(Path(__file__).with_name(name)) for name in ("entry.py", "
 
 def main_frame() -> FrameType | None:
     """Return the innermost frame of the main thread; callable from any thread."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield ``frame`` and its callers, innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return frame_of(threading.main_thread())
 
 
 def in_function(frame: FrameType) -> bool:
@@ -54,7 +47,7 @@ def all_stacks() -> dict[str, tuple[FrameInfo, ...]]:
     """Return the stacks of all Python threads by name, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sys._current_frames()
+    frames = current_frames()
     order = sorted(frames, key=lambda identity: identity != main)
     return {names.get(identity, f"thread {identity}"): stack(frames[identity]) for identity in order}
 

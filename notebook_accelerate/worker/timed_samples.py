@@ -14,6 +14,7 @@ from math import inf
 from types import CodeType, FrameType
 from typing import Any
 
+from notebook_accelerate.telemetry.frames import callers, current_frames, reading
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.worker import stacks
 from notebook_accelerate.worker.stack_sampler import MAX_DEPTH
@@ -102,7 +103,7 @@ class TimedSamples:
         samples that had to wait for the interpreter lock, and ``lock`` the processor time of the main thread meanwhile:
         the thread that held the lock has used more.
         """
-        self._note_threads(sys._current_frames())
+        self._note_threads(current_frames())
         self._begun.wait()
         if not self._ended.is_set():
             self._sample_until_end()
@@ -121,17 +122,18 @@ class TimedSamples:
             now = time.perf_counter()
             if self._ended.is_set() or now >= self._until:
                 return
-            frames = sys._current_frames()
-            self._note_threads(frames)
-            times = _seconds_of(self._numbers)
-            if now - due >= BLOCKED:
-                total = thread_delay(number)
-                waited, delay = total - delay, total  # for a processor, not for the lock
-                if now - due - waited >= BLOCKED:
-                    self._note_blocked(before, times)
-            before = times
-            self._sample(frames)
-            del frames  # they hold the variables of the function
+            with reading():
+                frames = sys._current_frames()
+                self._note_threads(frames)
+                times = _seconds_of(self._numbers)
+                if now - due >= BLOCKED:
+                    total = thread_delay(number)
+                    waited, delay = total - delay, total  # for a processor, not for the lock
+                    if now - due - waited >= BLOCKED:
+                        self._note_blocked(before, times)
+                before = times
+                self._sample(frames)
+                del frames  # they hold the variables of the function
             period = 1 / (FIRST_RATE if now - self._begin < FIRST_SECONDS else RATE)
             due = max(due + period, now)
 
@@ -233,7 +235,7 @@ def _source(place: Place) -> str:
 
 
 def _user_place(frame: FrameType) -> Place:
-    for each in islice(stacks.callers(frame), MAX_DEPTH):
+    for each in islice(callers(frame), MAX_DEPTH):
         if is_user_code(each.f_code.co_filename):
             return _place(each)
     return _place(frame)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 
 from notebook_accelerate._collection import uncollected
@@ -29,20 +30,41 @@ def test_collections_that_are_off_stay_off() -> None:
         gc.enable()
 
 
+def test_collections_are_off_until_the_last_of_several_threads_ends_its_block() -> None:
+    entered, end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with uncollected():
+            entered.set()
+            end.wait(30)
+
+    thread = threading.Thread(target=other)
+    with uncollected():
+        thread.start()
+        assert entered.wait(30)
+    found = [gc.isenabled()]
+    end.set()
+    thread.join()
+    assert [*found, gc.isenabled()] == [False, True]
+
+
 FORKED = """
 import gc, os
 from notebook_accelerate._collection import uncollected
 with uncollected():
     child = os.fork()
-    if child == 0:
-        os._exit(gc.isenabled())
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    on = [gc.isenabled()]
+if child == 0:
+    with uncollected():
+        on.append(gc.isenabled())
+    os._exit(on == [True, False] and gc.isenabled())
+print(gc.isenabled(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 def test_a_process_that_is_forked_meanwhile_collects() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1"]
+    assert done.stdout.split() == ["True", "1"]
 
 
 COUNTED = """

@@ -1,0 +1,71 @@
+"""Frames of threads that run meanwhile: what they return to may be gone by the next bytecode."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from itertools import islice
+
+from notebook_accelerate.telemetry.frames import callers, frame_of
+
+DEEP = 30
+
+
+class Deep(threading.Thread):
+    """Waits in ``DEEP`` calls of a function, returns from all of them, and then calls others of other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.inside, self.go, self.back, self.end = (threading.Event() for _ in range(4))
+
+    def run(self) -> None:
+        self.call(DEEP)
+        self.other(3 * DEEP)
+
+    def call(self, depth: int) -> None:
+        if depth > 1:
+            return self.call(depth - 1)
+        self.inside.set()
+        self.go.wait(30)
+        return None
+
+    def other(self, depth: int) -> None:
+        one = two = three = four = five = depth + 10**6
+        if depth > 1:
+            return self.other(depth - 1)
+        self.back.set()
+        self.end.wait(30 + 0 * (one + two + three + four + five))
+        return None
+
+
+class Cycle:
+    """Garbage whose finalizer lets a thread run on."""
+
+    def __init__(self, thread: Deep) -> None:
+        self.cycle, self.thread = self, thread
+
+    def __del__(self) -> None:
+        self.thread.go.set()
+        self.thread.back.wait(1)
+
+
+def test_a_collection_does_not_let_a_thread_return_from_frames_that_are_read() -> None:
+    thread = Deep()
+    thread.start()
+    assert thread.inside.wait(30)
+    innermost = frame_of(thread)
+    thresholds = gc.get_threshold()
+    gc.collect()
+    try:
+        garbage = Cycle(thread)
+        del garbage
+        gc.set_threshold(gc.get_count()[0] + DEEP // 2)  # reached in the midst of the frames
+        names = [frame.f_code.co_name for frame in islice(callers(innermost), 2 * DEEP)]
+    finally:
+        gc.set_threshold(*thresholds)
+        thread.go.set()
+        thread.end.set()
+        thread.join()
+    assert names.count("call") == DEEP
+    assert names[-1] == "_bootstrap"
+    assert gc.isenabled()
