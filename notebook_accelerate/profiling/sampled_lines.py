@@ -56,6 +56,7 @@ class SampledLines:
         self.cpu = float(samples.get("cpu", 0.0))
         self.threads: list[Any] = list(samples.get("threads", ()))
         self.seconds = float(samples.get("seconds", 0.0))
+        self.error = str(samples.get("error", ""))
         self._where = where
         self._lines = [self._line(stack) for stack in self.stacks]
 

@@ -97,8 +97,8 @@ class StepProfiler:
         step_time.at_end.add(self._at_step)
         try:
             return samples.run()
-        except Exception:  # noqa: BLE001 - the trace is of use without them
-            return {}
+        except Exception as error:  # noqa: BLE001 - the trace is of use without them
+            return {"error": describe_error(error, 300)}
 
     def _collectives(self) -> list[tuple[str, int, str, int, float]]:
         """Return which group each collective was of where there are several: gloo does not tell torch's profiler."""

@@ -240,7 +240,11 @@ class Profile:
         return f"{rank_names(self.ranks)} profiled for {steps} of {1000 * self.seconds:.3g} ms"
 
     def _notes(self) -> list[str]:
-        return [f"rank {rank} was not profiled: {why}" for rank, why in self.missing.items()]
+        without_lines = {rank: each.error for rank, each in self._analysis.samples.items() if each.error}
+        return [
+            *(f"rank {rank} was not profiled: {why}" for rank, why in self.missing.items()),
+            *(f"the lines of rank {rank} are not known: {why}" for rank, why in without_lines.items()),
+        ]
 
     def _sentences(self) -> list[str]:
         return [each.sentence for each in self.findings] or ([NOTHING] if self.steps else [])

@@ -26,6 +26,16 @@ def train() -> None:
         optimizer.zero_grad()
 
 
+def train_with_broken_samples() -> None:
+    from notebook_accelerate.worker.timed_samples import TimedSamples
+
+    def broken(*_args: object) -> None:
+        raise RuntimeError("as planned")
+
+    TimedSamples._sample = broken  # type: ignore[method-assign]
+    train()
+
+
 def logs_only() -> None:
     from notebook_accelerate import Accelerator
 
@@ -108,6 +118,18 @@ def test_short_steps_are_sampled_for_longer_than_they_are_recorded() -> None:
         assert lines.start[-1] + lines.duration[-1] <= main.start[-1] + 1e6
     assert by_default.lines()[0].share <= 1.0
     assert by_default.lines()[0].line.function == "train"
+
+
+def test_a_profile_without_samples_says_why() -> None:
+    run = launched(train_with_broken_samples)
+    try:
+        until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
+        profile = run.profile()
+    finally:
+        run.stop(grace=1.0)
+    assert (profile.steps, profile.lines()) == (3, [])
+    assert "the lines of rank 0 are not known: RuntimeError: as planned" in repr(profile)
+    assert "as planned" in profile.html
 
 
 def test_metrics_end_the_steps_of_a_training_without_an_optimizer() -> None:
