@@ -1,4 +1,4 @@
-"""Private temporary folders: for the ranks of a run, and for files on their way to and from remote stores.
+"""Private temporary folders: for the ranks of a run, for traces, and for files that go to or come from remote stores.
 
 Each is locked by its process. The next process removes the folders, perhaps gigabytes, that a killed one left.
 """
@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,18 @@ def make(parent: Path | None = None) -> Path:
             if folder not in _locks:
                 Path(name).unlink(missing_ok=True)
                 os.close(descriptor)
+
+
+def make_for(owner: object) -> Path:
+    """Make a folder that is removed with an object, or when this process exits."""
+    folder = make()
+    weakref.finalize(owner, _remove_of, os.getpid(), folder)
+    return folder
+
+
+def _remove_of(process: int, folder: Path) -> None:
+    if os.getpid() == process:  # not where it was forked
+        remove(folder)
 
 
 def remove(folder: Path) -> None:

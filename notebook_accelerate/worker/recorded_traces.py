@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.hardware import temporary_folders
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.trace_names import KEY
 
@@ -34,11 +34,10 @@ class Recorded:
 
     def __init__(self, profiler: profile, request: ProfileRequest, facts: dict[str, Any]) -> None:
         self.facts, self._number = facts, request.number
-        self._own: tempfile.TemporaryDirectory[str] | None = None
+        self._own: Path | None = None
         folder = Path(request.folder)
         if not (folder / request.token).exists():
-            self._own = tempfile.TemporaryDirectory()
-            folder = Path(self._own.name)
+            folder = self._own = temporary_folders.make_for(self)
         self._path = folder / f"rank{facts['rank']}.{request.number}.pt.trace.json"
         profiler.export_chrome_trace(str(self._path))
 
@@ -51,7 +50,7 @@ class Recorded:
             reply.path = str(self._path)
         else:
             reply.payload = gzip.compress(self._path.read_bytes(), 1)
-            self._own.cleanup()
+            temporary_folders.remove(self._own)
         return reply
 
 

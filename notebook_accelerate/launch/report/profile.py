@@ -6,7 +6,6 @@ import gzip
 import json
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from math import inf
 from pathlib import Path
 
 from notebook_accelerate.errors import FrameInfo
+from notebook_accelerate.hardware import temporary_folders
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
@@ -39,8 +39,7 @@ class ProfileFolder:
     """A private folder into which the ranks of this machine write their traces; removed with this object."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="notebook-accelerate-profile-")
-        self.path = Path(self._folder.name)
+        self.path = temporary_folders.make_for(self)
         self._token = secrets.token_hex(16)
         (self.path / self._token).touch()
 

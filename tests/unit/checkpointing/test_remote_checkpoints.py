@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from notebook_accelerate.big_modeling.remote_paths import RemotePath, path_of
 from notebook_accelerate.checkpointing import load, read_weights, save
 from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
-from notebook_accelerate.hardware import temporary_folders
 from notebook_accelerate.utils import merge_fsdp_weights
 from tests.support import stores
 from tests.support.trainings import Training, same
@@ -162,21 +160,6 @@ def test_urls_that_fsspec_cannot_reach_raise() -> None:
     with pytest.raises(ValueError, match="Protocol not known: nothing"):
         path_of("nothing://bucket/x")
     assert path_of("file:///a/b") == path_of("/a/b") == Path("/a/b")
-
-
-def test_folders_of_ended_processes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left, kept = temporary_folders.make(), temporary_folders.make()
-    temporary_folders._locks.pop(left)  # as if its process had ended: only this descriptor holds the lock
-    descriptors = [path for path in Path("/proc/self/fd").iterdir() if str(left) in str(path.resolve())]
-    for path in descriptors:
-        os.close(int(path.name))
-    another = temporary_folders.make()
-    assert not left.exists()
-    assert kept.exists()
-    temporary_folders.remove(kept)
-    temporary_folders.remove(another)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_merge_that_cannot_download_leaves_nothing(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,80 @@
+"""Private temporary folders: who removes them, and when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from notebook_accelerate.hardware import temporary_folders
+from notebook_accelerate.launch.report.profile import ProfileFolder
+
+KILLED = """
+import os, signal
+from notebook_accelerate.launch.report.profile import ProfileFolder
+folder = ProfileFolder()
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Owner:
+    """Owns a folder."""
+
+
+@pytest.fixture(autouse=True)
+def _own_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+def test_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
+    left, kept = temporary_folders.make(), temporary_folders.make()
+    temporary_folders._locks.pop(left)  # as if its process had ended: only this descriptor holds the lock
+    descriptors = [path for path in Path("/proc/self/fd").iterdir() if str(left) in str(path.resolve())]
+    for path in descriptors:
+        os.close(int(path.name))
+    another = temporary_folders.make()
+    assert not left.exists()
+    assert kept.exists()
+    temporary_folders.remove(kept)
+    temporary_folders.remove(another)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_removed_with_its_owner(tmp_path: Path) -> None:
+    owner = Owner()
+    folder = temporary_folders.make_for(owner)
+    (folder / "trace").touch()
+    assert folder.parent == tmp_path
+    del owner
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_keeps_the_folder_of_an_object_that_it_drops() -> None:
+    owner = Owner()
+    folder = temporary_folders.make_for(owner)
+    child = os.fork()
+    if child == 0:
+        del owner
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert folder.exists()
+
+
+def test_traces_of_a_killed_kernel_are_removed_by_the_next_profile(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    left = Path(killed.stdout.strip())
+    assert left.exists()
+    folder = ProfileFolder()
+    assert not left.exists()
+    assert [each for each in tmp_path.iterdir() if each.is_dir()] == [folder.path]
