@@ -108,7 +108,10 @@ class Opened:
         return self.rows("select name, value from stats where value > 0 and severity != 'info'")
 
     def picture(self, file: Path) -> None:
-        """Write a picture of the page."""
+        """Write a picture of the page, once its plugins have run and its tracks are drawn."""
+        self._page.get_by_text("Info and stats").wait_for()
+        self._page.locator(".pf-track__canvas").first.wait_for()
+        self._page.wait_for_timeout(500)
         self._page.screenshot(path=file)
 
 
