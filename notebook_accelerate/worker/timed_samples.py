@@ -122,18 +122,17 @@ class TimedSamples:
             now = time.perf_counter()
             if self._ended.is_set() or now >= self._until:
                 return
-            with reading():
-                frames = sys._current_frames()
-                self._note_threads(frames)
-                times = _seconds_of(self._numbers)
-                if now - due >= BLOCKED:
-                    total = thread_delay(number)
-                    waited, delay = total - delay, total  # for a processor, not for the lock
-                    if now - due - waited >= BLOCKED:
-                        self._note_blocked(before, times)
-                before = times
-                self._sample(frames)
-                del frames  # they hold the variables of the function
+            frames = current_frames()
+            self._note_threads(frames)
+            times = _seconds_of(self._numbers)
+            if now - due >= BLOCKED:
+                total = thread_delay(number)
+                waited, delay = total - delay, total  # for a processor, not for the lock
+                if now - due - waited >= BLOCKED:
+                    self._note_blocked(before, times)
+            before = times
+            self._sample(frames)
+            del frames  # they hold the variables of the function
             period = 1 / (FIRST_RATE if now - self._begin < FIRST_SECONDS else RATE)
             due = max(due + period, now)
 
@@ -174,7 +173,8 @@ class TimedSamples:
                 seen = self._threads.setdefault(identity, {})
                 place = _user_place(frame)
                 seen[place] = seen.get(place, 0) + 1
-        self._which.append(self._index(frames.get(self._main)))
+        with reading():
+            self._which.append(self._index(frames.get(self._main)))
 
     def _index(self, frame: FrameType | None) -> int:
         """Return the index of a stack; a frame's place is looked up by its instruction, its line takes longer."""

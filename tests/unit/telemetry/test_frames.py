@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from itertools import islice
 
-from notebook_accelerate.telemetry.frames import callers, frame_of
+import pytest
+
+from notebook_accelerate.telemetry.frames import callers, current_frames, frame_of
+from notebook_accelerate.worker import stacks
+from notebook_accelerate.worker.timed_samples import TimedSamples
 
 DEEP = 30
 
@@ -68,4 +73,14 @@ def test_a_collection_does_not_let_a_thread_return_from_frames_that_are_read() -
         thread.join()
     assert names.count("call") == DEEP
     assert names[-1] == "_bootstrap"
+    assert gc.isenabled()
+
+
+def test_a_profile_takes_its_samples_between_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(stacks, "in_function", lambda _: not found.append(gc.isenabled()))
+    samples = TimedSamples()
+    samples._sample(current_frames())
+    assert len(found) > 5
+    assert set(found) == {sys.version_info[:2] != (3, 11)}
     assert gc.isenabled()
