@@ -9,7 +9,6 @@ for the run, a click interrupts that cell through the notebook's server instead.
 from __future__ import annotations
 
 import re
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.output.rank_lines import running_kernel
-from notebook_accelerate.telemetry.frames import callers, frame_of
+from notebook_accelerate.telemetry.frames import callers, main_frame
 from notebook_accelerate.widgets.actions import Action
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def _busy(shell: Any) -> bool:
 
 def _blocked() -> bool:
     """Return whether the main thread is inside a cell's code; an awaiting cell is not on the stack."""
-    codes = (frame.f_code for frame in callers(frame_of(threading.main_thread())))
+    codes = (frame.f_code for frame in callers(main_frame()))
     return any(code.co_name == "run_code" and "interactiveshell" in code.co_filename for code in codes)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state import PartialState
-from notebook_accelerate.telemetry.frames import callers, frame_of
+from notebook_accelerate.telemetry.frames import callers, main_frame
 from notebook_accelerate.torch_internals import default_store
 
 QUERY_INTERVAL = 2.0
@@ -148,7 +148,7 @@ class _CollectiveWatchdog:
 
 def _position_in_collective() -> tuple[int, int, str] | None:
     """Return the main thread's innermost frame, instruction and line of user code; None outside of a collective."""
-    innermost = frame_of(threading.main_thread())
+    innermost = main_frame()
     libraries = _library_folders()
     inside, line = False, ""
     for frame in callers(innermost):

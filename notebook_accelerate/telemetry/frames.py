@@ -35,6 +35,11 @@ def frame_of(thread: threading.Thread) -> FrameType | None:
     return current_frames().get(thread.ident or 0)
 
 
+def main_frame() -> FrameType | None:
+    """Return the innermost frame of the main thread."""
+    return frame_of(threading.main_thread())
+
+
 def callers(frame: FrameType | None) -> Iterator[FrameType]:
     """Return ``frame`` and its callers, innermost first; of any thread."""
     found = []

@@ -46,6 +46,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
     StacksRequest,
 )
 from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.frames import main_frame
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
 from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stack_sampler, stacks
 from notebook_accelerate.worker.agent import Agent
@@ -161,10 +162,10 @@ class DebugAgent:
         """
         if self._profiler is not None:
             self._profiler.at_boundary()
-        self._serve(stacks.main_frame(), between_steps=not step_time.steps())
+        self._serve(main_frame(), between_steps=not step_time.steps())
 
     def _at_step(self) -> None:
-        self._serve(stacks.main_frame())
+        self._serve(main_frame())
 
     def _serve(self, frame: FrameType | None, *, between_steps: bool = True) -> None:
         while True:
@@ -227,7 +228,7 @@ class DebugAgent:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(LOCKED_SECONDS)
         try:
-            pending.serve(stacks.main_frame(), "read by another thread: the main thread waits in C")
+            pending.serve(main_frame(), "read by another thread: the main thread waits in C")
         finally:
             sys.setswitchinterval(interval)
 
@@ -236,7 +237,7 @@ class DebugAgent:
 
         A thread that sleeps in each of its steps is at the same bytecode whenever it is looked at.
         """
-        frame = stacks.main_frame()
+        frame = main_frame()
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
         cpu = time.clock_gettime(self._cpu_clock)
         if position != self._position or cpu - self._cpu > 0.01:
@@ -309,7 +310,7 @@ class DebugAgent:
     def _in_frame(self, serve: Callable[[FrameType | None, str], None]) -> None:
         """Serve now if the main thread is paused for the user, else at a step boundary."""
         if breakpoints.stopped_frame() is not None or self._traceback is not None or self._paused:
-            serve(stacks.main_frame(), "")
+            serve(main_frame(), "")
         else:
             self._queue(serve, from_agent=True)
 

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from notebook_accelerate.telemetry.events import ExitWaitEvent
-from notebook_accelerate.telemetry.frames import frame_of
+from notebook_accelerate.telemetry.frames import frame_of, main_frame
 from notebook_accelerate.worker import exit_handlers, stacks
 from notebook_accelerate.worker.agent import Agent
 
@@ -72,7 +72,7 @@ def _target(thread: threading.Thread) -> str:
 
 
 def _main_thread() -> str:
-    place = _place(stacks.user_frame(stacks.main_frame(), None))
+    place = _place(stacks.user_frame(main_frame(), None))
     return f"a callback of its exit, {place}" if place else "a callback of its exit"
 
 

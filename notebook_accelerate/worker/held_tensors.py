@@ -12,7 +12,7 @@ from itertools import islice, takewhile
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accelerate.telemetry.frames import callers
+from notebook_accelerate.telemetry.frames import callers, main_frame
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.worker import stacks
 
@@ -34,7 +34,7 @@ _UNSHARED = 3
 
 def user_frames() -> list[FrameType]:
     """Return the frames of the user's code on the main thread, innermost first."""
-    inside = takewhile(stacks.in_function, callers(stacks.main_frame()))
+    inside = takewhile(stacks.in_function, callers(main_frame()))
     return [frame for frame in islice(inside, 100) if is_user_code(frame.f_code.co_filename)]
 
 

@@ -10,7 +10,7 @@ from types import CodeType
 
 from notebook_accelerate.telemetry import Event
 from notebook_accelerate.telemetry.debug_protocol import SampleReply, SampleRequest
-from notebook_accelerate.telemetry.frames import callers
+from notebook_accelerate.telemetry.frames import callers, main_frame
 from notebook_accelerate.worker import stacks
 
 MAX_DEPTH = 100
@@ -48,7 +48,7 @@ def _sample(request: SampleRequest, reply: Callable[[Event], None]) -> None:
 
 def _stack() -> Key:
     """Return the main thread's frames up to the launched function, outermost first."""
-    inside = takewhile(stacks.in_function, callers(stacks.main_frame()))
+    inside = takewhile(stacks.in_function, callers(main_frame()))
     return tuple((frame.f_code, frame.f_lineno or 0) for frame in islice(inside, MAX_DEPTH))[::-1]
 
 

@@ -14,17 +14,12 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.telemetry.frames import callers, current_frames, frame_of
+from notebook_accelerate.telemetry.frames import callers, current_frames
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 MAX_FRAMES = 50
 LAUNCHERS = tuple(str(Path(__file__).with_name(name)) for name in ("entry.py", "warm_cells.py"))
 """Files whose frames call the user's function, or cell."""
-
-
-def main_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread; callable from any thread."""
-    return frame_of(threading.main_thread())
 
 
 def in_function(frame: FrameType) -> bool:
