@@ -1,4 +1,4 @@
-"""Lengths of functions and files. `pytest -s tests/architecture/test_house_style.py` prints the table."""
+"""Lengths of functions. `pytest -s tests/architecture/test_house_style.py` prints the table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FACADE = "notebook_accelerate/accelerator.py"
 FUNCTION_USUAL, FUNCTION_MOST = 25, 60
-FILE_USUAL, FILE_MOST, FACADE_MOST = 500, 700, 900
 SHARE = 0.95
 _NO_CODE = {
     tokenize.COMMENT,
@@ -28,7 +26,7 @@ _NO_CODE = {
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a function or a file."""
+    """The length of a function."""
 
     name: str
     lines: int
@@ -86,14 +84,3 @@ def test_functions_are_short(tree: str) -> None:
     assert over == [], f"no function has more than {FUNCTION_MOST} lines of code"
     longer = [row for row in rows if row.lines > FUNCTION_USUAL]
     assert len(longer) <= (1 - SHARE) * len(rows), f"95 in 100 functions stay within {FUNCTION_USUAL} lines: {longer}"
-
-
-@pytest.mark.parametrize("tree", ["library", "tests and examples"])
-def test_files_are_short(tree: str) -> None:
-    paths = _files(tree)
-    rows = [Length(str(path.relative_to(ROOT)), len(path.read_text().splitlines())) for path in paths]
-    print("\n" + _row(f"files, {tree}", rows, FILE_USUAL, FILE_MOST))
-    over = [row for row in rows if row.lines > (FACADE_MOST if row.name == FACADE else FILE_MOST)]
-    assert over == [], f"no file has more than {FILE_MOST} lines ({FACADE}: {FACADE_MOST})"
-    longer = [row for row in rows if row.lines > FILE_USUAL and row.name != FACADE]
-    assert len(longer) <= (1 - SHARE) * len(rows), f"95 in 100 files stay within {FILE_USUAL} lines: {longer}"

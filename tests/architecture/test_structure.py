@@ -1,4 +1,4 @@
-"""The structure in figures. `pytest -s tests/architecture/test_structure.py` prints them; each has a ceiling."""
+"""Rules on the structure. `python -m tests.architecture.test_structure` prints these figures, and the sizes."""
 
 from __future__ import annotations
 
@@ -170,8 +170,6 @@ def p95(values: list[int]) -> int:
 
 GRAPH = {name: imported(name) for name in MODULES}
 FIGURES: dict[str, tuple[Callable[[], int], int]] = {
-    "files": (lambda: len(MODULES), 560),
-    "lines of code": (lines_of_code, 50_000),
     "function length, 95th percentile": (
         lambda: p95([length.lines for path in MODULES.values() for length in functions_of(path)]),
         17,
@@ -179,11 +177,15 @@ FIGURES: dict[str, tuple[Callable[[], int], int]] = {
     "modules in import circles": (lambda: sum(map(len, circles(GRAPH))), 11),
     "largest import circle": (lambda: max(map(len, circles(GRAPH)), default=0), 3),
     "accesses to private attributes of other modules": (lambda: len(list(private_accesses())), 10),
-    "parameters annotated Any": (lambda: len(list(any_parameters())), 735),
     "accelerator parameters annotated Any": (lambda: len(accelerator_parameters()), 0),
-    "file names used more than once": (lambda: len(repeated_names()), 1),
 }
-"""What is counted, and its ceiling, to be lowered where the tree got better."""
+"""What is counted, and its limit. Sizes have none: a limit just above today's size freezes the tree as it is."""
+SIZES: dict[str, Callable[[], int]] = {
+    "files": lambda: len(MODULES),
+    "lines of code": lines_of_code,
+    "parameters annotated Any": lambda: len(list(any_parameters())),
+    "file names used more than once": lambda: len(repeated_names()),
+}
 
 
 @pytest.mark.parametrize("title", FIGURES)
@@ -195,6 +197,6 @@ def test_a_figure_of_the_structure_stays_below_its_ceiling(title: str) -> None:
 
 
 if __name__ == "__main__":
-    for title, (figure, _) in FIGURES.items():
-        print(f"{title:<50} {figure():>7,}")
+    for title, size in {**SIZES, **{title: figure for title, (figure, _) in FIGURES.items()}}.items():
+        print(f"{title:<50} {size():>7,}")
     print(*circles(GRAPH), *private_accesses(), repeated_names(), sep="\n")
