@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -324,19 +326,23 @@ def gather_object(object: Any) -> Any:
     """Collect Python objects from all ranks; every rank must call this.
 
     Args:
-        object: A list (or tuple) of picklable objects, or any other picklable object.
+        object: A sequence of picklable objects, a set, a tensor or array with rows, or any other picklable object.
 
     Returns:
-        The lists of all ranks joined; a list with one entry per rank if the object is not a list. In a world of one,
-        the argument.
+        A list: the items of all ranks, or one entry per rank for texts, mappings and objects that have no items. In a
+        world of one, the argument.
     """
     state = PartialState()
     if state.num_processes == 1:
         return object
     found = COMMUNICATORS[state.communicator].all_gather_object(object, state.num_processes)
-    if all(isinstance(part, (list, tuple)) for part in found):
-        return list(itertools.chain.from_iterable(found))
-    return found
+    return list(itertools.chain.from_iterable(found)) if all(map(_has_items, found)) else found
+
+
+def _has_items(part: Any) -> bool:
+    if isinstance(part, (list, tuple, torch.Tensor)) or type(part).__module__ == "numpy":
+        return getattr(part, "ndim", 1) > 0
+    return isinstance(part, (Sequence, AbstractSet)) and not isinstance(part, (str, bytes))
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:

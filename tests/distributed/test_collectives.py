@@ -120,15 +120,19 @@ def gather_objects() -> Any:
     return (
         collectives.gather_object([rank, "x"]),
         collectives.gather_object({"rank": rank}),
+        [value.item() for value in collectives.gather_object(torch.tensor([rank, rank + 5]))],
+        collectives.gather_object(rank),
         collectives.copy_tensor_to_devices(tensor).tolist(),
         collectives.gather_tensor_shape(tensor),
     )
 
 
 def test_objects() -> None:
-    for listed, single, copied, shape in run_ranks(gather_objects):
+    for listed, single, rows, numbers, copied, shape in run_ranks(gather_objects):
         assert listed == [0, "x", 1, "x"]
         assert single == [{"rank": 0}, {"rank": 1}]
+        assert rows == [0, 5, 1, 6]
+        assert numbers == [0, 1]
         assert copied == [0, 1, 2]
         assert shape == (torch.Size([3]), collectives.TENSOR_TYPE_TO_INT[torch.float32])
 

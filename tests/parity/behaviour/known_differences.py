@@ -188,6 +188,11 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate sums with reduction='none'": [
         "collectives, 2 ranks: _reduced('none')",
     ],
+    "Accelerate gathers the letters of a text and the keys of a dict, and fails on None; here each rank's object": [
+        "collectives, 2 ranks: utils.gather_object({'rank': _rank()})",
+        "collectives, 2 ranks: utils.gather_object('text')",
+        "collectives, 2 ranks: utils.gather_object(None)",
+    ],
     "Accelerate's strict=True accepts a checkpoint that lacks weights": [
         "bigmodels.missing_keys",
     ],

@@ -82,6 +82,11 @@ CALLS_ON_TWO_RANKS = [
     "Accelerator().gather('x')",
     "utils.gather_object([_rank()])",
     "utils.gather_object([{'rank': _rank()}, None])",
+    "utils.gather_object(_mine())",
+    "utils.gather_object({_rank(), 'x'})",
+    "utils.gather_object({'rank': _rank()})",
+    "utils.gather_object('text')",
+    "utils.gather_object(None)",
     "utils.broadcast(_mine(), from_process=1)",
     "utils.broadcast({'a': _mine()}, from_process=0)",
     "utils.broadcast_object_list([_rank(), 'x'], from_process=1)",
@@ -164,6 +169,31 @@ def gather_for_metrics_drops_what_was_padded() -> Any:
     found = [accelerator.gather_for_metrics(batch) for batch in batches]
     objects = [accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True) for batch in batches]
     return found, objects
+
+
+def _of_the_last_batch(samples: int) -> Any:
+    accelerator = Accelerator()
+    for _ in accelerator.prepare(torch.utils.data.DataLoader(torch.arange(samples), batch_size=2)):
+        if accelerator.gradient_state.end_of_dataloader:
+            values = [_mine(), [_mine(), (_mine(),)], {"a": _mine()}, torch.ones(0), [1, 2, 3], (1, 2), [None], {1, 2}]
+            values += [torch.tensor(1.0), {"a": torch.tensor(1.0)}, [_mine(), torch.tensor(1.0)], [_mine(), "x"]]
+            found = [accelerator.gather_for_metrics(value) for value in values]
+            objects = [accelerator.gather_for_metrics(value, use_gather_object=True) for value in (_mine(), [1, 2, 3])]
+    return found, objects
+
+
+def gather_for_metrics_keeps_what_cannot_be_cut() -> Any:
+    values = [3, 2.5, None, {"a": 1}, {"a": _mine(), "b": "x"}, "text", frozenset([1]), torch.float32]
+    accelerator = Accelerator()
+    for _ in accelerator.prepare(torch.utils.data.DataLoader(torch.arange(5), batch_size=2)):
+        found = [accelerator.gather_for_metrics(value) for value in values]
+        objects = [accelerator.gather_for_metrics(value, use_gather_object=True) for value in values]
+    return found, objects, _of_the_last_batch(5), _of_the_last_batch(4)
+
+
+@program(ranks=2)
+def gather_for_metrics_of_any_value() -> Any:
+    return _of_the_last_batch(5), _of_the_last_batch(7), _of_the_last_batch(8)
 
 
 @program(ranks=2)
