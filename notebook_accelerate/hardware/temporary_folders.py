@@ -87,8 +87,10 @@ def _lock_of(folder: Path) -> Path:
 def _remove_abandoned(parent: Path) -> None:
     for lock in parent.glob(f"{_PREFIX}{os.getuid()}-*{_LOCK}"):
         with contextlib.suppress(OSError):  # in use, or another process removes it too
-            descriptor = os.open(lock, os.O_RDWR)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                if os.fstat(descriptor).st_uid != os.getuid():  # other users can create files in /tmp, too
+                    continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)
                 lock.unlink()

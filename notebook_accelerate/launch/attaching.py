@@ -20,7 +20,7 @@ from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
-from notebook_accelerate.launch.kept.run_folder import read_summary
+from notebook_accelerate.launch.kept.run_folder import given_folder, read_summary
 from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter, to_file, uninterrupted
 from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.run_call import RunCall
@@ -212,6 +212,7 @@ def attach(name: str | PathLike[str]) -> Run:
 
     Raises:
         ValueError: There is no detached run with this name.
+        LaunchError: Another user can change the records of detached runs, which are ignored.
         FileNotFoundError: There is no kept run in this folder.
         BrokenRunError: Its journal is damaged.
     """
@@ -229,12 +230,13 @@ def _folder_of(name: str | PathLike[str]) -> Path:
     if found:
         return Path(max(found, key=lambda entry: (entry.lives, entry.created)).folder)
     if isinstance(name, str) and os.sep not in name:
+        run_directory.check_records()
         known = ", ".join(dict.fromkeys(entry.name for entry in run_directory.entries())) or "none"
         raise ValueError(
             f"there is no detached run named {name!r}; there are: {known}. "
             "A kept run is opened by its folder: notebook_accelerate.open_run('runs/NAME')"
         )
-    return Path(name).expanduser().absolute()
+    return given_folder(name)
 
 
 def _open(folder: Path) -> Run:
@@ -258,7 +260,7 @@ def detached_runs() -> list[Run]:
     found, entries = [], run_directory.entries()
     listed = [entry for entry in entries if not entry.lives][-LISTED_RUNS:]
     for entry in [entry for entry in entries if entry.lives or entry in listed]:
-        with suppress(BrokenRunError, OSError):
+        with suppress(BrokenRunError, OSError, ValueError):
             found.append(attach(Path(entry.folder)))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import secrets
 import stat
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 
 LISTED_SECONDS = 30 * 86400.0
@@ -50,8 +52,11 @@ class DetachedEntry:
     @property
     def lives(self) -> bool:
         """Whether the process of the run has not ended."""
-        identity = parse_identity(self.process)
-        return identity is not None and identity.machine == this_process().machine and not identity.has_ended()
+        identity, here = parse_identity(self.process), this_process()
+        if identity is None or identity.machine != here.machine:
+            return False
+        # Without an identifier of the machine (macOS has no /proc), the lock on its name shows whether it lives.
+        return not identity.has_ended() if here.machine else _is_claimed(self.name)
 
     @property
     def has_ended(self) -> bool:
@@ -93,11 +98,13 @@ def runs_folder() -> Path:
     """Return the folder of the detached runs that are launched without ``save``; nobody else can enter a new one.
 
     Raises:
-        LaunchError: The user has no home.
+        LaunchError: The user has no home, or others can replace what is in the folder.
     """
     folder = state_folder() / "runs"
-    with suppress(OSError):  # one that others can enter is used as it is; other errors come when it is written to
-        make_private(folder)
+    try:
+        guarded_files.make_folder(folder, private=False)
+    except OSError as error:
+        raise LaunchError(_advice(error)) from error
     return folder
 
 
@@ -108,45 +115,24 @@ def new_socket() -> Path:
         LaunchError: There is no such folder.
     """
     base = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    folders = [base / "notebook-accelerate"] if base.is_absolute() and _is_own(base) else []
+    folders = [base / "notebook-accelerate"] if base.is_absolute() and guarded_files.is_own_folder(base) else []
     folders.append(state_folder() / "sockets")
     problem = OSError()
     for folder in folders:
         try:
-            make_private(folder)
+            guarded_files.make_folder(folder)
         except OSError as error:
             problem = error
         else:
             return folder / secrets.token_hex(8)
-    raise LaunchError(
-        f"a detached run needs a folder that only you can enter: {problem}; "
-        f"mend {folders[-1]}, or set XDG_STATE_HOME to a folder of yours"
+    raise LaunchError(_advice(problem)) from problem
+
+
+def _advice(problem: OSError) -> str:
+    return (
+        f"detached runs need a folder that no other user can change: {problem}. "
+        "Fix its permissions, or set XDG_STATE_HOME to a directory you own"
     )
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether a folder is there, and nobody but the user can replace what is in it."""
-    try:
-        found = folder.stat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def make_private(folder: Path) -> None:
-    """Create a folder with mode 0700.
-
-    Raises:
-        OSError: It cannot be created, or it is there and others own it or can enter it.
-    """
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is not a folder of yours")
-    if found.st_mode & 0o077:
-        raise PermissionError(f"others can enter {folder}: chmod 700 {folder}")
 
 
 def add(entry: DetachedEntry) -> None:
@@ -156,11 +142,25 @@ def add(entry: DetachedEntry) -> None:
         OSError: The file cannot be written.
     """
     folder = _entries_folder()
-    make_private(folder)
+    guarded_files.make_folder(folder)
     path = folder / f"{secrets.token_hex(8)}.json"
     part = path.with_suffix(".new")
     part.write_text(json.dumps(asdict(entry)))
     part.replace(path)
+
+
+def check_records() -> None:
+    """Check that no other user can change the records of detached runs; otherwise `entries` ignores them.
+
+    Raises:
+        LaunchError: Another user can change them.
+    """
+    try:
+        guarded_files.check_folder(_entries_folder(), private=False)
+    except guarded_files.ForeignFileError as error:
+        raise LaunchError(_advice(error)) from error
+    except OSError:  # the user has not launched a detached run yet
+        pass
 
 
 def entries() -> list[DetachedEntry]:
@@ -176,10 +176,16 @@ def entries() -> list[DetachedEntry]:
                 path.unlink()
         else:
             found.append(entry)
-        if entry.has_ended:  # killed processes leave their sockets
-            with suppress(OSError):
-                Path(entry.socket).unlink()
+        if entry.has_ended:
+            _remove_socket(Path(entry.socket))
     return sorted(found, key=lambda entry: (entry.created, entry.folder))
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove the socket of a process that was killed; the file of a run may name any other path."""
+    with suppress(OSError):
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            path.unlink()
 
 
 def is_gone(folder: Path) -> bool:
@@ -198,9 +204,13 @@ def claim(name: str) -> int | None:
         have ended. None: another process has claimed it.
 
     Raises:
+        LaunchError: Others can replace what is in the folder of these files.
         OSError: The file cannot be created.
     """
-    make_private(_entries_folder())
+    try:
+        guarded_files.make_folder(_entries_folder())
+    except guarded_files.ForeignFileError as error:
+        raise LaunchError(_advice(error)) from error
     path = _claim_file(name)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -211,6 +221,18 @@ def claim(name: str) -> int | None:
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
         os.close(descriptor)  # who had the name has removed the file since it was opened here
+
+
+def _is_claimed(name: str) -> bool:
+    """Whether a living process has claimed a name."""
+    try:
+        descriptor = os.open(_claim_file(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not _lock(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:
@@ -239,7 +261,7 @@ def _claim_file(name: str) -> Path:
 def _files() -> list[Path]:
     try:
         folder = _entries_folder()
-        return list(folder.glob("*.json")) if _is_own(folder) else []
+        return list(folder.glob("*.json")) if guarded_files.is_own_folder(folder) else []
     except (LaunchError, OSError):
         return []
 
@@ -250,25 +272,27 @@ def _entries_folder() -> Path:
 
 def _read(path: Path) -> DetachedEntry | None:
     try:
-        if path.stat().st_size > _MAX_ENTRY_BYTES:
-            return None
-        content = json.loads(path.read_bytes())
+        content = guarded_files.parse_json(guarded_files.read_file(path, _MAX_ENTRY_BYTES, own=True))
+        guarded_files.check_depth(content)
         known = {each.name for each in fields(DetachedEntry)}  # a newer version may have more
         entry = DetachedEntry(**{name: value for name, value in content.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError):
         return None
     texts = all(isinstance(text, str) for text in (entry.name, entry.folder, entry.socket, entry.accelerator))
     maps = all(isinstance(each, dict) for each in (entry.origin, entry.process, entry.visible))
-    return entry if texts and maps and isinstance(entry.created, (int, float)) else None
+    if not texts or not maps or not isinstance(entry.created, (int, float)) or not math.isfinite(entry.created):
+        return None
+    paths = all("\0" not in text for text in (entry.folder, entry.socket)) and Path(entry.folder).is_absolute()
+    return entry if paths and entry.name == Path(entry.name).name and "\0" not in entry.name else None
 
 
 __all__ = [
     "DetachedEntry",
     "add",
+    "check_records",
     "claim",
     "entries",
     "is_gone",
-    "make_private",
     "new_socket",
     "release",
     "runs_folder",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
 from notebook_accelerate.launch.kept.opened_run import finished, open_run
-from notebook_accelerate.launch.kept.run_folder import read_summary
+from notebook_accelerate.launch.kept.run_folder import given_folder, read_summary
 from notebook_accelerate.launch.kept.run_writer import summary_of
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def kept_runs(folder: str | PathLike[str]) -> KeptRuns:
     Raises:
         FileNotFoundError: There is no such folder.
     """
-    base = Path(folder).expanduser().absolute()
+    base = given_folder(folder)
     if not base.is_dir():
         raise FileNotFoundError(f"{base} is no folder; pass the one that was given to save, as runs('runs')")
     found = sorted(path.parent for path in base.glob(f"*/{JOURNAL_NAME}"))

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
+from notebook_accelerate.hardware.guarded_files import ForeignFileError, read_file
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalContents, feed, read_journal
-from notebook_accelerate.launch.kept.run_folder import config_from
+from notebook_accelerate.launch.kept.run_folder import config_from, given_folder
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES, result_name
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
@@ -100,7 +101,7 @@ def journal_path(path: str | PathLike[str]) -> Path:
     Raises:
         FileNotFoundError: There is none.
     """
-    given = Path(path).expanduser().absolute()
+    given = given_folder(path)
     file = given / JOURNAL_NAME if given.is_dir() else given
     if not file.is_file():
         raise FileNotFoundError(
@@ -152,9 +153,16 @@ def _stored_result(folder: Path, rank: int, stored: object) -> RankResult:
 
 def _load_result(path: Path, size: int, checksum: object) -> Any:
     try:
-        data = path.read_bytes() if path.stat().st_size == size else b""
+        data = read_file(path, size, own=True)
+    except ForeignFileError as error:
+        raise SerializationError(
+            f"{path} cannot be read: {error}. A result is a pickle, and its author can run "
+            f"any code when it is read. If you trust that user, open a copy of your own: cp -r {path.parent} mine"
+        ) from error
     except OSError as error:
         raise SerializationError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError:
+        data = b""
     if len(data) != size or zlib.crc32(data) != checksum:
         raise SerializationError(f"{path} is not the result that the run's journal names: it was changed or is damaged")
     return load_bytes(data)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import math
 import os
 import re
-import stat
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 from notebook_accelerate.config.hidden_values import HIDDEN, hide_credentials, shown_value
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.hardware.guarded_files import check_depth, parse_json, read_file
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.kept import journal_format
@@ -28,6 +28,7 @@ from notebook_accelerate.telemetry.cell_sources import cell_sources
 
 _SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 _TEXT_CHARS = 1000
+_SHOWN_CHARS = 200
 _GIT_SECONDS = 10.0
 
 
@@ -43,7 +44,7 @@ def create_folder(parent: str | os.PathLike[str], name: str, created: float) -> 
         LaunchError: The folder cannot be created.
     """
     stem = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(created))}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:100]}"
-    base = Path(parent).expanduser().absolute()
+    base = given_folder(parent)
     try:
         base.mkdir(parents=True, exist_ok=True)
         for number in range(1, 10_000):
@@ -58,6 +59,30 @@ def create_folder(parent: str | os.PathLike[str], name: str, created: float) -> 
             f"the run cannot be kept in {base}: {error.strerror or error}; pass another folder: save='runs'"
         ) from error
     raise LaunchError(f"the run cannot be kept in {base}: it has too many folders named {stem}")
+
+
+def given_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a folder that the user names.
+
+    Args:
+        path: The folder; "~" is the user's home.
+
+    Raises:
+        ValueError: The path is impossible, or there is no user of the name after "~".
+    """
+    given = os.fspath(path)
+    shown = repr(given if len(given) <= _SHOWN_CHARS else f"{given[:_SHOWN_CHARS]}…")
+    try:
+        found = Path(given).expanduser().absolute()
+        found.lstat()
+    except RuntimeError:
+        raise ValueError(f"{shown} begins with the home of a user that does not exist") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ValueError(f"{shown} is not a path: a name in it is too long") from None
+    except ValueError:
+        raise ValueError(f"{shown} is not a path: it has a character that no path can have") from None
+    return found
 
 
 def header(
@@ -180,15 +205,12 @@ MAX_SUMMARY_BYTES = 4 << 20
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return what the table of runs needs of a run that has ended; None where it has not, or its summary is no use."""
-    path = folder / SUMMARY_NAME
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_SUMMARY_BYTES:  # reading a pipe would wait
-            return None
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_file(folder / SUMMARY_NAME, MAX_SUMMARY_BYTES))
+        check_depth(content)
+    except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
 
 
-__all__ = ["SUMMARY_NAME", "code_version", "config_from", "create_folder", "header", "read_summary"]
+__all__ = ["SUMMARY_NAME", "code_version", "config_from", "create_folder", "given_folder", "header", "read_summary"]

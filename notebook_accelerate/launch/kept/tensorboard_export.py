@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.kept.run_folder import given_folder
 
 if TYPE_CHECKING:
     from os import PathLike
+    from pathlib import Path
 
     from notebook_accelerate.telemetry import Store
 
@@ -20,7 +22,7 @@ def export(store: Store, folder: str | PathLike[str]) -> Path:
         writer: Any = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter
     except ImportError as error:
         raise ImportError("to_tensorboard needs tensorboard's writer: pip install tensorboard") from error
-    target = Path(folder).expanduser().absolute()
+    target = given_folder(folder)
     names = store.metric_names()
     ranks = sorted({rank for name in names for rank in store.ranks_of(name)})
     for rank in ranks:

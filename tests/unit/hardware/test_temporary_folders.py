@@ -78,3 +78,14 @@ def test_traces_of_a_killed_kernel_are_removed_by_the_next_profile(tmp_path: Pat
     folder = ProfileFolder()
     assert not left.exists()
     assert [each for each in tmp_path.iterdir() if each.is_dir()] == [folder.path]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to own a file as another user")
+def test_a_lock_of_another_user_removes_nothing(tmp_path: Path) -> None:
+    name = f"{temporary_folders._PREFIX}{os.getuid()}-notes"
+    (tmp_path / name).mkdir()
+    lock = tmp_path / f"{name}.lock"
+    lock.touch()
+    os.chown(lock, 65534, 65534)
+    temporary_folders.remove(temporary_folders.make(tmp_path))
+    assert (tmp_path / name).is_dir()

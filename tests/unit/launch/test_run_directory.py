@@ -20,11 +20,12 @@ import pytest
 from notebook_accelerate import BrokenRunError, attach, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import DeviceBusyError, LaunchError
+from notebook_accelerate.hardware import process_liveness
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import attaching, run_registry
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient
-from notebook_accelerate.launch.detached.control_service import ControlService
+from notebook_accelerate.launch.detached.control_service import ControlService, listen
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from tests.support.runs import START, make_run
@@ -96,9 +97,19 @@ def test_the_sockets_of_other_containers_stay(tmp_path: Path) -> None:
         _recorded(tmp_path / "gone", "gone", time.time(), pid=2**22 - 1),
     ]
     for entry in entries:
-        Path(entry.socket).touch()
+        with listen(Path(entry.socket)):
+            pass
     assert [entry.name for entry in run_directory.entries()] == ["theirs", "gone"]
     assert [Path(entry.socket).exists() for entry in entries] == [True, False]
+
+
+def test_a_file_in_place_of_a_socket_stays(tmp_path: Path) -> None:
+    """The file of a run may name any path."""
+    file = tmp_path / "thesis.txt"
+    file.touch()
+    run_directory.add(replace(_recorded(tmp_path / "odd", "odd", time.time(), pid=2**22 - 1), socket=str(file)))
+    assert len(run_directory.entries()) == 2
+    assert file.exists()
 
 
 def test_without_a_home_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +134,118 @@ def test_the_default_folder_is_private(state: Path) -> None:
     assert run_directory.runs_folder() == folder, "a user may let others read"
 
 
+_NOBODY = 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home that all users share, as HOME=/tmp in a container."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
+@as_root
+@pytest.mark.parametrize("theirs", [".local", ".local/state", ".local/state/notebook-accelerate"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_another_user_made_is_not_used(shared: Path, tmp_path: Path, theirs: str, linked: bool) -> None:
+    made = shared / theirs
+    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if linked:  # the link is theirs, what it leads to is the user's
+        (tmp_path / "mine").mkdir(mode=0o700)
+        made.symlink_to(tmp_path / "mine")
+    else:
+        made.mkdir(mode=0o777)
+    os.chown(made, _NOBODY, _NOBODY, follow_symlinks=False)
+    for use in (run_directory.runs_folder, run_directory.new_socket):
+        with pytest.raises(LaunchError, match=rf"{made} belongs to [^.]*\. Fix its permissions, or set XDG_STATE_HOME"):
+            use()
+    for use_name in (lambda: run_directory.claim("x"), lambda: run_directory.add(_entry_of(tmp_path))):
+        with pytest.raises((LaunchError, PermissionError), match=str(made)):
+            use_name()
+    assert run_directory.entries() == []
+
+
+def _entry_of(folder: Path) -> DetachedEntry:
+    return DetachedEntry("x", str(folder), "", START, asdict(this_process()))
+
+
+@as_root
+@pytest.mark.parametrize("folder", ["runs", "detached", "sockets"])
+def test_each_folder_of_detached_runs_must_be_the_users(shared: Path, folder: str) -> None:
+    made = shared / ".local" / "state" / "notebook-accelerate" / folder
+    made.mkdir(mode=0o700, parents=True)
+    os.chown(made, _NOBODY, _NOBODY)
+    uses = {"runs": run_directory.runs_folder, "sockets": run_directory.new_socket}
+    with pytest.raises((LaunchError, PermissionError), match=f"{made} belongs to"):
+        uses.get(folder, lambda: run_directory.claim("x"))()
+    if folder == "detached":
+        with pytest.raises(LaunchError, match=f"{made} belongs to"):
+            attach("x")
+
+
+@pytest.mark.parametrize(("mode", "allowed"), [(0o755, True), (0o1777, True), (0o777, False), (0o757, False)])
+def test_others_may_not_replace_a_folder_on_the_way(tmp_path: Path, shared: Path, mode: int, allowed: bool) -> None:
+    shared.chmod(mode)
+    if allowed:
+        assert run_directory.runs_folder().is_dir()
+    else:
+        with pytest.raises(LaunchError, match=f"others can replace what is in {shared}: chmod go-w"):
+            run_directory.runs_folder()
+
+
+def test_a_group_with_the_user_only_may_write(shared: Path) -> None:
+    """As home folders in images of Jupyter, and in systems that give each user a group."""
+    shared.chmod(0o770)
+    os.chown(shared, -1, 54_321)  # no group has this number
+    with pytest.raises(LaunchError, match="others can replace what is in"):
+        run_directory.runs_folder()
+    if os.getuid() == 0:
+        os.chown(shared, -1, 0)
+        assert run_directory.runs_folder().is_dir()
+
+
+def test_what_is_no_file_of_the_user_is_no_record(tmp_path: Path, state: Path) -> None:
+    entry = _recorded(tmp_path / "good", "good", time.time())
+    (path,) = (state / "detached").glob("*.json")
+    folder = state / "detached"
+    os.mkfifo(folder / "pipe.json")  # reading it would wait
+    (folder / "device.json").symlink_to("/dev/zero")
+    (folder / "link.json").symlink_to(path)
+    (folder / "folder.json").mkdir()
+    (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "nested.json").write_text('{"name":' * 500 + "1" + "}" * 500)
+    for number, change in enumerate(
+        [{"folder": "/a\0b"}, {"folder": "here"}, {"name": "../x"}, {"created": float("inf")}, {"visible": 3}]
+    ):
+        (folder / f"{number}.json").write_text(json.dumps({**asdict(entry), **change}))
+    (folder / "number.json").write_text('{"created": ' + "9" * 5000 + "}")
+    if os.getuid() == 0:
+        (folder / "theirs.json").write_bytes(path.read_bytes())
+        os.chown(folder / "theirs.json", _NOBODY, _NOBODY)
+    assert run_directory.entries() == [entry]
+
+
+def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, which has no /proc: the name of a run that was killed is free again."""
+    monkeypatch.setattr(process_liveness, "_machine_identity", lambda: "")
+    claimed = run_directory.claim("one")
+    assert claimed is not None
+    _recorded(tmp_path / "one", "one", time.time(), pid=2**22 - 1)
+    assert [entry.lives for entry in run_directory.entries()] == [True]
+    monkeypatch.setattr(attaching, "CLAIM_SECONDS", 0.1)
+    with pytest.raises(ValueError, match="has not ended"):
+        attaching._claim("one")
+    os.close(claimed)  # as the end of its process does
+    assert [entry.lives for entry in run_directory.entries()] == [False]
+    again = attaching._claim("one")
+    run_directory.release("one", again)
+
+
 _ANOTHER = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -138,7 +261,7 @@ except PermissionError:
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+@as_root
 def test_another_user_cannot_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory() as runtime:  # not in pytest's: addresses of sockets are short
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)

@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 import notebook_accelerate
-from notebook_accelerate import LaunchConfig
+from notebook_accelerate import LaunchConfig, notebook_launcher, open_run
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.environ import KERNEL_ONLY
-from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
+from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, LaunchError, SerializationError
 from notebook_accelerate.launch import start
 from notebook_accelerate.launch.detached import control_service, run_directory
 from notebook_accelerate.launch.detached.control_service import listen
@@ -198,6 +198,47 @@ def test_no_other_user_can_attach_to_a_detached_run(monkeypatch: pytest.MonkeyPa
             assert not control_service.is_own(ours)
         assert listener.fileno() >= 0
     path.unlink()
+
+
+_PREPARE = """
+import os, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+os.umask(0)
+os.makedirs(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_no_other_user_can_prepare_the_folders_of_a_detached_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o1777)  # as HOME=/tmp in a container
+    for folder in (tmp_path.parent, tmp_path.parent.parent):  # pytest's, which nobody else can enter
+        folder.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    runs = tmp_path / ".local" / "state" / "notebook-accelerate" / "runs"
+    subprocess.run([sys.executable, "-c", _PREPARE, str(runs)], check=True)
+    with pytest.raises(LaunchError, match=r"\.local belongs to .* set XDG_STATE_HOME"):
+        notebook_launcher(print, num_processes=1, detach=True)
+    assert not list(runs.iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_results_of_another_user_are_not_unpickled(tmp_path: Path) -> None:
+    run = notebook_launcher(int, num_processes=1, start_method="fork", save=tmp_path, panel=False)
+    assert run.folder is not None
+    file = run.folder / "result-0.pickle"
+    os.chown(file, 65534, 65534)
+    with pytest.raises(SerializationError, match=r"belongs to .* cp -r"):
+        _ = open_run(run.folder).results
+    os.chown(file, 0, 0)
+    assert open_run(run.folder).results == (0,)
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SerializationError, match="not a regular file"):
+        _ = open_run(run.folder).results
 
 
 # ---- Listening for other machines

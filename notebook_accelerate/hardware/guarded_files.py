@@ -1,0 +1,275 @@
+"""Files and folders that other users may have made, or that may be damaged: checks before use, and reads with bounds.
+
+A folder is the user's only if nobody else can replace it: every folder on the way to it must belong to the user or to
+root, and no other user may write to it. In a folder with the sticky bit, such as /tmp, others can create entries, but
+not replace the user's.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import json
+import os
+import pwd
+import re
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MAX_LINKS = 40
+"""Symbolic links on the way to a folder, as in Linux."""
+MAX_DEPTH = 50
+"""Deepest nesting of JSON."""
+MIN_CONTAINERS = 1 << 16
+"""Lists and objects that JSON of any length may have; with more, at most one in eight bytes."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, also one without an end: otherwise the search would begin again at each quote in it."""
+
+
+class ForeignFileError(PermissionError):
+    """Another user owns a file or folder, or can replace it."""
+
+
+# ---- folders
+
+
+def make_folder(folder: Path, *, private: bool = True) -> None:
+    """Create a folder with mode 0700, and those on the way to it; check one that exists.
+
+    Args:
+        folder: The folder.
+        private: Whether nobody else may read it either.
+
+    Raises:
+        OSError: It cannot be created, another user owns it, or others can replace what is in it.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        with suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+    check_folder(folder, private=private)
+
+
+def check_folder(folder: Path, *, private: bool = False) -> None:
+    """Check that a folder belongs to the user, and that nobody else can replace it or what is in it.
+
+    Args:
+        folder: The folder.
+        private: Whether nobody else may read it either.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ForeignFileError: Another user has power over it; the message says what to do.
+    """
+    here = Path(folder.absolute().anchor)
+    found = here.stat()
+    _check_writers(here, found)
+    waiting, links = list(reversed(folder.absolute().parts[1:])), 0
+    while waiting:
+        name = waiting.pop()
+        path = here.parent if name == ".." else here / name
+        entry = path.lstat()
+        if not _is_trusted(entry.st_uid, shared=bool(found.st_mode & 0o022)):
+            raise ForeignFileError(f"{path} belongs to {_user_name(entry.st_uid)}")
+        if stat.S_ISLNK(entry.st_mode):
+            links += 1
+            if links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+            target = path.readlink()
+            if target.is_absolute():
+                here = Path(target.anchor)
+                found = here.stat()
+            waiting += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+        else:
+            _check_writers(path, entry)
+            here, found = path, entry
+    if found.st_uid != os.getuid():
+        raise ForeignFileError(f"{folder} belongs to {_user_name(found.st_uid)}")
+    if found.st_mode & (0o077 if private else 0o022):
+        raise ForeignFileError(f"others can enter {folder}: chmod 700 {folder}")
+
+
+def is_own_folder(folder: Path) -> bool:
+    """Whether a folder exists, and nobody but the user can replace it or what is in it; see `check_folder`."""
+    try:
+        check_folder(folder)
+    except OSError:
+        return False
+    return True
+
+
+def _check_writers(folder: Path, found: os.stat_result) -> None:
+    """Check that nobody but its owner can replace the entries of a folder that others own."""
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    by_group = found.st_mode & 0o020 and (_has_access_list(folder) or not _is_private_group(found.st_gid))
+    if (by_group or found.st_mode & 0o002) and not found.st_mode & stat.S_ISVTX:
+        raise ForeignFileError(f"others can replace what is in {folder}: chmod go-w {folder}")
+
+
+def _is_trusted(owner: int, *, shared: bool) -> bool:
+    """Whether an owner is the user or root.
+
+    In a user namespace without root, as of some containers, root's files belong to the "overflow" user, as do other
+    users' files. In a folder that only root can write to, root has created them.
+    """
+    return owner in (0, os.getuid()) or (not shared and owner == _overflow_user())
+
+
+def _overflow_user() -> int | None:
+    """Return the user to whom root's files belong in a user namespace without root; None elsewhere."""
+    try:
+        ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        return None if any(first == "0" for first, *_ in ranges) else int(_OVERFLOW.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+_OVERFLOW = Path("/proc/sys/kernel/overflowuid")
+
+
+def _has_access_list(folder: Path) -> bool:
+    """Whether users are named that may use a folder; where some are, the bits of the group are those of all of them."""
+    with suppress(OSError, AttributeError):  # a file system without them, or another system than Linux
+        return "system.posix_acl_access" in os.listxattr(folder)
+    return False
+
+
+def _is_private_group(number: int) -> bool:
+    """Whether a group has no member but the user and root, as the groups that many systems make for each user."""
+    known = {os.getuid(), 0}
+    with suppress(KeyError, OSError):
+        members = grp.getgrgid(number).gr_mem
+        others = {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == number or entry.pw_name in members}
+        return others <= known and all(_uid_of(name) in known for name in members)
+    return number == os.getgid() == os.getuid()
+
+
+def _uid_of(name: str) -> int | None:
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
+
+
+def _user_name(number: int) -> str:
+    with suppress(KeyError, OSError):
+        return f"the user {pwd.getpwuid(number).pw_name}"
+    return f"user {number}"
+
+
+# ---- files
+
+
+def read_file(path: Path, most: int, *, own: bool = False) -> bytes:
+    """Read a regular file of limited size.
+
+    Args:
+        path: The file.
+        most: The most bytes it may have.
+        own: Whether it must belong to the user or root, and must not be a symbolic link.
+
+    Raises:
+        ForeignFileError: It belongs to another user.
+        OSError: It is not a regular file, or it cannot be read.
+        ValueError: It has more bytes.
+    """
+    descriptor = open_regular(path, own=own)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        data = file.read(most + 1) if size <= most else b""
+    if max(size, len(data)) > most:
+        raise ValueError(f"{path} has {max(size, len(data)):,} bytes, at most {most:,} are read")
+    return data
+
+
+def open_regular(path: Path, *, own: bool = False) -> int:
+    """Open a regular file for reading: opening a pipe would wait, and some devices have no end.
+
+    The checks are made on the open file, so that nobody can replace it in between.
+
+    Args:
+        path: The file.
+        own: Whether it must belong to the user or root, and must not be a symbolic link.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        ForeignFileError: It belongs to another user.
+        OSError: It is not a regular file, or it cannot be opened.
+    """
+    if not stat.S_ISREG((path.lstat() if own else path.stat()).st_mode):  # opening some devices changes them
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    follow = os.O_NOFOLLOW if own else 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | follow)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if own and found.st_uid not in (os.getuid(), 0):
+            raise ForeignFileError(f"{path} belongs to {_user_name(found.st_uid)}")
+        os.set_blocking(descriptor, True)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def parse_json(data: bytes, most_containers: int | None = None) -> Any:
+    """Return the value of JSON, whose memory is in proportion to its length.
+
+    Args:
+        data: The JSON, in UTF-8.
+        most_containers: The most lists and objects; None: no limit but the one for its length.
+
+    Raises:
+        ValueError: It is not JSON, is nested too deeply, or has more lists and objects: each takes 64 bytes or more.
+    """
+    limit = max(MIN_CONTAINERS, len(data) // 8)
+    limit = limit if most_containers is None else min(limit, most_containers)
+    if data.count(b"[") + data.count(b"{") > limit:
+        bare = _STRING.sub(b"", data)  # texts may have any number of brackets
+        if bare.count(b"[") + bare.count(b"{") > limit:
+            raise ValueError(f"it has more than {limit:,} lists and objects")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
+    """Check how deeply a value from JSON is nested.
+
+    Args:
+        value: The value.
+        most: The deepest nesting that is allowed.
+
+    Raises:
+        ValueError: It is nested more deeply.
+    """
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            item
+            for each in level
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"its JSON is nested more than {most} times")
+
+
+__all__ = [
+    "ForeignFileError",
+    "check_depth",
+    "check_folder",
+    "is_own_folder",
+    "make_folder",
+    "open_regular",
+    "parse_json",
+    "read_file",
+]
