@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import re
-import shutil
 import threading
 import time
 import warnings
@@ -43,9 +41,8 @@ if TYPE_CHECKING:
 
 _START = "notebook_accelerate.launch.start"
 _TENSORBOARD = "notebook_accelerate.launch.kept.tensorboard_export"
+_FOLDER = "notebook_accelerate.launch.kept.run_folder"
 """Modules above this one, by name."""
-_DELETIONS = 20
-"""Tries to delete a folder, a tenth of a second apart."""
 _numbers = itertools.count(1)
 
 
@@ -81,6 +78,7 @@ class Run(RunDebugging, RunDisplay):
         function_name: Name of the launched function.
         name: The run's name.
         folder: Where the run is kept; None where it is not.
+        journal_file: The file of its journal in that folder; None where it is not kept.
         origin: The notebook, or the folder, that launched a detached run; "" for other runs.
         journal: The run's events, in order.
         commands: Commands to the supervisor.
@@ -100,6 +98,7 @@ class Run(RunDebugging, RunDisplay):
         self.config, self.function_name = config, function_name
         self.name = name or config.name or default_name(function_name, self.id)
         self.folder: Path | None = None
+        self.journal_file: Path | None = None
         self.origin = ""
         self.call: RunCall | None = None
         self.journal = Journal() if journal is None else journal
@@ -429,25 +428,20 @@ class Run(RunDebugging, RunDisplay):
                 info.returned.free(f"the results of run {self.id} were freed by run.close()")
 
     def delete(self) -> None:
-        """Delete the folder of a kept run that has ended, with its journal and its results.
+        """Delete the journal and the results of a kept run that has ended, and its folder if that is empty then.
+
+        Other files in the folder, such as those that the function saved there, stay.
 
         Raises:
             RunNotFinishedError: The run has not ended, or its ranks are held.
             ValueError: The run is not kept in a folder.
-            OSError: The folder cannot be deleted.
+            FileNotFoundError: It was deleted before.
+            OSError: A file cannot be deleted.
         """
         self._check_ended()
-        if self.folder is None:
+        if self.journal_file is None:
             raise ValueError(f"run {self.name} is not kept in a folder: it was launched without save='runs'")
-        for left in reversed(range(_DELETIONS)):
-            try:
-                shutil.rmtree(self.folder)
-            except OSError as error:
-                if error.errno != errno.ENOTEMPTY or not left:
-                    raise
-                time.sleep(0.1)  # the process of a detached run writes its last file
-            else:
-                break
+        import_module(_FOLDER).delete(self.journal_file, self.name, self.started, lost=self.status == "lost")
 
     def _check_ended(self) -> None:
         if self.ended is None or self.held:
@@ -534,7 +528,8 @@ class Run(RunDebugging, RunDisplay):
             "run = notebook_launcher(...)"
         )
         copied = Run(self.config, self.function_name, self.journal.without_results(why), number=self.id, name=self.name)
-        copied.folder, copied.origin, copied.call = self.folder, self.origin, self.call
+        copied.folder, copied.journal_file = self.folder, self.journal_file
+        copied.origin, copied.call = self.origin, self.call
         return copied
 
     # ---- from the journal

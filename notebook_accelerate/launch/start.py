@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -132,7 +131,7 @@ def _new_run(
     run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
     run.call = RunCall(function, arguments)
     if writer is not None:
-        run.folder = writer.folder
+        run.folder, run.journal_file = writer.folder, writer.file
     if resumption is not None:
         resumption.begin(journal)
         if resumption.checkpoint is not None:
@@ -154,7 +153,7 @@ def _writer(
     parent = config.save or environ.text("NOTEBOOK_ACCELERATE_RUNS")
     if not parent:
         return None
-    from notebook_accelerate.launch.kept import run_folder, run_writer
+    from notebook_accelerate.launch.kept import journal_file, run_folder, run_writer
 
     now = steady_time.now()
     folder = run_folder.create_folder(parent, name, now)
@@ -162,7 +161,9 @@ def _writer(
         header = run_folder.header(name, number, function, arguments, config, now)
         return run_writer.RunWriter(folder, header, journal, detached=config.detach)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            (folder / journal_file.JOURNAL_NAME).unlink(missing_ok=True)
+            folder.rmdir()
         raise LaunchError(
             f"the run cannot be kept in {folder}: {error.strerror or error}; pass another folder: save='runs'"
         ) from error

@@ -19,8 +19,8 @@ from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identit
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalContents, feed, read_journal
-from notebook_accelerate.launch.kept.run_folder import config_from, given_folder
-from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES, result_name
+from notebook_accelerate.launch.kept.run_folder import config_from, given_folder, result_name
+from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
 from notebook_accelerate.launch.state.run_commands import NoCommands
@@ -68,7 +68,7 @@ def open_run(path: str | PathLike[str]) -> Run:
     tracebacks.name_foreign_cells(_cells_of(header))
     commands = _commands(contents, file.parent)
     run = Run(config_from(header["config"]), header["function"], journal, commands, name=header["name"])
-    run.folder = file.parent
+    run.folder, run.journal_file = file.parent, file
     if run.ended is None or run.held:
         follower = _Follower(contents, file)
         weakref.finalize(run, follower.over.set)

@@ -1,4 +1,4 @@
-"""The folder of a kept run: its name, and what its journal says about the launch."""
+"""The folder of a kept run: its name, its files, and what its journal says about the launch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from typing import Any
 
 from notebook_accelerate.config.hidden_values import HIDDEN, hide_credentials, shown_value
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.hardware.guarded_files import check_depth, parse_json, read_file
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.kept import journal_format
+from notebook_accelerate.launch.kept.journal_file import read_journal
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.cell_sources import cell_sources
@@ -201,6 +202,8 @@ def _git(folder: Path, *command: str) -> str | None:
 
 SUMMARY_NAME = "summary.json"
 MAX_SUMMARY_BYTES = 4 << 20
+SUMMARY_SECONDS = 2.0
+"""Seconds that the process of a detached run has to write its last file, after the end of its journal."""
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -213,4 +216,61 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-__all__ = ["SUMMARY_NAME", "code_version", "config_from", "create_folder", "given_folder", "header", "read_summary"]
+def result_name(rank: int) -> str:
+    """Return the name of the file of a rank's pickled result."""
+    return f"result-{rank}.pickle"
+
+
+def delete(journal: Path, name: str, started: float, *, lost: bool) -> None:
+    """Delete the files of a run that has ended, and their folder if no other file is in it.
+
+    Args:
+        journal: The file of its journal.
+        name: Its name.
+        started: When it was launched, in seconds since the epoch.
+        lost: Whether its process ended without writing the last file.
+
+    Raises:
+        FileNotFoundError: It has no journal.
+        OSError: A file cannot be deleted.
+    """
+    folder = journal.parent
+    journal.lstat()
+    deadline = time.monotonic() + (0.0 if lost else SUMMARY_SECONDS)
+    while not (is_last := _is_summary_of(folder, name, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    files = [*_results(journal), *([folder / SUMMARY_NAME] if is_last else [])]
+    for file in [*files, journal]:  # the journal last: without it the rest of the run could not be found again
+        file.with_name(f"{file.name}.new").unlink(missing_ok=True)  # a write that was interrupted
+        file.unlink(missing_ok=True)
+    with suppress(OSError):  # other files are in it
+        folder.resolve().rmdir()
+
+
+def _is_summary_of(folder: Path, name: str, started: float) -> bool:
+    summary = read_summary(folder) or {}
+    return (summary.get("name"), summary.get("started")) == (name, started)
+
+
+def _results(journal: Path) -> list[Path]:
+    """Return the files of results that a journal names, of the size that it states."""
+    try:
+        stored = read_journal(journal).stored
+    except (BrokenRunError, OSError):
+        return []
+    sizes = {rank: values.get("bytes") for rank, values in stored.items() if isinstance(values, dict)}
+    files = {journal.with_name(result_name(rank)): size for rank, size in sizes.items()}
+    return [file for file, size in files.items() if file.is_file() and file.stat().st_size == size]
+
+
+__all__ = [
+    "SUMMARY_NAME",
+    "code_version",
+    "config_from",
+    "create_folder",
+    "delete",
+    "given_folder",
+    "header",
+    "read_summary",
+    "result_name",
+]

@@ -76,12 +76,14 @@ class RunWriter:
 
     Attributes:
         folder: The folder.
+        file: The file of the journal.
     """
 
     def __init__(self, folder: Path, header: dict[str, Any], journal: Journal, *, detached: bool = False) -> None:
         self.folder, self._header, self._journal = folder, header, journal
         self._detached, self._patient_until = detached, float("inf") if detached else 0.0
-        self._file = JournalFile(folder / JOURNAL_NAME)
+        self.file = folder / JOURNAL_NAME
+        self._file = JournalFile(self.file)
         self._file.append(journal_format.encode_frame(header))
         self._lock = threading.Lock()
         self._waiting: list[Record] = []
@@ -207,7 +209,7 @@ class RunWriter:
         if pickled is None:
             return None
         try:
-            write_file(self.folder / result_name(rank), pickled)
+            write_file(self.folder / run_folder.result_name(rank), pickled)
         except OSError:
             if time.monotonic() < self._patient_until:
                 raise
@@ -252,11 +254,6 @@ def _worth_keeping(records: Sequence[Record]) -> list[Record]:
     return kept[::-1]
 
 
-def result_name(rank: int) -> str:
-    """Return the name of the file of a rank's pickled result."""
-    return f"result-{rank}.pickle"
-
-
 def summary_of(header: dict[str, Any], code: dict[str, Any], journal: Journal) -> dict[str, Any]:
     """Return what a table of runs shows of a run, from its journal."""
     state, store = journal.state, journal.store
@@ -284,4 +281,4 @@ def summary_of(header: dict[str, Any], code: dict[str, Any], journal: Journal) -
     }
 
 
-__all__ = ["MAX_DETACHED_RESULT_BYTES", "RunWriter", "result_name", "summary_of"]
+__all__ = ["MAX_DETACHED_RESULT_BYTES", "RunWriter", "summary_of"]

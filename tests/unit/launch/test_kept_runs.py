@@ -7,14 +7,13 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import threading
-import time
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -390,25 +389,63 @@ def test_a_checkpoint_that_cannot_be_looked_for_is_none(tmp_path: Path) -> None:
     assert newest_checkpoint(open_run(write_journal(tmp_path / "made", records))) is None
 
 
-def test_a_folder_is_deleted_while_its_last_file_is_written(tmp_path: Path) -> None:
-    folder = write_journal(tmp_path / "made", [])
-    contents = read_journal(folder / JOURNAL_NAME)
-    run = Run.rebuilt(LaunchConfig(), "train", contents.journal.records)
-    run.folder = folder
-    until_then = time.monotonic() + 0.5
+# ---- deleting
 
-    def write() -> None:
-        number = 0
-        while time.monotonic() < until_then and folder.exists():
-            number += 1
-            with suppress(FileNotFoundError):
-                (folder / f"{number}.new").touch()
 
-    writer = threading.Thread(target=write)
-    writer.start()
+def test_only_the_files_of_the_run_are_deleted(tmp_path: Path) -> None:
+    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
+    assert run.folder is not None
+    (run.folder / "model.pt").touch()
+    (run.folder / "result-9.pickle").touch()  # the run has two ranks
+    (run.folder / "plots").mkdir()
+    (run.folder / f"{JOURNAL_NAME}.new").touch()  # of a write that was interrupted
     run.delete()
+    assert {path.name for path in run.folder.iterdir()} == {"model.pt", "result-9.pickle", "plots"}
+    with pytest.raises(FileNotFoundError):
+        run.delete()
+    assert list(runs(tmp_path / "runs")) == []
+    other = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
+    assert other.folder is not None
+    open_run(other.folder).delete()
+    assert not other.folder.exists()
+
+
+@pytest.mark.parametrize("name", [JOURNAL_NAME, "copy.nbac"])
+def test_a_journal_elsewhere_is_deleted_alone(tmp_path: Path, name: str) -> None:
+    """A journal that was downloaded lies among other files, which may have the names that runs use."""
+    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
+    assert run.folder is not None
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    shutil.copy(run.folder / JOURNAL_NAME, downloads / name)
+    other = "another.txt" if name == JOURNAL_NAME else JOURNAL_NAME
+    for each in ("thesis.txt", "result-0.pickle", "result-1.pickle", run_folder.SUMMARY_NAME, other):
+        (downloads / each).write_text("mine")
+    open_run(downloads / name).delete()
+    assert sorted(path.name for path in downloads.iterdir()) == sorted(
+        ["thesis.txt", "result-0.pickle", "result-1.pickle", run_folder.SUMMARY_NAME, other]
+    )
+
+
+def test_a_run_behind_a_link_is_deleted(tmp_path: Path) -> None:
+    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
+    assert run.folder is not None
+    (tmp_path / "latest").symlink_to(run.folder)
+    open_run(tmp_path / "latest").delete()
+    assert not run.folder.exists()
+
+
+def test_a_folder_is_deleted_while_its_last_file_is_written(tmp_path: Path) -> None:
+    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
+    assert run.folder is not None
+    opened, summary = open_run(run.folder), run.folder / run_folder.SUMMARY_NAME
+    content = summary.read_bytes()
+    summary.unlink()
+    writer = threading.Timer(0.5, journal_file.write_file, (summary, content))
+    writer.start()
+    opened.delete()
     writer.join()
-    assert not folder.exists()
+    assert not run.folder.exists()
 
 
 # ---- bounds, and kills
