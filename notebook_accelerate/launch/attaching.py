@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import errors
 from notebook_accelerate.errors import BrokenRunError, LaunchError
-from notebook_accelerate.launch.detached import run_directory
+from notebook_accelerate.hardware.process_liveness import parse_identity
+from notebook_accelerate.launch.detached import control_client, run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
@@ -247,7 +248,10 @@ def _open(folder: Path) -> Run:
         try:
             run = open_run(folder)
         except BrokenRunError:
-            if time.monotonic() > deadline or entry is None or not entry.lives:
+            process = None if entry is None else parse_identity(entry.process)
+            if time.monotonic() > deadline or process is None or process.has_ended():
+                raise
+            if control_client.is_suspended(process):
                 raise
             time.sleep(0.05)
         else:
@@ -282,30 +286,38 @@ def leave() -> None:
 
 
 def stop_detached(grace: float) -> None:
-    """Stop the user's detached runs of this machine, and wait for their ends."""
-    readable = detached_runs()
-    running = [run for run in readable if (run.ended is None or run.held) and not run.commands.refusal]
+    """Stop the user's detached runs of this machine, and wait for their ends.
+
+    A process of a run that does not answer is named, and killed after ``grace`` and some seconds.
+    """
+    running = [run for run in detached_runs() if (run.ended is None or run.held) and not run.commands.refusal]
     for run in running:
         run.request_stop(grace)
-    opened = {str(run.folder) for run in readable}
-    others = [entry for entry in running_entries() if entry.folder not in opened and _stopped(entry, grace)]
-    while any(not run.done or run.held for run in running) or any(_listens(entry) for entry in others):
+    known = {str(run.folder) for run in running}
+    others = [_stopping(entry, grace) for entry in running_entries() if entry.folder not in known]
+    clients = [client for client in others if client is not None]
+    while any(not run.done or run.held for run in running) or any(client.connected for client in clients):
         time.sleep(0.05)
+    for client in clients:
+        client.close()
+    run_directory.entries()  # forgets the sockets of processes that were killed
 
 
-def _listens(entry: DetachedEntry) -> bool:
-    return entry.lives and Path(entry.socket).exists()
-
-
-def _stopped(entry: DetachedEntry, grace: float) -> bool:
-    """Stop a run whose folder cannot be read, as a deleted one; return whether its process listens."""
+def _stopping(entry: DetachedEntry, grace: float) -> ControlClient | None:
+    """Stop a run that cannot be read, such as one whose folder was deleted; None if its process cannot be reached."""
+    process = parse_identity(entry.process)
     try:
-        client = ControlClient(Path(entry.socket))
+        client = ControlClient(Path(entry.socket), process)
+    except BlockingIOError:  # it is suspended, and many connections wait
+        if process is not None:
+            control_client.warn(control_client.silence_text(process, grace))
+            time.sleep(grace)
+            control_client.kill(process)
+        return None
     except OSError:
-        return False
+        return None
     client.stop(grace)
-    client.close()
-    return True
+    return client
 
 
 __all__ = [

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -76,10 +77,14 @@ def plain(value: object) -> object:
 
 
 class Decoder:
-    """Decodes events from bytes as they arrive."""
+    """Decodes events from bytes as they arrive.
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+    Args:
+        max_bytes: Most bytes of a frame. A rank may return a result of any size, so its channel has no limit.
+    """
+
+    def __init__(self, max_bytes: int = sys.maxsize) -> None:
+        self._buffer, self._max_bytes = bytearray(), max_bytes
 
     def feed(self, data: bytes) -> list[Stamped]:
         """Return the events that ``data`` completes.
@@ -90,13 +95,13 @@ class Decoder:
         found: list[Stamped] = []
         if self._buffer:
             self._buffer += data
-            del self._buffer[: _decode_frames(self._buffer, found)]
-        elif (end := _decode_frames(data, found)) < len(data):  # most data is whole frames, which need no buffer
+            del self._buffer[: _decode_frames(self._buffer, found, self._max_bytes)]
+        elif (end := _decode_frames(data, found, self._max_bytes)) < len(data):  # whole frames need no buffer
             self._buffer += data[end:]
         return found
 
 
-def _decode_frames(data: bytes | bytearray, found: list[Stamped]) -> int:
+def _decode_frames(data: bytes | bytearray, found: list[Stamped], max_bytes: int) -> int:
     """Append the events of the complete frames in ``data`` to ``found``; return the end of the last of these frames.
 
     Raises:
@@ -109,13 +114,17 @@ def _decode_frames(data: bytes | bytearray, found: list[Stamped]) -> int:
             raise ChannelClosedError(
                 f"received a frame with {json_length} bytes of JSON; at most {MAX_JSON_BYTES} are allowed"
             )
+        if json_length + payload_length > max_bytes:
+            raise ChannelClosedError(
+                f"received a frame with {json_length + payload_length} bytes; at most {max_bytes} are allowed"
+            )
         body = start + _HEADER.size
         end = body + json_length + payload_length
         if end > size:
             break
         try:
             _decode_frame(data[body : body + json_length], data[body + json_length : end], found)
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ChannelClosedError(f"received a frame that is not of this protocol: {error}") from error
         start = end
     return start
@@ -123,6 +132,9 @@ def _decode_frames(data: bytes | bytearray, found: list[Stamped]) -> int:
 
 _parse = json.JSONDecoder().raw_decode
 """Does not detect the encoding or skip white space: frames are UTF-8 without white space."""
+
+
+_TIMES = frozenset({int, float})
 
 
 def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: list[Stamped]) -> None:
@@ -136,6 +148,8 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
         kind = Event.registry.get(name)
         if kind is None:  # an event of a newer peer is skipped
             continue
+        if type(stamp) not in _TIMES:
+            raise ValueError(f"a {name} has the time {stamp!r:.80}")
         names = kind.field_names
         if kind.has_payload:
             arguments = {**dict(zip(names, values, strict=False)), "payload": bytes(payload)}
@@ -186,16 +200,17 @@ class Channel:
 
     Args:
         connection: A connected stream socket, or an equivalent; the channel owns it from now on.
+        max_bytes: Most bytes of a frame that it receives.
 
     Attributes:
         descriptors: Descriptors of files that were received, in order; None if this end receives none. Those that
             were not taken are closed with the channel.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, max_bytes: int = sys.maxsize) -> None:
         self._socket = connection
         self.descriptors: deque[int] | None = None
-        self._decoder = Decoder()
+        self._decoder = Decoder(max_bytes)
         self._send_lock = threading.Lock()
         self._unread: list[Stamped] = []
         self._closed = False

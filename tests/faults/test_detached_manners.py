@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from notebook_accelerate import LaunchError, Run, attach, notebook_launcher, shutdown
+from notebook_accelerate import Accelerator, LaunchError, Run, attach, notebook_launcher, open_run, shutdown
+from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import run_directory
 from tests.support.detached import processes_of, supervisor_of, user_folder
@@ -133,14 +134,69 @@ def test_a_run_whose_folder_is_deleted_can_be_stopped(state: Path) -> None:
     until(lambda: run.status == "running")
     assert run.folder is not None
     shutil.rmtree(run.folder)
-    assert run.wait(60)
-    assert run.status == "lost", "what it does cannot be read any more"
+    until(lambda: any("Cannot save the run to" in text for text in run.journal.state.warnings), seconds=60)
+    assert run.status == "running", "its process sends what happens"
     with pytest.raises(ValueError, match="has not ended"):
         _launch(int, name="homeless")
+    run.stop(grace=1.0)
+    assert run.status == "stopped"
+    until(lambda: not processes_of(state), seconds=60)
+
+
+def test_a_run_whose_folder_is_deleted_is_stopped_by_a_kernel_that_cannot_read_it(state: Path) -> None:
+    run = _launch(time.sleep, 600, name="homeless")
+    until(lambda: run.status == "running")
+    assert run.folder is not None
     attaching.leave()
+    shutil.rmtree(run.folder)
     assert processes_of(state)
     shutdown(all=True)
     until(lambda: not processes_of(state), seconds=60)
+
+
+def _logs_until(path: str) -> str:
+    accelerator = Accelerator(cpu=True)
+    step = 0
+    while not Path(path).exists():
+        accelerator.log({"loss": 1.0 / (step + 1)}, step=step)
+        print("step", step, flush=True)
+        step += 1
+        time.sleep(0.05)
+    return "the result"
+
+
+@pytest.mark.parametrize("damage", ["deleted", "emptied"])
+def test_a_journal_that_is_gone_is_written_anew(state: Path, tmp_path: Path, damage: str) -> None:
+    run = _launch(_logs_until, str(tmp_path / "go"), name="robbed")
+    until(lambda: run.store.last_step.get(0, -1) >= 20, seconds=60)
+    assert run.folder is not None
+    journal = run.folder / "journal.nbac"
+    before = run.store.last_step[0]
+    journal.unlink() if damage == "deleted" else os.truncate(journal, 0)
+    until(lambda: run.store.last_step[0] > before + 20, seconds=60)
+    assert open_run(run.folder).store.last_step[0] >= before
+    (tmp_path / "go").touch()
+    assert run.wait(60)
+    assert (run.status, run.results) == ("succeeded", ("the result",))
+    again = open_run(run.folder)
+    assert (again.status, again.results) == ("succeeded", ("the result",))
+    for each in (run, again):
+        steps = each.metrics["loss"].rank(0).steps.tolist()
+        assert sorted(set(steps)) == list(range(steps[-1] + 1))
+        assert each.logs(0)[0] == "step 0"
+        assert each.logs(0)[-1] == f"step {steps[-1]}"
+
+
+def test_a_run_whose_folder_is_deleted_shows_its_end(state: Path, tmp_path: Path) -> None:
+    run = _launch(_logs_until, str(tmp_path / "go"), name="homeless")
+    until(lambda: run.status == "running")
+    assert run.folder is not None
+    shutil.rmtree(run.folder)
+    (tmp_path / "go").touch()
+    assert run.wait(60)
+    assert run.status == "succeeded"
+    with pytest.raises(SerializationError, match="the result of rank 0 is not saved: FileNotFoundError"):
+        run.results  # noqa: B018 - reading is what is tested
 
 
 def test_a_run_that_is_deleted_at_its_end_leaves_no_process(state: Path) -> None:

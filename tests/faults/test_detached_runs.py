@@ -15,13 +15,13 @@ from threading import Thread
 import psutil
 import pytest
 
-from notebook_accelerate import LaunchError, Run, RunLostError, attach, notebook_launcher, open_run, runs
+from notebook_accelerate import LaunchError, Run, RunLostError, attach, notebook_launcher, open_run, runs, shutdown
 from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import run_directory
 from tests.faults.test_kept_runs import check_history, train
 from tests.support.connections import connections
-from tests.support.detached import supervisor_of, user_folder
+from tests.support.detached import processes_of, supervisor_of, user_folder
 from tests.support.kernel import Kernel
 from tests.support.waiting import until
 
@@ -312,13 +312,58 @@ def test_a_full_disk_loses_neither_results_nor_the_end(
             notebook_launcher(int, (), name="another", **options)  # type: ignore[arg-type]
         (tmp_path / "go").touch()
         until(lambda: not any(map(psutil.pid_exists, pids)), seconds=120)
-        time.sleep(3.0)
-        assert run.ended is None, "its process waits for room"
+        assert run.wait(60), "its end is known, although the file has no room for it"
+        assert run.status == "succeeded"
+        assert any(f"Cannot save the run to {run.folder}" in text for text in run.journal.state.warnings)
+        with pytest.raises(SerializationError, match=r"not saved: .*No space left on device"):
+            run.results  # noqa: B018 - reading is what is tested
         filler.unlink()
-        assert run.wait(120)
+        until(lambda: not processes_of(small_disk / "state"), seconds=120)
+        until(lambda: run.logs(1) == ["goes on"], seconds=20)
         assert run.results == (b"result" * 1000,) * 2
-        assert run.logs(1) == ["goes on"]
         assert [entry.name for entry in run_directory.entries()] == [run.name]
+
+
+@pytest.mark.parametrize("how", ["stop", "shutdown"])
+def test_a_run_is_stopped_while_its_disk_is_full(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with user_folder(small_disk / "state", monkeypatch):
+        run = notebook_launcher(_waits_for, (str(tmp_path / "go"),), num_processes=2, use_port=0, detach=True)  # type: ignore[arg-type]
+        until(lambda: run.status == "running", seconds=120)
+        _fill(small_disk / "filler")
+        begin = time.monotonic()
+        run.stop(grace=2.0) if how == "stop" else shutdown(all=True)
+        assert time.monotonic() - begin < 20
+        assert run.status == "stopped"
+        until(lambda: not processes_of(small_disk / "state"), seconds=60)
+
+
+def test_a_run_whose_disk_is_full_from_the_start_is_launched_and_stopped(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for the folder and the header, and for nothing after it."""
+    with user_folder(tmp_path / "state", monkeypatch):
+        _fill(small_disk / "filler")
+        os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - (2 << 12))
+        run = notebook_launcher(
+            _waits_for,
+            (str(tmp_path / "go"),),
+            num_processes=1,
+            use_port=0,
+            detach=True,
+            save=small_disk / "runs",
+            panel=False,
+        )  # type: ignore[arg-type]
+        _fill(small_disk / "filler-2")
+        until(lambda: run.status == "running", seconds=60)
+        (tmp_path / "go").touch()
+        assert run.wait(60)
+        assert run.status == "succeeded"
+        (small_disk / "filler").unlink()
+        until(lambda: not processes_of(tmp_path / "state"), seconds=60)
+        until(lambda: run.journal.state.unsaved == "" or run.results == (b"result" * 1000,), seconds=20)
+        assert open_run(run.folder or "").status == "succeeded"
 
 
 def _fill(path: Path) -> None:

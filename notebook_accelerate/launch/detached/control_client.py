@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterable
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,10 +17,13 @@ from pathlib import Path
 from notebook_accelerate.debugging.process_inspection import ProcessStacks
 from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.launch.detached import control_protocol as protocol
-from notebook_accelerate.launch.detached.control_service import is_own, short_path
+from notebook_accelerate.launch.detached.control_service import is_own, relayed, short_path
+from notebook_accelerate.launch.processes.zygote_control import is_stopped
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
-from notebook_accelerate.telemetry import Event, InputReply, InputRequest, Stamped, encode, steady_time
+from notebook_accelerate.launch.state.waits import SLICE
+from notebook_accelerate.telemetry import Event, InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Channel, Decoder
 from notebook_accelerate.telemetry.debug_protocol import Reply
 
@@ -26,9 +32,17 @@ CAPTURE_SECONDS = 10.0
 AGAIN_SECONDS = 0.1
 """Seconds after which a kernel that has lost its connection looks whether the process is still there."""
 SEND_SECONDS = 2.0
-"""Seconds that a command waits for that connection."""
+"""Seconds that a command waits for that connection, or for a process that does not read."""
 STATE_SECONDS = 5.0
-"""Seconds to wait for what its ranks wait for now; a process that is stopped sends nothing."""
+"""Seconds to wait for the state of the ranks; a suspended process sends none."""
+PING_SECONDS = 1.0
+"""Seconds between two questions to the process of a run that is being stopped, whether it answers."""
+ANSWER_SECONDS = 5.0
+"""Seconds without an answer after which that process is named; it is killed so many seconds after the grace."""
+
+
+KILL_SECONDS = 10.0
+"""Seconds to wait for the end of a process that was killed: it may wait for a disk."""
 
 
 class ControlClient:
@@ -36,15 +50,26 @@ class ControlClient:
 
     Args:
         path: The socket of its process.
+        process: Its process, which is killed if it does not answer while the run is being stopped; None: never.
 
     Raises:
+        BlockingIOError: Its process accepts no connections now.
         OSError: Its process does not listen there.
+
+    Attributes:
+        records: Events of the run that its process has sent: the number of the first one, and frames of the journal.
+        report: Called with a sentence if its process does not answer.
     """
 
     refusal = ""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, process: ProcessIdentity | None = None) -> None:
         self._path, self._channel = path, _connected(path)
+        self._process = process
+        self.records: deque[tuple[int, bytes]] = deque()
+        self.report: Callable[[str], None] = warn
+        self._heard = 0
+        self._stop_watched = False
         self._left = self._over = False
         self.prompts, self.requests = PromptQueue(), RankRequests()
         self._numbers = itertools.count(1)
@@ -53,7 +78,14 @@ class ControlClient:
         self._open: set[tuple[int, int]] = set()
         self._known = threading.Event()
         threading.Thread(target=self._main, name="notebook-accelerate-attached", daemon=True).start()
-        self._known.wait(STATE_SECONDS)  # or debug() right after attach() would not know who is at a breakpoint
+        self._await_state()
+
+    def _await_state(self) -> None:
+        """Wait for the run's state: debug() right after attach() must know which ranks are at a breakpoint."""
+        deadline = time.monotonic() + STATE_SECONDS
+        while not self._known.wait(SLICE) and time.monotonic() < deadline:
+            if self._process is not None and is_suspended(self._process):
+                break
 
     def close(self) -> None:
         """Leave the run to itself."""
@@ -62,9 +94,32 @@ class ControlClient:
 
     # ---- any thread
 
+    @property
+    def connected(self) -> bool:
+        """Whether the process of the run sends what happens."""
+        return not (self._over or self._left)
+
     def stop(self, grace: float) -> None:
-        """See ``RunCommands.stop``."""
+        """See ``RunCommands.stop``; a process that does not answer is killed after ``grace`` and some seconds."""
         self._send(protocol.StopCommand(grace))
+        if self._process is not None and not self._stop_watched:
+            self._stop_watched = True
+            threading.Thread(
+                target=self._watch_stop, args=(self._process, grace), name="notebook-accelerate-stop", daemon=True
+            ).start()
+
+    def _watch_stop(self, process: ProcessIdentity, grace: float) -> None:
+        silent, heard = 0.0, self._heard
+        while self.connected and silent < grace + ANSWER_SECONDS:
+            self._send(protocol.PingCommand())
+            time.sleep(PING_SECONDS)
+            before, silent = silent, silent + PING_SECONDS if heard == self._heard else 0.0
+            heard = self._heard
+            if before < ANSWER_SECONDS <= silent:
+                self.report(silence_text(process, grace + ANSWER_SECONDS - silent))
+        if self.connected:
+            kill(process)
+        self._stop_watched = False
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``."""
@@ -86,6 +141,7 @@ class ControlClient:
         try:
             channel.send(*events)
         except ChannelClosedError:
+            channel.shut()  # it may have sent a part of the command
             with self._changed:  # another connection may follow, unless the run is over
                 self._changed.wait_for(lambda: self._over or self._channel is not channel, SEND_SECONDS)
             with suppress(ChannelClosedError):
@@ -104,8 +160,11 @@ class ControlClient:
         while True:
             with suppress(ChannelClosedError):
                 while True:
-                    for _, event in self._channel.receive():
-                        self._handle(event)
+                    found = self._channel.receive()
+                    self._heard += len(found)
+                    for _, event in found:
+                        if protocol.fits(event):
+                            self._handle(event)
             if self._left or not self._connect_again():
                 break
         self._known.set()
@@ -117,10 +176,16 @@ class ControlClient:
 
     def _connect_again(self) -> bool:
         """Connect once more, unless the run is over: its process drops a kernel that was stopped and read nothing."""
-        time.sleep(AGAIN_SECONDS)
-        try:
-            channel = _connected(self._path)
-        except OSError:
+        channel = None
+        while channel is None and not self._left:
+            time.sleep(AGAIN_SECONDS)
+            try:
+                channel = _connected(self._path)
+            except BlockingIOError:
+                continue
+            except OSError:
+                break
+        if channel is None:
             return False
         self._channel.close()
         self._use(channel)
@@ -139,12 +204,14 @@ class ControlClient:
             with self._changed:
                 self._captured[event.number] = ProcessStacks(event.dump, tuple(event.native), event.suspended)
                 self._changed.notify_all()
+        elif isinstance(event, protocol.RecordsEvent):
+            self.records.append((event.position, event.payload))
         elif isinstance(event, protocol.RelayedEvent):
-            for _, relayed in Decoder().feed(event.payload):
-                if isinstance(relayed, InputRequest):
-                    self.prompts.put(Prompt(event.rank, relayed, _RankChannel(self, event.rank), lambda _: None))
-                elif isinstance(relayed, Reply):
-                    self.requests.deliver(event.rank, relayed)
+            for _, sent in Decoder().feed(event.payload):
+                if isinstance(sent, InputRequest):
+                    self.prompts.put(Prompt(event.rank, sent, _RankChannel(self, event.rank), lambda _: None))
+                elif isinstance(sent, Reply):
+                    self.requests.deliver(event.rank, sent)
 
     def _take_state(self, state: protocol.OpenEvent) -> None:
         known = self.requests.open_ranks()
@@ -164,9 +231,12 @@ def _connected(path: Path) -> Channel:
     """Return a channel to the process that listens at a path.
 
     Raises:
-        OSError: Nobody listens there, or another user does.
+        BlockingIOError: The process that listens there accepts no connections now.
+        OSError: No process listens there, or one of another user.
     """
     connection = socket.socket(socket.AF_UNIX)
+    seconds = int(SEND_SECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))  # for connect(), too
     try:
         with short_path(path) as address:
             connection.connect(address)
@@ -190,8 +260,44 @@ class _RankChannel:
             if isinstance(event, InputReply):
                 self._client._send(protocol.AnswerCommand(self._rank, event.number, event.text))
             else:
-                payload = encode([Stamped(steady_time.now(), event)])
-                self._client._send(protocol.RelayedEvent(self._rank, payload))
+                self._client._send(relayed(self._rank, event))
 
 
-__all__ = ["ControlClient"]
+def warn(text: str) -> None:
+    """Warn the user from a thread, which must not end if warnings are errors."""
+    with suppress(Warning):
+        warnings.warn(text, stacklevel=3)
+
+
+def is_suspended(process: ProcessIdentity) -> bool:
+    """Return whether a process of this machine is suspended (SIGSTOP)."""
+    return is_here(process) and is_stopped(process.pid)
+
+
+def is_here(process: ProcessIdentity) -> bool:
+    """Return whether a process runs on this machine."""
+    return process.machine == this_process().machine and not process.has_ended()
+
+
+def silence_text(process: ProcessIdentity, seconds: float) -> str:
+    """Return the sentence that names a process that does not answer, and what happens to it."""
+    why = f"is suspended; resume it with: kill -CONT {process.pid}" if is_suspended(process) else "does not answer"
+    return f"{process}, which supervises a detached run, {why}. It will be killed with its ranks in {seconds:.0f} s."
+
+
+def kill(process: ProcessIdentity) -> None:
+    """Kill the process of a run and its descendants: the ranks may be suspended, too."""
+    import psutil
+
+    if not is_here(process):
+        return
+    with suppress(psutil.Error, OSError):
+        supervisor = psutil.Process(process.pid)
+        started = supervisor.children(recursive=True)
+        for each in (supervisor, *started):
+            with suppress(psutil.Error):
+                each.kill()
+        supervisor.wait(KILL_SECONDS)
+
+
+__all__ = ["ControlClient", "is_here", "is_suspended", "kill", "silence_text", "warn"]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import types
+import typing
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
 
 from notebook_accelerate.telemetry import Event
 
@@ -65,6 +70,27 @@ class RelayedEvent(Event):
 
 
 @dataclass(slots=True)
+class RecordsEvent(Event):
+    """Events of the run itself, from number ``position`` of its journal on; ``payload`` holds them as in the file.
+
+    A kernel needs them if the journal's file does not have them: it was deleted, or the disk is full.
+    """
+
+    position: int
+    payload: bytes
+
+
+@dataclass(slots=True)
+class PingCommand(Event):
+    """Ask for a `PongEvent`."""
+
+
+@dataclass(slots=True)
+class PongEvent(Event):
+    """Shows that the process of the run answers."""
+
+
+@dataclass(slots=True)
 class OpenEvent(Event):
     """What the ranks wait for now.
 
@@ -77,3 +103,25 @@ class OpenEvent(Event):
     ranks: list[int] = field(default_factory=list)
     debugged: list[int] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
+
+
+def fits(event: Event) -> bool:
+    """Return whether the fields of an event have their types: a peer may send any JSON."""
+    return all(_fits(hint, getattr(event, name)) for name, hint in _hints(cast("Any", type(event))).items())
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    names = (*kind.field_names, *(["payload"] if kind.has_payload else []))
+    return {name: hint for name, hint in typing.get_type_hints(kind).items() if name in names}
+
+
+def _fits(hint: Any, value: object) -> bool:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(parts[0], item) for item in value)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(part, value) for part in parts)
+    if hint is float:  # comparisons, because math.isfinite() raises an error for a large int
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+    return type(value) is hint

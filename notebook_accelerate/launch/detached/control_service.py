@@ -9,8 +9,9 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,48 +19,124 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, Signal, dispatch
+from notebook_accelerate.launch.state.run_events import RUN
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 from notebook_accelerate.telemetry.channel import Channel, Decoder
+from notebook_accelerate.telemetry.debug_protocol import Request
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.telemetry.debug_protocol import Reply
+    from notebook_accelerate.telemetry.store import Record
 
-SEND_SECONDS = 5
-"""Seconds after which a kernel that reads nothing is dropped."""
+UNREAD_SECONDS = 30.0
+"""Seconds after which a kernel is dropped that does not read what waits for it. It reconnects when it reads again."""
+LOOK_SECONDS = 1.0
+"""Seconds after which the service looks for news and for kernels that do not read."""
+MAX_UNREAD_BYTES = 64 << 20
+"""Most bytes that wait for a kernel behind the message that it is reading; with more it is dropped."""
+MAX_COMMAND_BYTES = 64 << 20
+"""Most bytes of a frame from a kernel."""
+MAX_ASKED = 10_000
+"""Most requests of kernels that wait for a rank's reply; the replies to older ones are discarded."""
 _CREDENTIALS = struct.Struct("3i")
 
 
+class Client:
+    """An attached kernel, with a queue of the messages that it has not read; sending never blocks.
+
+    Args:
+        connection: The connection to it.
+
+    Attributes:
+        channel: Its commands.
+        state: The state of the run that was sent to it.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket, self.channel = connection, Channel(connection, MAX_COMMAND_BYTES)
+        self.state = OpenState()
+        self._unread: deque[memoryview] = deque()
+        self._read_at = time.monotonic()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._socket.fileno()
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether something waits until the kernel reads."""
+        return bool(self._unread)
+
+    def send(self, events: Sequence[Event]) -> None:
+        """Send events, as far as the kernel reads them now; the rest waits.
+
+        Raises:
+            ChannelClosedError: The kernel is gone, or does not read.
+        """
+        if not self._unread:
+            self._read_at = time.monotonic()
+        elif events and sum(map(len, self._unread)) - len(self._unread[0]) > MAX_UNREAD_BYTES:
+            raise ChannelClosedError("the kernel reads too slowly")
+        elif time.monotonic() - self._read_at > UNREAD_SECONDS:
+            raise ChannelClosedError("the kernel does not read")
+        if events:
+            stamp = steady_time.now()
+            self._unread.append(memoryview(encode([Stamped(stamp, event) for event in events])))
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unread:
+                self._unread[0] = self._unread[0][self._socket.send(self._unread[0]) :]
+                self._read_at = time.monotonic()
+                if not self._unread[0]:
+                    self._unread.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ChannelClosedError(f"the kernel is gone: {error}") from None
+
+
 class ControlService:
-    """Listens on a socket of the file system, on a thread of its own.
+    """Listens on a socket of the file system. Its thread never waits for a single kernel.
 
     Args:
         run: The run.
         path: The socket, in a folder that only the user can enter.
+        encode_records: Returns records of the run as the journal's file has them.
 
     Raises:
         OSError: The socket cannot be opened.
     """
 
-    def __init__(self, run: Run, path: Path) -> None:
+    def __init__(
+        self, run: Run, path: Path, encode_records: Callable[[Sequence[Record]], bytes] = lambda _: b""
+    ) -> None:
         self._commands, self._path = run.commands, path
+        self._journal, self._encode_records = run.journal, encode_records
         self._listener = listen(path)
         self._selector = DispatchSelector()
         self._wake, self._over = Signal(), False
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._clients: dict[Channel, OpenState] = {}
-        self._relayed: deque[Event] = deque()
+        self._clients: set[Client] = set()
+        self._asked: dict[tuple[int, int], Client] = {}
+        self._replies: deque[tuple[int, Reply]] = deque()
+        self._captured: deque[tuple[Client, Event]] = deque()
         self._captures = ThreadPoolExecutor(1, "notebook-accelerate-capture")
         self._last_client = time.monotonic()
         requests, prompts = self._commands.requests, self._commands.prompts
         requests.relay = self._relay
         requests.on_change = prompts.on_change = self._wake.set
+        self._unsubscribe = run.journal.subscribe(self._on_records)
         self._thread = threading.Thread(target=self._main, name="notebook-accelerate-control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Close the socket and the connections."""
+        self._unsubscribe()
         self._over = True
         self._wake.set()
         self._thread.join()
@@ -78,29 +155,57 @@ class ControlService:
         return 0.0 if self._clients else time.monotonic() - self._last_client
 
     def _relay(self, rank: int, reply: Reply) -> None:
-        self._put(protocol.RelayedEvent(rank, encode([Stamped(steady_time.now(), reply)])))
-
-    def _put(self, event: Event) -> None:
-        self._relayed.append(event)
+        self._replies.append((rank, reply))
         self._wake.set()
+
+    def _on_records(self, records: Sequence[Record]) -> None:
+        if records[0].rank == RUN:
+            self._wake.set()
 
     # ---- the service's thread
 
     def _main(self) -> None:
         while not self._over:
-            dispatch(self._selector, None)
-            events = [self._relayed.popleft() for _ in range(len(self._relayed))]
-            for channel, known in list(self._clients.items()):
-                try:
-                    news = [*known.news(self._commands), *events]
-                    if news:
-                        channel.send(*news)
-                except ChannelClosedError:
-                    self._drop(channel)
+            # A listener of the journal may wait for a disk before the service's listener learns of the run's end.
+            dispatch(self._selector, LOOK_SECONDS if self._clients else None)
+            self._send_news()
             if self._clients:
                 self._last_client = time.monotonic()
-        for channel in list(self._clients):
-            self._drop(channel)
+        self._send_news()  # the run's last events
+        for client in list(self._clients):
+            self._drop(client)
+
+    def _send_news(self) -> None:
+        outgoing: dict[Client, list[Event]] = {client: [] for client in self._clients}
+        while self._replies:
+            rank, reply = self._replies.popleft()
+            self._address(outgoing, self._asked.pop((rank, reply.number), None), relayed(rank, reply))
+        while self._captured:
+            self._address(outgoing, *self._captured.popleft())
+        records = self._journal.records if outgoing else []
+        for client, events in outgoing.items():
+            with self._dropped_on_error(client):
+                news = [*self._new_records(client.state, records), *client.state.news(self._commands), *events]
+                if news or client.has_unread:
+                    client.send(news)
+                    self._watch(client)
+
+    def _address(self, outgoing: dict[Client, list[Event]], client: Client | None, event: Event) -> None:
+        """Add an event for the kernel that asked for it, unless that kernel has left."""
+        if client is not None and client in outgoing:
+            outgoing[client].append(event)
+
+    def _new_records(self, state: OpenState, records: list[Record]) -> list[Event]:
+        position, state.records = state.records, len(records)
+        if position == len(records):
+            return []
+        return [protocol.RecordsEvent(position, self._encode_records(records[position:]))]
+
+    def _watch(self, client: Client) -> None:
+        """Wait for room in a connection only while something waits for it."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.has_unread else 0)
+        if self._selector.get_key(client).events != events:
+            self._selector.modify(client, events, partial(self._receive, client))
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -108,25 +213,34 @@ class ControlService:
             if not is_own(connection):
                 connection.close()
                 return
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
-            channel = Channel(connection)
-            self._clients[channel] = OpenState()
-            self._selector.register(channel, selectors.EVENT_READ, partial(self._receive, channel))
+            client = Client(connection)
+            self._clients.add(client)
+            self._selector.register(client, selectors.EVENT_READ, partial(self._receive, client))
 
-    def _receive(self, channel: Channel) -> None:
+    def _receive(self, client: Client) -> None:
+        with self._dropped_on_error(client):
+            for _, event in client.channel.receive_available():
+                if not protocol.fits(event):
+                    raise ChannelClosedError(f"received a {type(event).__name__} whose fields have other types")
+                self._handle(client, event)
+
+    @contextmanager
+    def _dropped_on_error(self, client: Client) -> Iterator[None]:
+        """Drop a kernel after an error with it: a peer must not end the service, which alone can stop the run."""
         try:
-            for _, event in channel.receive_available():
-                self._handle(event)
-        except ChannelClosedError:
-            self._drop(channel)
+            yield
+        except Exception:  # noqa: BLE001 - the same
+            self._drop(client)
 
-    def _drop(self, channel: Channel) -> None:
-        if self._clients.pop(channel, None) is not None:
+    def _drop(self, client: Client) -> None:
+        if client in self._clients:
+            self._clients.remove(client)
+            self._asked = {key: each for key, each in self._asked.items() if each is not client}
             self._last_client = time.monotonic()
-            self._selector.unregister(channel)
-            channel.close()
+            self._selector.unregister(client)
+            client.channel.close()
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, client: Client, event: Event) -> None:
         commands = self._commands
         if isinstance(event, protocol.StopCommand):
             commands.stop(event.grace)
@@ -140,20 +254,45 @@ class ControlService:
                     commands.prompts.withdraw(event.rank, event.number)
                     prompt.answer(event.text)
         elif isinstance(event, protocol.RelayedEvent):
-            commands.requests.forward(event.rank, [message.event for message in Decoder().feed(event.payload)])
+            self._forward(client, event)
         elif isinstance(event, protocol.CaptureCommand):
-            self._captures.submit(self._capture, event)  # takes seconds where the rank is stopped
+            self._captures.submit(self._capture, client, event)  # takes seconds if the rank is stopped
+        elif isinstance(event, protocol.PingCommand):
+            client.send([protocol.PongEvent()])
+            self._watch(client)
 
-    def _capture(self, order: protocol.CaptureCommand) -> None:
+    def _forward(self, client: Client, event: protocol.RelayedEvent) -> None:
+        requests = [message.event for message in Decoder().feed(event.payload)]
+        for request in requests:
+            if not isinstance(request, Request) or not protocol.fits(request):
+                raise ChannelClosedError(f"a {type(request).__name__} is not a request to a rank")
+            self._asked[event.rank, request.number] = client
+            if len(self._asked) > MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
+        self._commands.requests.forward(event.rank, requests)
+
+    def _capture(self, client: Client, order: protocol.CaptureCommand) -> None:
         stacks = self._commands.requests.capture_stacks(order.rank)
-        self._put(protocol.CapturedEvent(order.number, stacks.dump, list(stacks.native), stacks.suspended))
+        found = protocol.CapturedEvent(order.number, stacks.dump, list(stacks.native), stacks.suspended)
+        self._captured.append((client, found))
+        self._wake.set()
+
+
+def relayed(rank: int, event: Event) -> protocol.RelayedEvent:
+    """Return an event of a rank, or for one, as it travels between the process of the run and a kernel."""
+    return protocol.RelayedEvent(rank, encode([Stamped(steady_time.now(), event)]))
 
 
 class OpenState:
-    """What one kernel knows of the ranks that wait."""
+    """What one kernel knows of the run.
+
+    Attributes:
+        records: How many of the run's own events were sent to it.
+    """
 
     def __init__(self) -> None:
         self._known: Any = None
+        self.records = 0
 
     def news(self, commands: Any) -> list[Event]:
         """Return the events that tell it what has changed."""
@@ -163,11 +302,8 @@ class OpenState:
         if now == before:
             return []
         shown = set(before[2]) if before is not None else set()
-        stamp = steady_time.now()
         found: list[Event] = [
-            protocol.RelayedEvent(rank, encode([Stamped(stamp, prompt.request)]))
-            for (rank, number), prompt in prompts.items()
-            if (rank, number) not in shown
+            relayed(rank, prompt.request) for (rank, number), prompt in prompts.items() if (rank, number) not in shown
         ]
         # Last: a kernel that has received it has the prompts, too.
         return [*found, protocol.OpenEvent(now[0], now[1], [list(key) for key in now[2]])]
@@ -219,4 +355,4 @@ def is_own(connection: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())
 
 
-__all__ = ["ControlService", "is_own", "listen", "short_path"]
+__all__ = ["ControlService", "is_own", "listen", "relayed", "short_path"]

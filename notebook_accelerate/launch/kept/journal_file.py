@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_format import Frame, Points
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.rank_result import RankResult
-from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent
+from notebook_accelerate.launch.state.run_events import RUN, RankReturned, RunEvent
 from notebook_accelerate.telemetry import (
     CheckpointEvent,
     DroppedEvent,
@@ -65,6 +65,14 @@ class JournalFile:
         _write_new(path, journal_format.MAGIC)
         self.size = len(journal_format.MAGIC)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has deleted or shortened the file."""
+        try:
+            return self.path.stat().st_size < self.size
+        except FileNotFoundError:
+            return True
+
     def append(self, data: bytes) -> None:
         """Append frames; after an error the file is as it was before.
 
@@ -100,7 +108,15 @@ class JournalFile:
 
     def thin(self) -> None:
         """Replace the file with a smaller one, at once: of its curves and its output, a bounded part stays."""
-        data = b"".join([journal_format.MAGIC, *thinned_frames(read_journal(self.path))])
+        self.replace(thinned_frames(read_journal(self.path)))
+
+    def replace(self, frames: Iterable[bytes]) -> None:
+        """Write the file anew.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        data = b"".join([journal_format.MAGIC, *frames])
         write_file(self.path, data)
         self.size = self._thinned_size = len(data)
 
@@ -147,6 +163,7 @@ class JournalContents:
         stored: By rank, what its event says about the file of its result.
         latest: The events of ranks of which only the last is of use, by kind, rank and what else tells them apart.
         run_events: Number of the events of the run itself that were read.
+        known: Number of those that the journal has, also from the process that writes the file.
         end: Bytes of the file that were read.
         identity: Device and inode of the file.
     """
@@ -158,6 +175,7 @@ class JournalContents:
     stored: dict[int, Any] = field(default_factory=dict)
     latest: dict[tuple[Any, ...], Record] = field(default_factory=dict)
     run_events: int = 0
+    known: int = 0
     end: int = 0
     identity: tuple[int, int] = (0, 0)
 
@@ -207,6 +225,8 @@ class JournalContents:
                 continue
             record = journal_format.record_of(row)
             if record is None:
+                if row[1] == RUN:  # of a newer version
+                    self._count_run_event()
                 continue
             if isinstance(record.event, RunEvent):
                 self._add(points, waiting)
@@ -233,8 +253,16 @@ class JournalContents:
         if isinstance(event, RankReturned):
             self.stored[event.rank] = values.get("stored")
             event.result = self.load_result(event.rank, values.get("stored"))
-        self.journal.append(event, record.time)
+        if self._count_run_event():
+            self.journal.append(event, record.time)
+
+    def _count_run_event(self) -> bool:
+        """Count an event of the run itself; return whether the journal does not have it yet."""
         self.run_events += 1
+        if self.run_events <= self.known:
+            return False
+        self.known = self.run_events
+        return True
 
     def _note(self, record: Record) -> None:
         event = record.event

@@ -17,19 +17,27 @@ from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, 
 from notebook_accelerate.hardware.guarded_files import ForeignFileError, read_file
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
 from notebook_accelerate.launch.detached import run_directory
-from notebook_accelerate.launch.detached.control_client import ControlClient
+from notebook_accelerate.launch.detached.control_client import ControlClient, warn
+from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalContents, feed, read_journal
 from notebook_accelerate.launch.kept.run_folder import config_from, given_folder, result_name
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
 from notebook_accelerate.launch.state.run_commands import NoCommands
-from notebook_accelerate.launch.state.run_events import RanksReleased, RunLost
+from notebook_accelerate.launch.state.run_events import (
+    RankReturned,
+    RanksReleased,
+    RunLost,
+    SavingChanged,
+    WarningAdded,
+)
 from notebook_accelerate.telemetry import DroppedEvent, LogEvent, cell_sources, tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.state.journal import Journal
     from notebook_accelerate.telemetry import Store
 
 FOLLOW_SECONDS = 0.25
@@ -58,7 +66,14 @@ def open_run(path: str | PathLike[str]) -> Run:
     file = journal_path(path)
     contents = read_journal(file, partial(_stored_result, file.parent))
     header, journal = contents.header, contents.journal
+    commands, sent = _commands(contents, file.parent), None
+    if isinstance(commands, ControlClient):
+        sent = _SentRecords(contents, commands)
+        commands.report = partial(_report, journal)
+    if sent is not None and not journal.state.started:  # the disk is full
+        sent.append_missing()
     if not journal.state.started:
+        commands.close()
         raise BrokenRunError(f"{file} has no events: the process that wrote it ended before the run had begun")
     if journal.state.held and _has_ended(contents, file):
         journal.append(RanksReleased(), journal.last_time)
@@ -66,15 +81,19 @@ def open_run(path: str | PathLike[str]) -> Run:
         _read_on(contents, file)  # it may have ended in an orderly way since it was read
         _lose(contents)
     tracebacks.name_foreign_cells(_cells_of(header))
-    commands = _commands(contents, file.parent)
     run = Run(config_from(header["config"]), header["function"], journal, commands, name=header["name"])
     run.folder, run.journal_file = file.parent, file
     if run.ended is None or run.held:
-        follower = _Follower(contents, file)
+        follower = _Follower(contents, file, sent)
         weakref.finalize(run, follower.over.set)
         weakref.finalize(run, commands.close)
         threading.Thread(target=follower.main, name="notebook-accelerate-follow", daemon=True).start()
     return run
+
+
+def _report(journal: Journal, text: str) -> None:
+    journal.append(WarningAdded(text))
+    warn(text)
 
 
 def _cells_of(header: dict[str, Any]) -> dict[str, str]:
@@ -89,8 +108,15 @@ def _commands(contents: JournalContents, folder: Path) -> ControlClient | _ReadO
     if contents.journal.state.ended is None or contents.journal.state.held:
         for entry in run_directory.entries():
             if entry.folder == str(folder):
-                with suppress(OSError):
-                    return ControlClient(Path(entry.socket))
+                try:
+                    return ControlClient(Path(entry.socket), parse_identity(entry.process))
+                except BlockingIOError:
+                    return _ReadOnly(
+                        f"{_writer_of(contents)}, which supervises run {entry.name}, accepts no connections; "
+                        "notebook_accelerate.shutdown(all=True) kills it"
+                    )
+                except OSError:
+                    break
     name, writer = contents.header["name"], _writer_of(contents)
     return _ReadOnly(f"run {name} is read-only here: it was opened from {folder}, {writer} runs it")
 
@@ -194,33 +220,110 @@ class _ReadOnly(NoCommands):
         self._refuse()
 
 
+class _SentRecords:
+    """Events of the run that its process has sent and that the file of the journal lacks.
+
+    Args:
+        contents: The contents of the file.
+        client: The connection to the process.
+    """
+
+    def __init__(self, contents: JournalContents, client: ControlClient) -> None:
+        self._contents, self._client = contents, client
+        self._waiting: dict[int, Record | None] = {}
+        self._unsaved = ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the process sends what happens."""
+        return self._client.connected
+
+    @property
+    def unsaved(self) -> str:
+        """Why the process cannot write the file now; "" if it can."""
+        self._receive()
+        return self._unsaved
+
+    def _receive(self) -> None:
+        while self._client.records:
+            position, data = self._client.records.popleft()
+            rows = [row for frame, _ in journal_format.read_frames(data) for row in frame.content]
+            for record in map(journal_format.record_of, rows):
+                if record is not None and isinstance(record.event, SavingChanged):
+                    self._unsaved = record.event.problem
+                self._waiting[position] = record
+                position += 1
+        self._waiting = {key: record for key, record in self._waiting.items() if key >= self._contents.known}
+
+    def append_missing(self) -> None:
+        """Append what the file does not have."""
+        self._receive()
+        contents = self._contents
+        while contents.known in self._waiting:
+            record = self._waiting.pop(contents.known)
+            contents.known += 1
+            if record is None:  # of a newer version
+                continue
+            if isinstance(record.event, RankReturned):
+                record.event.result = RankResult(partial(self._result, record.event.rank), rank=record.event.rank)
+            contents.journal.append(record.event, record.time)  # type: ignore[arg-type]
+
+    def _result(self, rank: int) -> Any:
+        stored = self._contents.stored
+        if rank not in stored:
+            raise SerializationError(
+                f"the result of rank {rank} is not saved: {self._unsaved or 'its file is missing'}"
+            )
+        return self._contents.load_result(rank, stored[rank]).read()
+
+
 class _Follower:
     """Adds what the writer of a journal appends to it, until the run has ended or nobody refers to it.
+
+    Args:
+        contents: The contents of the journal.
+        file: The journal.
+        sent: The events that the process of a detached run has sent; None for other runs.
 
     Attributes:
         over: Set when nobody refers to the run.
     """
 
-    def __init__(self, contents: JournalContents, file: Path) -> None:
-        self._contents, self._file = contents, file
+    def __init__(self, contents: JournalContents, file: Path, sent: _SentRecords | None) -> None:
+        self._contents, self._file, self._sent = contents, file, sent
         self.over = threading.Event()
 
     def main(self) -> None:
         """Follow the journal."""
-        journal = self._contents.journal
-        while (journal.state.ended is None or journal.state.held) and not self.over.wait(FOLLOW_SECONDS):
+        gone = False
+        while not gone and self._expects_more() and not self.over.wait(FOLLOW_SECONDS):
             gone = _has_ended(self._contents, self._file)  # before reading: what it wrote last is read
-            try:
-                _read_on(self._contents, self._file)
-            except (BrokenRunError, OSError) as error:
-                # A disk may not answer for a while. A run whose ranks are held has nothing more to tell than its end.
-                lasting = isinstance(error, BrokenRunError) or run_directory.is_gone(self._file.parent)
-                if lasting and journal.state.ended is None:
-                    journal.append(RunLost(f"the journal cannot be read any more: {error}"), journal.last_time)
-            if gone:
-                _lose(self._contents)
-                if journal.state.held:
-                    journal.append(RanksReleased(), journal.last_time)
+            self._follow(gone)
+
+    def _expects_more(self) -> bool:
+        """Whether the file may grow: after the end of a run, too, if the file lacks the end and the results."""
+        contents, state = self._contents, self._contents.journal.state
+        return state.ended is None or state.held or contents.run_events < contents.known
+
+    def _follow(self, gone: bool) -> None:
+        journal, sent = self._contents.journal, self._sent
+        lasting, problem = False, ""
+        try:
+            _read_on(self._contents, self._file)
+        except (BrokenRunError, OSError) as error:  # a disk may not answer for a while
+            problem = f"Cannot read the journal: {error}"
+            lasting = isinstance(error, BrokenRunError) or run_directory.is_gone(self._file.parent)
+        if sent is not None and (problem or gone or sent.unsaved):
+            sent.append_missing()
+        if lasting and journal.state.ended is None:
+            if sent is None or not sent.connected:
+                journal.append(RunLost(problem), journal.last_time)
+            elif problem not in journal.state.warnings:
+                journal.append(WarningAdded(problem))
+        if gone:
+            _lose(self._contents)
+            if journal.state.held:
+                journal.append(RanksReleased(), journal.last_time)
 
 
 def _read_on(contents: JournalContents, file: Path) -> None:
@@ -234,11 +337,13 @@ def _read_on(contents: JournalContents, file: Path) -> None:
     _add_news(contents, again)
     contents.end, contents.identity = again.end, again.identity
     contents.run_events, contents.latest = again.run_events, again.latest
+    contents.known = max(contents.known, again.run_events)
+    contents.stored.update(again.stored)
 
 
 def _add_news(contents: JournalContents, again: JournalContents) -> None:
     journal, other = contents.journal, again.journal
-    for record in other.records[contents.run_events :]:  # the journal here may have more: what was found from here
+    for record in other.records[contents.known :]:  # the journal may also have events that were added here
         journal.append(record.event, record.time)  # type: ignore[arg-type]
     _add_points(journal.store, other.store)
     _add_points(journal.store.automatic, other.store.automatic)

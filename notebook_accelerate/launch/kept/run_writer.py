@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.detached.run_directory import is_gone
 from notebook_accelerate.launch.kept import journal_format, run_folder
-from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalFile, distinguishing, write_file
-from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, WarningAdded
+from notebook_accelerate.launch.kept.journal_file import (
+    JOURNAL_NAME,
+    KEPT_LOG_BYTES,
+    JournalFile,
+    distinguishing,
+    last_lines,
+    points_frames,
+    write_file,
+)
+from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, SavingChanged, WarningAdded
 from notebook_accelerate.telemetry import (
     CheckpointEvent,
     DroppedEvent,
@@ -52,6 +60,8 @@ END_SECONDS = 60.0
 """Seconds that the end of a run waits for a slow disk."""
 DETACHED_END_SECONDS = 3600.0
 """Seconds that the end of a detached run waits for a disk that is full, to write its results and its end."""
+STOPPED_END_SECONDS = 10.0
+"""Seconds that the end of a detached run waits for a full disk if the user has stopped the run."""
 END_PERIOD = 2.0
 """Seconds between two tries then."""
 _ALL_OF = frozenset({MetricEvent, AutomaticMetricEvent, LogEvent, TraceEvent, CheckpointEvent, EpochEvent})
@@ -87,7 +97,7 @@ class RunWriter:
         self._file.append(journal_format.encode_frame(header))
         self._lock = threading.Lock()
         self._waiting: list[Record] = []
-        self._waiting_chars = 0
+        self._waiting_chars = self._run_events = 0
         self._results: dict[int, RankResult] = {}
         self._stored: dict[int, dict[str, Any] | None] = {}
         self._dropped: dict[int, int] = {}
@@ -123,6 +133,7 @@ class RunWriter:
             for record in records:
                 if type(record.event) is LogEvent:
                     self._waiting_chars += len(record.event.text)
+                self._run_events += isinstance(record.event, RunEvent)
                 if isinstance(record.event, RankReturned):
                     self._results[record.event.rank] = record.event.result
 
@@ -133,7 +144,9 @@ class RunWriter:
 
     def _end(self, run: Run) -> None:
         """Have everything written that was recorded; called before the waiting cell goes on."""
-        patience = DETACHED_END_SECONDS if self._detached else 0.0
+        patience = 0.0
+        if self._detached:
+            patience = STOPPED_END_SECONDS if self._journal.state.status == "stopped" else DETACHED_END_SECONDS
         self._patient_until = time.monotonic() + patience
         self._over = True
         self._wake.set()
@@ -164,35 +177,63 @@ class RunWriter:
         if not last and time.monotonic() < self._retry_at:
             return
         try:
+            if self._file.is_lost:
+                self._restore()
             self._append()
             self._encode_waiting()
             self._append()
             self._tidy(last)
+            if self._problem and not last:
+                self._journal.append(SavingChanged(""))
             self._problem = ""
         except Exception as error:  # noqa: BLE001 - the run must go on without the disk
             self._retry_at = time.monotonic() + RETRY_SECONDS
             if not self._problem:
                 self._problem = describe_error(error)
-                text = f"the run is not kept in {self.folder} any more: {self._problem}; it is tried again"
+                self._journal.append(SavingChanged(self._problem))
+                text = f"Cannot save the run to {self.folder}: {self._problem}. Retrying."
                 self._journal.append(WarningAdded(text))
 
-    def _encode_waiting(self) -> None:
+    def _take_waiting(self) -> tuple[list[Record], dict[int, int], int]:
+        """Store the results that wait; return the records that wait, what was dropped, and the number of run events."""
         while True:
             with self._lock:
                 new = {rank: result for rank, result in self._results.items() if id(result) not in self._stored}
                 if not new:
                     records, self._waiting, self._waiting_chars = self._waiting, [], 0
-                    stored, self._stored, self._results = self._stored, {}, {}
-                    dropped, self._dropped = self._dropped, {}
-                    break
+                    dropped, self._dropped, self._results = self._dropped, {}, {}
+                    return records, dropped, self._run_events
             for rank, result in new.items():  # before the events that name their files; a full disk may end this
                 self._stored[id(result)] = self._store_result(rank, result)
-        rows = []
-        for record in _worth_keeping(records):
-            row = journal_format.row_of(record)
-            if isinstance(record.event, RankReturned):
-                row[3]["stored"] = stored.get(id(record.event.result))
-            rows.append(row)
+
+    def _restore(self) -> None:
+        """Write the journal again from memory, because another process has deleted the file.
+
+        Raises:
+            OSError: It cannot be written; its folder was deleted, too, or the disk is full.
+        """
+        _, dropped, count = self._take_waiting()
+        self._unwritten.clear()
+        self._code_written = bool(self._code)
+        sections = [self._header, *([self._code] if self._code else [])]
+        frames = [journal_format.encode_frame(section) for section in sections]
+        frames += journal_format.encode_rows(map(self._row_of, self._journal.records[:count]))
+        frames += points_frames(self._journal)
+        frames += journal_format.encode_records(last_lines(self._journal, KEPT_LOG_BYTES))
+        with self._lock:
+            for rank, lost in dropped.items():
+                self._dropped[rank] = self._dropped.get(rank, 0) + lost
+        self._file.replace(frames)
+
+    def _row_of(self, record: Record) -> list[Any]:
+        row = journal_format.row_of(record)
+        if isinstance(record.event, RankReturned):
+            row[3]["stored"] = self._stored.get(id(record.event.result))
+        return row
+
+    def _encode_waiting(self) -> None:
+        records, dropped, _ = self._take_waiting()
+        rows = [self._row_of(record) for record in _worth_keeping(records)]
         now = records[-1].time if records else 0.0
         rows += [[DroppedEvent.__name__, rank, now, {"count": count}] for rank, count in dropped.items()]
         self._unwritten += journal_format.encode_rows(rows)

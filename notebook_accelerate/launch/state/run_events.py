@@ -58,6 +58,13 @@ class WarningAdded(RunEvent):
 
 
 @dataclass(slots=True)
+class SavingChanged(RunEvent):
+    """The run cannot be written to its folder because of ``problem``; "" when it is written again."""
+
+    problem: str
+
+
+@dataclass(slots=True)
 class DiagnosisAdded(RunEvent):
     """An automatic diagnosis has finished."""
 
@@ -282,6 +289,7 @@ __all__ = [
     "RunMoved",
     "RunPlanned",
     "RunStalled",
+    "SavingChanged",
     "StopAdvanced",
     "WarningAdded",
 ]

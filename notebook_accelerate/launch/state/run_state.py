@@ -173,6 +173,7 @@ class RunState:
         paused: The ranks that wait for ``run.resume()``.
         notes: Remarks of the launch.
         warnings: Findings of the sanity checks.
+        unsaved: Why the run cannot be written to its folder; "" while it is written.
         diagnoses: Results of automatic diagnoses, the oldest first.
         stall: The stall that lasts; None while ranks make progress.
         error: Class of the error that the run ended with; "" without one.
@@ -197,6 +198,7 @@ class RunState:
     paused: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    unsaved: str = ""
     diagnoses: tuple[Diagnosis, ...] = ()
     stall: Stall | None = None
     error: str = ""
@@ -254,6 +256,9 @@ class RunState:
 
     def _warned(self, event: events.WarningAdded, _time: float) -> RunState:
         return self if event.text in self.warnings else replace(self, warnings=(*self.warnings, event.text))
+
+    def _saving_changed(self, event: events.SavingChanged, _time: float) -> RunState:
+        return replace(self, unsaved=event.problem)
 
     def _diagnosed(self, event: events.DiagnosisAdded, _time: float) -> RunState:
         return replace(self, diagnoses=(*self.diagnoses, event.diagnosis))
@@ -456,6 +461,7 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
     events.RunPlanned: RunState._planned,
     events.NoteAdded: RunState._noted,
     events.WarningAdded: RunState._warned,
+    events.SavingChanged: RunState._saving_changed,
     events.DiagnosisAdded: RunState._diagnosed,
     events.RunStalled: RunState._stalled,
     events.RunMoved: RunState._run_moved,

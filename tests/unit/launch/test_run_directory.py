@@ -326,7 +326,7 @@ def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path) -> None:
         stopped: list[float] = []
         run.commands.stop = stopped.append  # type: ignore[method-assign]
         (first,) = service._clients
-        first.shut()
+        first.channel.shut()
         until(lambda: service._clients and first not in service._clients, seconds=20)
         client.stop(3.0)
         until(lambda: stopped == [3.0], seconds=20)

@@ -37,6 +37,7 @@ EVENT = st.one_of(
     st.builds(events.RunCreated, st.just("train")),
     st.builds(events.NoteAdded, st.sampled_from(["a", "b"])),
     st.builds(events.WarningAdded, st.sampled_from(["a", "b"])),
+    st.builds(events.SavingChanged, st.sampled_from(["", "no space"])),
     st.builds(events.AttemptStarted, st.integers(0, 3)),
     st.builds(events.RankStarted, RANK, st.integers(1, 9)),
     st.builds(events.RankRunning, RANK),

@@ -1,0 +1,260 @@
+"""Peers of a detached run that misbehave: suspended kernels, processes that send anything, a suspended supervisor."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from notebook_accelerate import Run, attach, notebook_launcher, runs, shutdown
+from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch.detached import control_client, run_directory
+from notebook_accelerate.launch.detached import control_protocol as protocol
+from notebook_accelerate.launch.detached.control_service import short_path
+from notebook_accelerate.telemetry import Event, LogEvent, MetricEvent, Stamped, encode
+from notebook_accelerate.telemetry.channel import _HEADER
+from notebook_accelerate.telemetry.debug_protocol import AskRequest, DoneReply
+from tests.support.detached import processes_of, supervisor_of, user_folder
+from tests.support.waiting import until
+
+
+def _launch(name: str) -> Run:
+    run = notebook_launcher(time.sleep, (600,), num_processes=1, use_port=0, detach=True, panel=False, name=name)
+    until(lambda: run.status == "running", seconds=120)
+    return run
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder of detached runs, which are stopped at the end."""
+    with user_folder(tmp_path / "state", monkeypatch) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One run for all peers of the table, which it must survive."""
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        user_folder(tmp_path_factory.mktemp("shared") / "state", monkeypatch),
+    ):
+        yield _launch("shared")
+
+
+def _socket_of(run: Run) -> Path:
+    return next(Path(entry.socket) for entry in run_directory.entries() if entry.name == run.name)
+
+
+# ---- processes that send anything
+
+
+def _frame(*events: Event) -> bytes:
+    return encode([Stamped(1.0, event) for event in events])
+
+
+def _raw(text: bytes, payload: bytes = b"") -> bytes:
+    return _HEADER.pack(len(text), len(payload)) + text + payload
+
+
+def _relayed(*events: Event) -> bytes:
+    return _frame(protocol.RelayedEvent(0, _frame(*events)))
+
+
+STOP = _frame(protocol.StopCommand(60.0))
+SENDS = {
+    "nothing": b"",
+    "half a header": STOP[:5],
+    "half a frame": STOP[:-3],
+    "garbage": b"GET / HTTP/1.1\r\n\r\n" * 1000,
+    "JSON of two gigabytes": _HEADER.pack(1 << 31, 0),
+    "a payload of nine exabytes": _HEADER.pack(2, (1 << 63) - 1) + b"[]",
+    "deep JSON": _raw(b"[" * 100_000),
+    "no event": _raw(b'[["StopCommand"]]'),
+    "a text as the time": _raw(b'[["StopCommand","now",1.0]]'),
+    "a text as the grace": _frame(protocol.StopCommand("soon")),  # type: ignore[arg-type]
+    "a grace beyond the floats": _frame(protocol.StopCommand(10**400)),
+    "a grace that is no number": _raw(b'[["StopCommand",1.0,NaN]]'),
+    "ranks that are none": _frame(protocol.InterruptCommand({"a": 1})),  # type: ignore[arg-type]
+    "a rank as text": _frame(protocol.ClockCommand("0", held=True)),  # type: ignore[arg-type]
+    "a list as the answer": _frame(protocol.AnswerCommand(0, 1, [])),  # type: ignore[arg-type]
+    "a capture of nothing": _frame(protocol.CaptureCommand(None, None)),  # type: ignore[arg-type]
+    "a reply of another type": _raw(b'[["StacksReply",1.0,1,5,2.0]]'),
+    "garbage for a rank": _frame(protocol.RelayedEvent(0, b"garbage" * 100)),
+    "an event that is no request": _relayed(LogEvent("stdout", "x"), DoneReply(1)),
+    "a request of another type": _relayed(AskRequest(1, 5)),  # type: ignore[arg-type]
+    "an event of a rank": _frame(MetricEvent({"loss": 1.0})),
+}
+"""What a peer sends before it falls silent."""
+_PEER = """
+import socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+connection.settimeout(5)
+data = sys.stdin.buffer.read()
+try:
+    connection.sendall(data)
+except OSError:
+    pass
+if sys.argv[2] == "closes":
+    connection.close()
+print("sent", flush=True)
+import time; time.sleep(600)
+"""
+
+
+@contextmanager
+def _peer(path: Path, data: bytes, then: str) -> Iterator[None]:
+    """Run a process that connects to a socket, sends bytes, and then falls silent, closes, or is suspended."""
+    command = [sys.executable, "-S", "-c", _PEER, str(path), then]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(data)
+        process.stdin.close()
+        assert process.stdout.readline() == b"sent\n"
+        if then == "suspended":
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("then", ["silent", "closes", "suspended"])
+@pytest.mark.parametrize("data", SENDS.values(), ids=SENDS)
+def test_a_peer_that_sends_anything_harms_nobody(shared: Run, data: bytes, then: str) -> None:
+    with _peer(_socket_of(shared), data, then):
+        assert shared.ask("1 + 1", timeout=10.0) == {0: 2}
+        assert shared.status == "running"
+    assert shared.status == "running"
+
+
+# ---- suspended kernels
+
+_ATTACHES = """
+import sys, time, notebook_accelerate
+run = notebook_accelerate.attach(sys.argv[1])
+assert run.ask("'asked here'", timeout=30) == {0: "asked here"}
+print("attached", flush=True)
+for line in sys.stdin:
+    print(run.ask("6 * 7", timeout=30), flush=True)
+"""
+
+
+@contextmanager
+def _kernel(name: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _ATTACHES, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "attached\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_suspended_kernels_delay_nobody_and_read_on_later(state: Path) -> None:
+    run = _launch("crowded")
+    with ExitStack() as kernels:
+        others = [kernels.enter_context(_kernel("crowded")) for _ in range(3)]
+        for other in others:
+            other.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        for _ in range(20):
+            assert len(run.ask("'x' * 1_000_000", timeout=15.0)[0]) == 1_000_000
+        assert time.monotonic() - begin < 30
+        for other in others:
+            other.send_signal(signal.SIGCONT)
+            assert other.stdin is not None
+            assert other.stdout is not None
+            other.stdin.write("ask\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "{0: 42}\n"
+
+
+# ---- a suspended supervisor
+
+
+def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
+    run = _launch("asleep")
+    supervisor = supervisor_of(run)
+    attaching.leave()
+    supervisor.suspend()
+    until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
+    with ExitStack() as connections:
+        _fill_queue(_socket_of(run), connections)
+        begin = time.monotonic()
+        (found,) = runs()
+        assert time.monotonic() - begin < 10
+        assert found.name == "asleep"
+        assert f"process {supervisor.pid}" in found.commands.refusal
+        with pytest.warns(UserWarning, match=rf"process {supervisor.pid} .*kill -CONT {supervisor.pid}"):
+            shutdown(all=True)
+    assert not supervisor.is_running()
+
+
+def _fill_queue(path: Path, connections: ExitStack) -> None:
+    """Connect until a process that accepts nothing has no room for another connection."""
+    while True:
+        connection = connections.enter_context(socket.socket(socket.AF_UNIX))
+        connection.setblocking(False)
+        with short_path(path) as address:
+            error = connection.connect_ex(address)
+        if error == errno.EAGAIN:
+            return
+        assert not error
+
+
+@pytest.mark.parametrize("ranks_too", [False, True])
+@pytest.mark.parametrize("how", ["stop", "shutdown"])
+def test_a_suspended_supervisor_is_named_and_killed(
+    state: Path, how: str, ranks_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_client, "ANSWER_SECONDS", 2.0)
+    run = _launch("asleep")
+    supervisor = supervisor_of(run)
+    for process in [supervisor, *(supervisor.children(recursive=True) if ranks_too else ())]:
+        process.suspend()
+    begin = time.monotonic()
+    with pytest.warns(UserWarning, match=rf"process {supervisor.pid} .*is suspended; .*kill -CONT {supervisor.pid}"):
+        run.stop(grace=2.0) if how == "stop" else shutdown(all=True)
+    assert time.monotonic() - begin < 15
+    assert run.status == "lost"
+    assert any("is suspended" in text for text in run.journal.state.warnings)
+    until(lambda: not processes_of(state), seconds=20)
+
+
+def test_a_supervisor_that_is_resumed_in_time_stops_the_run(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_client, "ANSWER_SECONDS", 2.0)
+    run = _launch("awake")
+    supervisor = supervisor_of(run)
+    supervisor.suspend()
+    run.request_stop(grace=30.0)
+    time.sleep(4.0)
+    supervisor.resume()
+    assert run.wait(60)
+    assert run.status == "stopped"
+
+
+def test_a_run_is_attached_to_while_its_supervisor_is_suspended(state: Path) -> None:
+    run = _launch("waits")
+    supervisor = supervisor_of(run)
+    attaching.leave()
+    supervisor.suspend()
+    begin = time.monotonic()
+    again = attach("waits")
+    assert time.monotonic() - begin < 4
+    supervisor.resume()
+    until(lambda: again.commands.requests.open_ranks() == [0])
+    assert again.ask("'back'", timeout=20.0) == {0: "back"}
+    again.stop(grace=1.0)
+    assert again.status == "stopped"
