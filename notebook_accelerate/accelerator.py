@@ -173,6 +173,8 @@ class Accelerator(AcceleratorProperties):
                 ddp_handler=self._handlers.ddp,
             )
         )
+        self.fp8_enabled = self.has_fp8_handler = self.state.mixed_precision == "fp8"
+        self.delayed_fp8_autocast = False
         self.scaler = self.strategy.setup.scaler  # FSDP 1 has one of its own
         # The strategy's own lists; libraries on top of Accelerate read them under these names.
         self._models = self.strategy.models
@@ -293,6 +295,26 @@ class Accelerator(AcceleratorProperties):
         """
         return self.strategy.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
+    # Private names of Accelerate that libraries on top of it call.
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        """Prepare objects as `prepare` does, and return a tuple also for one object."""
+        return tuple(self.strategy.prepare(args, [None] * len(args)))
+
+    def _get_named_parameters(self, *args: Any, drop_refs: bool = False) -> dict[str, Any]:
+        """Return the parameters of prepared models by name; with `drop_refs`, the addresses of their memory."""
+        models = [self.unwrap_model(model) for model in args if isinstance(model, torch.nn.Module)]
+        named = {name: parameter for model in models for name, parameter in model.named_parameters()}
+        if not drop_refs:
+            return named
+        return {
+            name: (each.to_local() if hasattr(each, "to_local") else each).data_ptr() for name, each in named.items()
+        }
+
+    def _prepare_device_mesh(self) -> Any:
+        """Return the mesh that divides loaders among ranks."""
+        return self.torch_device_mesh
+
     # -- training -----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -326,18 +348,22 @@ class Accelerator(AcceleratorProperties):
         Returns:
             A context manager for one batch.
         """
+        self._do_sync()
+        state = self.gradient_state
+        if state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
+            return NOTHING
+        return self.strategy.accumulating(models)
+
+    def _do_sync(self) -> None:
+        """Count a batch, and decide whether it completes its window."""
         state = self.gradient_state
         settings = state.plugin_kwargs
         if state.end_of_dataloader and settings.get("sync_with_dataloader", True):
             self.step = 0
-            sync = True
+            state.sync_gradients = True
         else:
             self.step += 1
-            sync = self.step % (settings.get("num_steps") or 1) == 0
-        state.sync_gradients = sync
-        if sync or settings.get("sync_each_batch", False):
-            return NOTHING
-        return self.strategy.accumulating(models)
+            state.sync_gradients = self.step % (settings.get("num_steps") or 1) == 0
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Skip the exchange of a model's gradients in backward.

@@ -68,7 +68,7 @@ class ParallelismConfig:
     """
 
     def __post_init__(self) -> None:
-        self._mesh: DeviceMesh | None = None
+        self.device_mesh: DeviceMesh | None = None
         for name in _DIMENSIONS:
             size = getattr(self, f"{name}_size")
             size = environ.integer(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1) if size is None else size
@@ -266,7 +266,7 @@ class ParallelismConfig:
         for flat, parts in flattened.items():
             if parts:
                 flatten_mesh(mesh[tuple(parts)], flat)
-        self._mesh = mesh
+        self.device_mesh = mesh
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
@@ -281,7 +281,7 @@ class ParallelismConfig:
         Raises:
             ValueError: The mesh was built for another type of device, or does not exist and no type is given.
         """
-        if self._mesh is None:
+        if self.device_mesh is None:
             if device_type is None and self.total_size == 1:
                 return None
             if device_type is None:
@@ -289,9 +289,9 @@ class ParallelismConfig:
                     'the mesh does not exist yet; pass the type of the ranks\' devices: get_device_mesh("cpu")'
                 )
             return self.build_device_mesh(device_type)
-        if device_type is not None and self._mesh.device_type != device_type:
+        if device_type is not None and self.device_mesh.device_type != device_type:
             raise ValueError(
-                f"the mesh of this ParallelismConfig is of device type {self._mesh.device_type!r}, not "
+                f"the mesh of this ParallelismConfig is of device type {self.device_mesh.device_type!r}, not "
                 f"{device_type!r}; create a new ParallelismConfig for the other type"
             )
-        return self._mesh
+        return self.device_mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from notebook_accelerate.precision.autocast_forward import AutocastForward, restore_forward
 from notebook_accelerate.precision.full_precision import Precision
-from notebook_accelerate.precision.precision_table import PRECISIONS, make_precision, register_precision
+from notebook_accelerate.precision.precision_table import PRECISIONS, fp8_library, make_precision, register_precision
 from notebook_accelerate.precision.torch_autocast import Bf16Precision, Fp16Precision
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Bf16Precision",
     "Fp16Precision",
     "Precision",
+    "fp8_library",
     "make_precision",
     "register_precision",
     "restore_forward",

@@ -21,8 +21,9 @@ def get_mixed_precision_context_manager(
         autocast_kwargs: `AutocastKwargs`.
     """
     state = AcceleratorState()
-    name = state.mixed_precision if native_amp else "no"
-    return make_precision(name, state.device.type).autocast(autocast_kwargs)
+    precision = make_precision(state.mixed_precision, state.device.type)
+    precision.native_amp = native_amp
+    return precision.autocast(autocast_kwargs)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:

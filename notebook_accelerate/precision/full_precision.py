@@ -8,17 +8,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from notebook_accelerate.precision.autocast_forward import restore_forward
+from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs
+from notebook_accelerate.precision.autocast_forward import AutocastForward, restore_forward
 
 
 class Precision:
-    """Full precision, and the base class of the others.
+    """Full precision, and the base class of the others, which compute under torch's autocast to `compute_dtype`.
 
     Args:
         device_type: Type of the computing device: cpu, cuda, ...
         autocast_handler: `AutocastKwargs`; None means torch's defaults.
         scaler_handler: `GradScalerKwargs`; None means torch's defaults.
         fp8_recipe: Recipe of the fp8 library; None in other precisions.
+
+    Attributes:
+        native_amp: Whether models and `autocast` compute under torch's autocast: to its default dtype of the device if
+            this precision has no `compute_dtype`.
     """
 
     name: ClassVar[str] = "no"
@@ -29,9 +34,10 @@ class Precision:
         self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
     ) -> None:
         self.device_type = device_type
-        self.autocast_handler = autocast_handler
-        self.scaler_handler = scaler_handler
+        self.autocast_handler: AutocastKwargs | None = autocast_handler
+        self.scaler_handler: GradScalerKwargs | None = scaler_handler
         self.fp8_recipe = fp8_recipe
+        self.native_amp = self.compute_dtype is not None
 
     def join(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
@@ -57,6 +63,8 @@ class Precision:
     def wrap_model(self, model: torch.nn.Module, sharded: bool = False) -> torch.nn.Module:
         """Make the model compute in this precision, in place; the changes of another precision are undone.
 
+        Under autocast, outputs are converted to float32, and the model's `_original_forward` is its own forward.
+
         Args:
             model: The model, before it is wrapped for several ranks.
             sharded: Whether FSDP 2 will shard its parameters; they may then be replaced.
@@ -65,6 +73,9 @@ class Precision:
             The model.
         """
         restore_forward(model)
+        if self.native_amp:
+            model._original_forward = model.forward  # type: ignore[assignment]
+            model.forward = AutocastForward(model.forward, self._settings(None))
         return model
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
@@ -73,7 +84,12 @@ class Precision:
         Args:
             handler: `AutocastKwargs` for this block; None means those of the constructor.
         """
-        return nullcontext()
+        return torch.autocast(**self._settings(handler)) if self.native_amp else nullcontext()
+
+    def _settings(self, handler: Any) -> dict[str, Any]:
+        chosen = handler or self.autocast_handler
+        options = chosen.to_kwargs() if chosen is not None else {}
+        return {"device_type": self.device_type, "dtype": self.compute_dtype, **options}
 
     def after_step(self, model: torch.nn.Module) -> None:
         """Update state of this precision after an optimizer step of a sharded model; every rank must call this.

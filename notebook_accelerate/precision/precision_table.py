@@ -16,13 +16,24 @@ PrecisionFactory = Callable[..., Precision]
 
 
 def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> Precision:
-    module, name = _FP8[_fp8_backend(device_type, fp8_recipe)]
+    module, name = _FP8[fp8_library(device_type, fp8_recipe)]
     factory = getattr(importlib.import_module(f"notebook_accelerate.precision.{module}"), name)
     return factory(device_type, autocast_handler, scaler_handler, fp8_recipe)  # type: ignore[no-any-return]
 
 
-def _fp8_backend(device_type: str, recipe: Any) -> str:
-    """Choose the library: the recipe's, the one of ACCELERATE_FP8_BACKEND, or the first that is installed."""
+def fp8_library(device_type: str, recipe: Any) -> str:
+    """Return the fp8 library: the recipe's, the one of ACCELERATE_FP8_BACKEND, or the first that is installed.
+
+    Args:
+        device_type: Type of the computing device.
+        recipe: A recipe, or None.
+
+    Returns:
+        AO, TE or MSAMP.
+
+    Raises:
+        ValueError: There is no recipe, and no library is installed.
+    """
     if isinstance(recipe, FP8RecipeKwargs):
         return str(recipe.backend)
     for kind, backend in ((AORecipeKwargs, "AO"), (TERecipeKwargs, "TE"), (MSAMPRecipeKwargs, "MSAMP")):

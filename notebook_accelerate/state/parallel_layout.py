@@ -88,7 +88,7 @@ def arrange_ranks(slots: Slots) -> Slots:
     layout, tp_plugin = slots.get("parallelism_config"), slots.get("torch_tp_plugin")
     if layout is None and tp_plugin is not None and tp_plugin.tp_size > 1:
         layout = ParallelismConfig(tp_size=tp_plugin.tp_size)
-        layout._mesh = tp_plugin.torch_device_mesh
+        layout.device_mesh = tp_plugin.torch_device_mesh
     if layout is None:
         return {}
     check_type("parallelism_config", layout, ParallelismConfig)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.enums import DistributedType, FP8BackendType
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 from notebook_accelerate.config.training_config import (
@@ -16,10 +17,10 @@ from notebook_accelerate.config.training_config import (
     ProjectConfiguration,
 )
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.precision import Precision
+from notebook_accelerate.precision import Precision, fp8_library
 from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.state.rank_execution import RankExecution
-from notebook_accelerate.strategies.handler_table import Fp8Recipe, Handlers
+from notebook_accelerate.strategies.handler_table import Fp8Recipe, Handlers, check_handler
 from notebook_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accelerate.config.parallelism_config import ParallelismConfig
+
+_Recipe = TypeVar("_Recipe", bound=Fp8Recipe)
 
 
 class AcceleratorProperties(RankExecution):
@@ -110,6 +113,15 @@ class AcceleratorProperties(RankExecution):
     def deepspeed_engine_wrapped(self) -> Any:
         """The wrapper of DeepSpeed's engine, once a model was prepared; None in other worlds."""
         return getattr(self.strategy, "deepspeed_engine_wrapped", None)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether `autocast`, and models that are prepared from now on, compute under torch's autocast."""
+        return self._precision.native_amp
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        self._precision.native_amp = value
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -254,34 +266,101 @@ class AcceleratorProperties(RankExecution):
         """Whether an optimizer skipped its last step because of infinite gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    # -- kwargs_handlers, each None where none was given --------------------------------------------------------------
+    # -- kwargs_handlers, each None if it was not given; libraries assign them before they call prepare ---------------
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
         """Settings of autocast."""
-        return self._handlers.autocast
+        return self._precision.autocast_handler
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._precision.autocast_handler = check_handler("autocast_handler", handler, AutocastKwargs)
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
         """Settings of DDP."""
-        return self._handlers.ddp
+        return self.strategy.setup.ddp_handler
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        self.strategy.setup.ddp_handler = check_handler("ddp_handler", handler, DistributedDataParallelKwargs)
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """Settings of the loss scaler."""
-        return self._handlers.scaler
+        """Settings of the loss scaler; a new value has no effect on a scaler that exists."""
+        return self._precision.scaler_handler
+
+    @scaler_handler.setter
+    def scaler_handler(self, handler: GradScalerKwargs | None) -> None:
+        self._precision.scaler_handler = check_handler("scaler_handler", handler, GradScalerKwargs)
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """Settings of the process group."""
+        """Settings of the process group; a new value has no effect on a group that exists."""
         return self._handlers.init
+
+    @init_handler.setter
+    def init_handler(self, handler: InitProcessGroupKwargs | None) -> None:
+        self._handlers.init = check_handler("init_handler", handler, InitProcessGroupKwargs)
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
         """Settings of the profiler."""
         return self._handlers.profile
 
+    @profile_handler.setter
+    def profile_handler(self, handler: ProfileKwargs | None) -> None:
+        self._handlers.profile = check_handler("profile_handler", handler, ProfileKwargs)
+
     @property
-    def fp8_recipe_handler(self) -> Fp8Recipe | None:
-        """The fp8 recipe."""
-        return self._handlers.fp8
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The fp8 recipe of torchao."""
+        return self._recipe(AORecipeKwargs)
+
+    @ao_recipe_handler.setter
+    def ao_recipe_handler(self, recipe: AORecipeKwargs | None) -> None:
+        self._set_recipe("ao_recipe_handler", recipe, AORecipeKwargs)
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The fp8 recipe of Transformer Engine."""
+        return self._recipe(TERecipeKwargs)
+
+    @te_recipe_handler.setter
+    def te_recipe_handler(self, recipe: TERecipeKwargs | None) -> None:
+        self._set_recipe("te_recipe_handler", recipe, TERecipeKwargs)
+
+    @property
+    def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
+        """The fp8 recipe of MS-AMP."""
+        return self._recipe(MSAMPRecipeKwargs)
+
+    @msamp_recipe_handler.setter
+    def msamp_recipe_handler(self, recipe: MSAMPRecipeKwargs | None) -> None:
+        self._set_recipe("msamp_recipe_handler", recipe, MSAMPRecipeKwargs)
+
+    @property
+    def fp8_recipe_handler(self) -> FP8RecipeKwargs | None:
+        """The fp8 recipe, if it is an instance of the deprecated `FP8RecipeKwargs`."""
+        return self._recipe(FP8RecipeKwargs)
+
+    @fp8_recipe_handler.setter
+    def fp8_recipe_handler(self, recipe: FP8RecipeKwargs | None) -> None:
+        self._set_recipe("fp8_recipe_handler", recipe, FP8RecipeKwargs)
+
+    def _recipe(self, kind: type[_Recipe]) -> _Recipe | None:
+        recipe: _Recipe | None = self._precision.fp8_recipe
+        return recipe if type(recipe) is kind else None
+
+    def _set_recipe(self, name: str, recipe: _Recipe | None, kind: type[_Recipe]) -> None:
+        """Replace the fp8 recipe by one for the same library; None is allowed if there is no recipe of that kind."""
+        if recipe is None and self._recipe(kind) is None:
+            return
+        if recipe is None or fp8_library(self.device.type, recipe) != self.fp8_backend.value:
+            raise ValueError(
+                f"{name} cannot become {recipe!r:.60}: this Accelerator has mixed_precision={self.mixed_precision!r} "
+                f"and the fp8 library {self.fp8_backend.value}; write Accelerator(mixed_precision='fp8', "
+                f"kwargs_handlers=[{kind.__name__}(...)])"
+            )
+        self._precision.fp8_recipe = check_handler(name, recipe, kind)

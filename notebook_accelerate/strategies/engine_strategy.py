@@ -82,6 +82,8 @@ class EngineStrategy(Strategy):
         super().__init__(setup)
         self.engine: Any = None
         setup.scaler = None  # the engine scales losses
+        if setup.state.mixed_precision != "fp8":
+            setup.precision.native_amp = False  # the engine casts to half precision
 
     def _is_prepared_optimizer(self, optimizer: Any) -> bool:
         return any(optimizer is prepared for prepared in self.optimizers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -17,6 +17,7 @@ from notebook_accelerate.config.kwargs_handlers import (
 )
 from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 
+_Handler = TypeVar("_Handler", bound=KwargsHandler)
 Fp8Recipe: TypeAlias = AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs
 _FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | UnionType, str], ...] = (
     (DistributedDataParallelKwargs, "ddp"),
@@ -66,3 +67,19 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
             raise ValueError(f"kwargs_handlers holds two {type(handler).__name__}; pass at most one of a kind")
         found[field] = handler
     return Handlers(**found)
+
+
+def check_handler(name: str, handler: _Handler | None, kind: type[_Handler]) -> _Handler | None:
+    """Return a handler that is assigned to an attribute of an `Accelerator`.
+
+    Args:
+        name: The attribute.
+        handler: The new value.
+        kind: The class of its values.
+
+    Raises:
+        ValueError: The value has another type.
+    """
+    if handler is not None and not isinstance(handler, kind):
+        raise ValueError(f"{name} takes {kind.__name__}(...) or None; got {type(handler).__name__} ({handler!r:.60})")
+    return handler

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.training_config import DataLoaderConfiguration
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state import AcceleratorState, GradientState
@@ -36,5 +37,5 @@ class Setup:
     """Random generators that are synchronized at the start of each pass; None means the strategy's choice."""
     step_scheduler_with_optimizer: bool = True
     """Whether schedulers step only when optimizers do."""
-    ddp_handler: Any = None
-    """`DistributedDataParallelKwargs`; None means torch's defaults."""
+    ddp_handler: DistributedDataParallelKwargs | None = None
+    """Settings of DDP; None means torch's defaults."""

@@ -214,3 +214,15 @@ def test_ranks_with_fewer_batches_do_what_torchs_join_does(name: str) -> None:
     wanted = run_ranks(uneven, SETTINGS[name], False)
     assert wanted[0] == wanted[1]
     assert run_ranks(uneven, SETTINGS[name], True) == wanted
+
+
+def assigned_handler() -> Any:
+    accelerator = Accelerator(cpu=True)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=7)
+    model: Any = accelerator.prepare(Branches())
+    return model.find_unused_parameters, model.bucket_bytes_cap // 2**20
+
+
+def test_a_handler_that_is_assigned_before_prepare_is_used() -> None:
+    """transformers' Trainer assigns one."""
+    assert run_ranks(assigned_handler) == [(True, 7)] * 2

@@ -21,7 +21,7 @@ def arranged(**degrees: int) -> dict[str, Any]:
     return {
         "names": mesh.mesh_dim_names,
         "coordinate": tuple(mesh.get_coordinate()),
-        "dp": accelerator.state.parallelism_config._mesh["dp"].mesh.tolist(),
+        "dp": accelerator.state.parallelism_config.device_mesh["dp"].mesh.tolist(),
         "replica": accelerator.data_parallel_rank,
         "shard": accelerator.data_parallel_shard_rank,
         "type": accelerator.distributed_type.value,

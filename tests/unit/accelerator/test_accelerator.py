@@ -15,7 +15,8 @@ from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DistributedType, FP8BackendType, PrecisionType
-from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs
+from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 from notebook_accelerate.config.training_config import (
     DataLoaderConfiguration,
@@ -38,6 +39,17 @@ def parts(**kwargs: Any) -> tuple[Any, ...]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     return accelerator, *accelerator.prepare(model, optimizer, loader(), scheduler)
+
+
+def dtypes_of(accelerator: Accelerator) -> list[torch.dtype]:
+    """Return the dtypes in which a layer computes: in a prepared model, and under `autocast`."""
+    found: list[torch.dtype] = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output.dtype))
+    accelerator.prepare_model(nn.Sequential(layer))(torch.ones(1, 2))
+    with accelerator.autocast():
+        layer(torch.ones(1, 2))
+    return found
 
 
 class TestSettings:
@@ -99,6 +111,78 @@ class TestSettings:
         assert accelerator.profile_handler is handlers[2]
         assert accelerator.ddp_handler is None
         assert accelerator.scaler.get_scale() == 8.0
+
+    @pytest.mark.parametrize(
+        ("name", "handler"),
+        [
+            ("ddp_handler", DistributedDataParallelKwargs(find_unused_parameters=True)),
+            ("autocast_handler", AutocastKwargs(enabled=False)),
+            ("scaler_handler", GradScalerKwargs()),
+            ("init_handler", InitProcessGroupKwargs()),
+            ("profile_handler", ProfileKwargs()),
+        ],
+    )
+    def test_handlers_are_assigned(self, name: str, handler: Any) -> None:
+        accelerator = Accelerator(cpu=True)
+        setattr(accelerator, name, handler)
+        assert getattr(accelerator, name) is handler
+        setattr(accelerator, name, None)
+        assert getattr(accelerator, name) is None
+        with pytest.raises(
+            ValueError, match=rf"{name} takes {type(handler).__name__}\(\.\.\.\) or None; got int \(3\)"
+        ):
+            setattr(accelerator, name, 3)
+
+    def test_an_assigned_autocast_handler_is_used(self) -> None:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        accelerator.autocast_handler = AutocastKwargs(enabled=False)
+        assert dtypes_of(accelerator) == [torch.float32] * 2
+
+    def test_fp8_recipes_by_class(self) -> None:
+        pytest.importorskip("torchao")
+        accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+        assert isinstance(accelerator.ao_recipe_handler, AORecipeKwargs)
+        assert accelerator.te_recipe_handler is None
+        assert accelerator.msamp_recipe_handler is None
+        assert accelerator.fp8_recipe_handler is None
+        assert accelerator.fp8_enabled
+        recipe = AORecipeKwargs(pad_inner_dim=False)
+        accelerator.ao_recipe_handler = recipe
+        accelerator.te_recipe_handler = None
+        assert accelerator.ao_recipe_handler is recipe
+        with pytest.raises(ValueError, match=r"ao_recipe_handler cannot become None: .* fp8 library AO"):
+            accelerator.ao_recipe_handler = None
+
+    def test_a_recipe_for_another_precision(self) -> None:
+        accelerator = Accelerator(cpu=True)
+        accelerator.fp8_recipe_handler = None
+        with pytest.raises(ValueError, match=r"write Accelerator\(mixed_precision='fp8', kwargs_handlers=\[AORecipe"):
+            accelerator.ao_recipe_handler = AORecipeKwargs()
+
+    def test_autocast_is_switched_off(self) -> None:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        assert accelerator.native_amp
+        accelerator.native_amp = False
+        assert dtypes_of(accelerator) == [torch.float32] * 2
+
+    def test_autocast_is_switched_on(self) -> None:
+        accelerator = Accelerator(cpu=True)
+        assert not accelerator.native_amp
+        accelerator.native_amp = True
+        assert dtypes_of(accelerator) == [torch.get_autocast_dtype("cpu")] * 2
+
+    def test_private_names_that_libraries_call(self) -> None:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = accelerator.prepare_model(nn.Linear(1, 1))
+        assert list(accelerator._get_named_parameters(model)) == ["weight", "bias"]
+        assert accelerator._get_named_parameters(model, drop_refs=True)["bias"] == model.bias.data_ptr()
+        assert accelerator._prepare_deepspeed(model) == (model,)
+        assert accelerator._prepare_device_mesh() is None
+        counted = []
+        for _ in range(4):
+            accelerator._do_sync()
+            counted.append(accelerator.sync_gradients)
+        assert counted == [False, True, False, True]
 
     def test_two_handlers_of_a_kind(self) -> None:
         with pytest.raises(ValueError, match="two AutocastKwargs"):
