@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.arena import Slot, Unit
 from notebook_accelerate.big_modeling.empty_init import like
 from notebook_accelerate.big_modeling.gradients import GradientSink
 from notebook_accelerate.big_modeling.module_hooks import ModelHook
@@ -18,7 +18,7 @@ from notebook_accelerate.big_modeling.module_tree import submodule
 from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, unprefixed
 from notebook_accelerate.big_modeling.prefetch import Prefetcher
 from notebook_accelerate.big_modeling.tensor_sources import FileSource
-from notebook_accelerate.big_modeling.weight_transfer import can_prefetch
+from notebook_accelerate.big_modeling.weight_transfer import Slot, Unit, can_prefetch
 from notebook_accelerate.collectives import find_device, send_to_device
 from notebook_accelerate.torch_internals import disable_dynamo
 
@@ -69,6 +69,7 @@ class AlignDevicesHook(ModelHook):
         """The prefetchers for which each forward of the module begins a pass."""
         self._prefetcher: Prefetcher | None = None
         self._unit: Unit | None = None
+        self._planned: tuple[Any, Any] = (None, None)  # the prefetcher's source and device
         self._slots: list[tuple[dict[str, Any], str, str, Any]] = []
         self._reused: dict[str, tuple[Any, Any]] = {}
 
@@ -126,6 +127,7 @@ class AlignDevicesHook(ModelHook):
             return
         self._prefetcher = loader.prefetchers.setdefault(device, Prefetcher(device))
         self._unit = Unit(slots, block_of(self.block))
+        self._planned = self.weights_map, self.execution_device
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Move the weights back to their original devices."""
@@ -158,7 +160,7 @@ class AlignDevicesHook(ModelHook):
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     def _load_weights(self) -> None:
-        if self._prefetcher is not None and self._unit is not None:
+        if self._prefetcher is not None and self._unit is not None and self._is_planned():
             tensors = self._prefetcher.fetch(self._unit)
             trains = torch.is_grad_enabled()
             for (own, key, name, _), tensor in zip(self._slots, tensors, strict=True):
@@ -172,6 +174,11 @@ class AlignDevicesHook(ModelHook):
                 own[key] = reused[1]
             else:
                 own[key] = self._load_weight(name, placeholder, value)
+
+    def _is_planned(self) -> bool:
+        """Return whether the plan is still valid: peft, for instance, assigns merged weights to `weights_map`."""
+        weights, device = self._planned
+        return weights is self.weights_map and device is self.execution_device
 
     def _load_weight(self, name: str, placeholder: Any, value: torch.Tensor) -> Any:
         """Return a weight as its module holds it; it is kept for the next forward if it shares the weight's memory."""
@@ -193,20 +200,33 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         """Release the weights and move the output."""
         if self.offload:
-            output = _untraced(self._release_weights, output)
+            _untraced(self._release_weights)
         if self.io_same_device and self.input_device is not None:
             if not (isinstance(output, torch.Tensor) and output.device == self.input_device):
                 output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
             self.input_device = None
         return output
 
-    def _release_weights(self, output: Any = None) -> Any:
+    def _release_weights(self) -> None:
+        held = [own[key] for own, key, _, _ in self._slots]
         for own, key, _, placeholder in self._slots:
             own[key] = placeholder
         if self._prefetcher is not None and self._unit is not None:
-            output = self._prefetcher.clone_weights(self._unit, output)
-            self._prefetcher.release(self._unit)
-        return output
+            self._prefetcher.release(self._unit, held)
+
+    @contextmanager
+    def loading_for(self, device: torch.device | None) -> Iterator[None]:
+        """Load the weights for another use than a forward, without disturbing the reading ahead for the next one.
+
+        Args:
+            device: Where they are loaded to; None: where the module computes.
+        """
+        usual = self.execution_device, self._planned
+        self.execution_device, self._planned = usual[0] if device is None else device, (None, None)
+        try:
+            yield
+        finally:
+            self.execution_device, self._planned = usual
 
 
 @disable_dynamo
@@ -220,11 +240,19 @@ def _untraced(function: Any, *arguments: Any) -> Any:
 
 
 def _all_on(values: Any, device: torch.device) -> bool:
-    """Return, fast, whether all values are on a device already, or are not moved at all."""
+    """Return, fast, whether nothing in the values is to be moved: then a module gets the very objects of its caller."""
     for value in values:
         if value is None or type(value) in (int, float, bool, str):
             continue
-        if not isinstance(value, torch.Tensor) or value.device != device:
+        if isinstance(value, torch.Tensor):
+            if value.device != device:
+                return False
+        elif hasattr(value, "to"):
+            return False
+        elif isinstance(value, (list, tuple)):
+            if not _all_on(value, device):
+                return False
+        elif isinstance(value, Mapping) and not _all_on(value.values(), device):
             return False
     return True
 

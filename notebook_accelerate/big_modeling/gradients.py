@@ -71,9 +71,14 @@ def align_hooks(module: Any) -> list[Any]:
     Args:
         module: The module; its submodules' hooks are not listed.
     """
-    hook = getattr(module, "_hf_hook", None)
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return [each for each in hooks if isinstance(getattr(each, "gradients", None), GradientSink)]
+    found, hooks = [], [getattr(module, "_hf_hook", None)]
+    while hooks:
+        hook = hooks.pop(0)
+        if isinstance(hook, SequentialHook):  # another in it, if hooks were appended one after the other
+            hooks[:0] = hook.hooks
+        elif isinstance(getattr(hook, "gradients", None), GradientSink):
+            found.append(hook)
+    return found
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.empty_init import like
+from notebook_accelerate.big_modeling.gradients import align_hooks
 from notebook_accelerate.big_modeling.module_sizes import INTEGERS, dtype_of, named_module_tensors
 from notebook_accelerate.big_modeling.module_tree import submodule
 
@@ -106,12 +107,12 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def has_offloaded_params(module: torch.nn.Module) -> bool:
-    """Return whether a module's own weights are loaded for each forward.
+    """Return whether a module's own weights are loaded for each forward, by any of its hooks.
 
     Args:
         module: The module.
     """
-    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+    return any(hook.offload for hook in align_hooks(module))
 
 
 @contextlib.contextmanager
@@ -139,17 +140,15 @@ def align_module_device(module: torch.nn.Module, execution_device: torch.device 
 
 
 @contextlib.contextmanager
-def _loaded(module: Any, device: torch.device | None) -> Iterator[None]:
-    hook = module._hf_hook
-    usual = hook.execution_device
-    if device is not None:
-        hook.execution_device = device
-    try:
-        hook.pre_forward(module)
+def _loaded(module: torch.nn.Module, device: torch.device | None) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for hook in align_hooks(module):
+            if hook.offload:
+                stack.enter_context(hook.loading_for(device))
+                stack.callback(hook.post_forward, module, None)
+                with torch.inference_mode(mode=False):  # the weights can outlive this mode
+                    hook.pre_forward(module)
         yield
-    finally:
-        hook.post_forward(module, None)
-        hook.execution_device = usual
 
 
 def get_state_dict_from_offload(
@@ -174,7 +173,7 @@ def get_state_dict_from_offload(
         for key, tensor in module.state_dict().items():
             name = f"{root}.{key}" if root else key
             if name in state_dict:
-                state_dict[name] = tensor.detach().clone()  # the loaded tensor is released again
+                state_dict[name] = tensor.detach()
     return state_dict
 
 
@@ -192,7 +191,8 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
         prefix = f"{name}." if name else ""
         with align_module_device(module, torch.device("cpu") if has_offloaded_params(module) else None):
             persistent = dict(named_module_tensors(module, remove_non_persistent=True))
-            found.update({prefix + key: tensor.detach().cpu() for key, tensor in persistent.items()})
+            with torch.inference_mode(mode=False):
+                found.update({prefix + key: tensor.detach().cpu() for key, tensor in persistent.items()})
     order: Mapping[str, Any] = model.state_dict()
     names = {name: found[name] for name in order if name in found}
     missing = [name for name, tensor in names.items() if tensor.device.type == "meta"]

@@ -1,43 +1,50 @@
-"""Reads offloaded weights ahead of the computation, into an arena of limited size.
+"""Reads offloaded weights ahead of the computation.
 
-The first pass through a model records the order in which its modules need their weights. From that order every module
-gets a fixed place in the arena, which is used as a ring, so that the parameters made once serve every later pass: no
-allocation per tensor and forward. A thread reads ahead as far as places are free. Two passes in another order make a
-new plan; until then, what is not in the arena in time is read separately.
+The first pass through a model records the order of its modules. A thread reads their weights ahead in that order, while
+all that were read or are in use fit into a window. Two passes in another order make a new plan; until then, modules
+themselves read the weights that were not read ahead.
+
+Users can keep a weight, or anything that shares its memory (a view, an array, a graph), without limit of time:
+
+- Each read allocates or maps new memory. It is complete before `fetch` can take its tensors from `_ready`.
+- `fetch` takes the tensors of a step once, and only for the unit that they were read for.
+- After that nothing in this package writes to them: `release` drops references, and no memory is filled a second time.
+
+So only the holder of a weight changes its memory. Only torch's allocator reuses it, after the last reference to its
+storage is gone, and on an accelerator after the computations that were queued with it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.arena import Unit, arena_bytes, assign_offsets
-from notebook_accelerate.big_modeling.empty_init import like
-from notebook_accelerate.big_modeling.weight_transfer import transfer_to
-from notebook_accelerate.collectives import recursively_apply
+from notebook_accelerate.big_modeling.weight_transfer import Unit, transfer_to
 
 _WINDOW = 2
-"""How many of the largest blocks the arena holds: one computes while the next is read."""
+"""How many of the largest blocks the window holds: one computes while the next is read."""
 _IDLE = 0.25
 """Seconds without anything to read after which the thread ends; the next forward starts another."""
 
 
 @dataclass
-class _Plan:
-    """Where each position of a pass is in the arena, and which steps back must be released before it is read."""
+class _Read:
+    """The tensors of a step, the event that ends their transfer, and the versions of their sources."""
 
-    order: list[Unit]
-    offsets: list[int]
-    conflicts: list[tuple[int, ...]]
-    parameters: list[list[Any]]
+    unit: Unit
+    tensors: list[Any]
+    done: Any
+    versions: list[Any]
 
-    def range(self, step: int) -> tuple[int, int]:
-        """Return the begin and end of a step in the arena."""
-        position = step % len(self.order)
-        return self.offsets[position], self.offsets[position] + self.order[position].nbytes
+    def is_current(self) -> bool:
+        """Return whether the sources are the same as at the read."""
+        return self.versions == _versions(self.unit)
 
 
 class Prefetcher:
@@ -51,129 +58,102 @@ class Prefetcher:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.reads_ahead = self.waits = 0
-        self._transfer = transfer_to(device)
-        self._order: list[Unit] = []
-        self._last_order: list[Unit] = []
-        self._passes_are_marked = False
-        self._plan: _Plan | None = None
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._clear()
+        self._begin()
 
     def __reduce__(self) -> tuple[type[Prefetcher], tuple[torch.device]]:
         """Copy only the device: the copy makes its own plan."""
         return Prefetcher, (self.device,)
 
-    def _clear(self) -> None:
+    def _begin(self) -> None:
+        self.reads_ahead = self.waits = 0
+        self._process = os.getpid()
+        self._transfer = transfer_to(self.device)
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._order: list[Unit] = []
+        self._last_order: list[Unit] = []
+        self._passes_are_marked = False
+        self._plan: list[Unit] = []
+        self._window = 0
         self._next_use = self._next_read = 0
         self._reading: int | None = None
-        self._seeking = False
-        self._failure: BaseException | None = None
-        self._occupied: set[int] = set()
-        self._ready: set[int] = set()
-        self._in_use: dict[int, list[int]] = {}
+        self._ready: dict[int, _Read] = {}
+        self._in_use: list[Unit] = []
+        self._leaving: deque[tuple[Any, int]] = deque()
+        self._held = 0  # bytes that are being read, ready, or in use
 
     # ---- what hooks call
 
     def begin_pass(self) -> None:
         """Mark the begin of a pass through the model."""
+        self._check_process()
         self._passes_are_marked = True
         with self._changed:
-            if self._in_use:  # after an error in the last forward: its units were never released
-                self._occupied -= self._steps_in_use()
-                self._in_use.clear()
-                self._transfer.reset(())
-        self._end_pass()
-        if self._plan is not None:
-            with self._changed:
-                if late := self._next_use % len(self._plan.order):
-                    self._seek(self._next_use + len(self._plan.order) - late)
+            self._held -= sum(unit.nbytes for unit in self._in_use)  # after an error in the last forward
+            self._in_use.clear()
+            self._end_pass()
+            if self._plan and (late := self._next_use % len(self._plan)):
+                self._seek(self._next_use + len(self._plan) - late)
 
     def fetch(self, unit: Unit) -> list[Any]:
         """Return a unit's tensors on the device, ready to compute with; wait until they are read."""
         if torch.is_grad_enabled():
-            return self._load(unit)  # autograd keeps what it computes with: the arena must not change under it
-        if not self._passes_are_marked and len(self._order) > 1 and unit is self._order[0]:
-            self._end_pass()  # without the model's own hook, a pass ends where its first unit is used again
-        self._order.append(unit)
-        plan = self._plan
-        if plan is None:
-            return self._load(unit)
+            return self._load(unit)  # autograd keeps all weights: a window would limit nothing
+        self._check_process()
         with self._changed:
-            step = self._find(unit)
-            is_read = step is not None and self._wait_for(step)
-        if step is None or not is_read:
+            step = self._record(unit)
+            read = None if step is None else self._take(step)
+            after = self._make_room(unit) if read is None and step is not None else ()
+        if step is None:
             return self._load(unit)
-        self._transfer.before_use(step)
-        return plan.parameters[step % len(plan.order)]
+        try:
+            read = read or self._read(unit, after)
+            self._transfer.before_use(read.tensors, read.done)
+        except BaseException:
+            with self._changed:
+                self._held -= unit.nbytes
+            raise
+        with self._changed:
+            self._in_use.append(unit)
+        return read.tensors
 
-    def clone_weights(self, unit: Unit, output: Any) -> Any:
-        """Return a module's output with copies of its weights, where it contains one or a view of one.
+    def release(self, unit: Unit, tensors: list[Any]) -> None:
+        """Make room for other units.
 
         Args:
-            unit: The module's weights.
-            output: The module's output; tensors in tuples, lists and dictionaries count.
+            unit: The unit, after its forward.
+            tensors: The tensors that the module held; the list is emptied.
         """
-        plan, steps = self._plan, self._in_use.get(id(unit), ())
-        if plan is None:
-            return output
-        weights = [tensor for step in steps for tensor in plan.parameters[step % len(plan.order)]]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in weights}
-
-        def cloned(tensor: torch.Tensor) -> torch.Tensor:
-            shared = tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in addresses
-            return tensor.clone() if shared else tensor
-
-        return cloned(output) if isinstance(output, torch.Tensor) else recursively_apply(cloned, output)
-
-    def release(self, unit: Unit) -> None:
-        """Free the place of a unit for others."""
+        self._check_process()
         with self._changed:
-            steps = self._in_use.get(id(unit))
-            if not steps:
+            if unit not in self._in_use:
                 return
-            step = steps.pop()
-            if not steps:
-                del self._in_use[id(unit)]
-            self._transfer.after_use(step, outer=step + 1 < self._next_use)
-            self._occupied.discard(step)
+            self._in_use.remove(unit)
+            self._held -= unit.nbytes
+            ends = self._transfer.after_use(tensors)
+            if ends is not None:
+                self._leaving.append((ends, unit.nbytes))
             self._changed.notify_all()
         self._start_thread()
 
     def _load(self, unit: Unit) -> list[Any]:
-        """Return a unit's tensors in memory outside the arena."""
-        return _as_parameters(unit, [slot.source.load(self.device) for slot in unit.slots])
+        """Return a unit's tensors, read now; on the CPU their files are read as the computation needs them."""
+        with torch.inference_mode(mode=False):
+            return [slot.as_held(slot.source.load(self.device)) for slot in unit.slots]
+
+    def _check_process(self) -> None:
+        """Begin anew in a fork: the reading thread is not in it, and could have been in the middle of a read."""
+        if self._process != os.getpid():
+            self._begin()
 
     # ---- the order
 
-    def _end_pass(self) -> None:
-        """Plan for the first order that was recorded, and for any other that was recorded twice."""
-        order, self._order = self._order, []
-        if order:
-            if self._plan is None or (order == self._last_order and order != self._plan.order):
-                self._make_plan(order)
-            self._last_order = order
-
-    def _make_plan(self, order: list[Unit]) -> None:
-        self._stop_reading()
-        size = arena_bytes(order, _WINDOW)
-        offsets, conflicts = assign_offsets(order, size)
-        with torch.inference_mode(mode=False):  # these tensors are written again outside of it
-            arena = self._transfer.allocate(size)
-            self._transfer.prepare(order, arena)
-            parameters = [
-                _as_parameters(unit, unit.views(arena, offset)) for unit, offset in zip(order, offsets, strict=True)
-            ]
-        self._plan = _Plan(order, offsets, conflicts, parameters)
-        with self._changed:
-            self._clear()
-        self._start_thread()
-
-    def _find(self, unit: Unit) -> int | None:
-        """Return the next step of a unit; None where it is not in the order."""
-        assert self._plan is not None
-        order, begin = self._plan.order, self._next_use
+    def _record(self, unit: Unit) -> int | None:
+        """Add a unit to the order of this pass, and return its step; None if it is not in the plan."""
+        if not self._passes_are_marked and len(self._order) > 1 and unit is self._order[0]:
+            self._end_pass()  # without the model's own hook, a pass ends where its first unit is used again
+        self._order.append(unit)
+        order, begin = self._plan, self._next_use
         for step in range(begin, begin + len(order)):
             if order[step % len(order)] is unit:
                 if step != begin:
@@ -181,55 +161,50 @@ class Prefetcher:
                 return step
         return None
 
+    def _end_pass(self) -> None:
+        """Plan for the first order that was recorded, and for any other that was recorded twice."""
+        order, self._order = self._order, []
+        if order:
+            if not self._plan or (order == self._last_order and order != self._plan):
+                self._make_plan(order)
+            self._last_order = order
+
+    def _make_plan(self, order: list[Unit]) -> None:
+        self._transfer.prepare(order)
+        step = self._next_use + len(self._plan) + 1  # behind every step of the previous plan
+        self._seek(step + -step % len(order))
+        self._plan, self._window = order, _window_bytes(order)
+        self._start_thread()
+
     def _seek(self, step: int) -> None:
-        """Continue from another step: what was read ahead and is not needed is dropped."""
-        self._seeking = True  # or the thread would begin its next read before this one has woken up
-        try:
-            while self._reading is not None:
-                self._changed.wait()
-        finally:
-            self._seeking = False
-        self._transfer.reset(self._ready)
-        self._occupied, self._ready = self._steps_in_use(), set()
-        self._next_use = self._next_read = step
+        """Continue from a later step: drop what was read ahead and is not needed."""
+        for other in [other for other in self._ready if other < step]:
+            self._held -= self._ready.pop(other).unit.nbytes
+        self._next_use, self._next_read = step, max(step, self._next_read)
         self._changed.notify_all()
 
-    def _steps_in_use(self) -> set[int]:
-        return {step for steps in self._in_use.values() for step in steps}
-
-    def _wait_for(self, step: int) -> bool:
-        """Wait until a step is read; return False where a module around this one uses its place."""
-        assert self._plan is not None
-        unit = self._plan.order[step % len(self._plan.order)]
+    def _take(self, step: int) -> _Read | None:
+        """Return what was read ahead for a step; None if it is to be read now."""
         self._next_use = step + 1
-        if step not in self._ready and step != self._reading:
-            if self._next_read <= step and self._overlaps_use(step):
-                self._next_read = step + 1
-                return False
-            if self._reading is None and self._next_read == step and self._can_read():
-                self._read_here()
-            else:
-                self._changed.notify_all()
-                self._start_thread()
-        if step not in self._ready:
+        self._next_read = max(self._next_read, self._next_use)
+        if step == self._reading:
             self.waits += 1
-        while step not in self._ready:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise failure
-            self._changed.wait(1.0)
-            self._start_thread()
-        self._ready.discard(step)
-        self._in_use.setdefault(id(unit), []).append(step)
-        return True
+            self._changed.wait_for(lambda: step != self._reading)
+        read = self._ready.pop(step, None)
+        if read is not None and not read.is_current():
+            self._held -= read.unit.nbytes
+            return None
+        return read
 
-    def _overlaps_use(self, step: int) -> bool:
-        """Return whether a step's place is in use: by a module that computes around others, until it returns."""
-        plan = self._plan
-        assert plan is not None
-        begin, end = plan.range(step)
-        ranges = (plan.range(other) for other in self._steps_in_use())
-        return any(first < end and begin < last for first, last in ranges)
+    def _make_room(self, unit: Unit) -> list[Any]:
+        """Count a unit as held, and return the events after which the device has room for it."""
+        self._held += unit.nbytes
+        leaving, events = sum(nbytes for _, nbytes in self._leaving), []
+        while self._leaving and self._held + leaving > self._window:
+            event, nbytes = self._leaving.popleft()
+            leaving -= nbytes
+            events.append(event)
+        return events
 
     # ---- the thread
 
@@ -239,79 +214,51 @@ class Prefetcher:
             self._thread = threading.Thread(target=self._read_ahead, name="weights-ahead", daemon=True)
             self._thread.start()
 
-    def _stop_reading(self) -> None:
-        """Wait until the thread does not read any more; it ends by itself."""
-        with self._changed:
-            self._plan = None
-            while self._reading is not None:
-                self._changed.wait()
-
     def _read_ahead(self) -> None:
         while True:
             with self._changed:
                 if not self._changed.wait_for(self._can_read, timeout=_IDLE):
                     self._thread = None
                     return
-                plan, step = self._begin_read()
-            failure = self._read(plan, step)
-            with self._changed:
-                self._finish_read(step, failure)
-
-    def _begin_read(self) -> tuple[_Plan, int]:
-        """Take the next step to be read."""
-        assert self._plan is not None
-        step = self._reading = self._next_read
-        self._next_read += 1
-        self._occupied.add(step)
-        return self._plan, step
-
-    def _finish_read(self, step: int, failure: BaseException | None) -> None:
-        """Record that a step was read, or could not be."""
-        self._reading = None
-        if failure is None:
-            self._ready.add(step)
-            self.reads_ahead += 1
-        else:
-            self._failure = failure
-            self._occupied.discard(step)
-            self._next_read = step
-        self._changed.notify_all()
-
-    def _read_here(self) -> None:
-        """Read the next step in the computing thread, where the reading thread is late: the machine is busy."""
-        plan, step = self._begin_read()
-        self._changed.release()
-        try:
-            failure = self._read(plan, step)
-        finally:
-            self._changed.acquire()
-        self._finish_read(step, failure)
+                step = self._reading = self._next_read
+                self._next_read += 1
+                unit = self._plan[step % len(self._plan)]
+                after = self._make_room(unit)
+            try:
+                read = self._read(unit, after)
+            except BaseException:  # noqa: BLE001 - raised where the computation reads the unit itself
+                read = None
+            self._finish_read(step, unit, read)
 
     def _can_read(self) -> bool:
-        plan = self._plan
-        if self._seeking or self._reading is not None:  # what changes the plan or the step waits for one read only
+        if not self._plan or self._next_read >= self._next_use + len(self._plan):
             return False
-        if plan is None or self._failure is not None or self._next_read >= self._next_use + len(plan.order):
-            return False
-        position = self._next_read % len(plan.order)
-        if any(self._next_read - back in self._occupied for back in plan.conflicts[position]):
-            return False
-        return not self._overlaps_use(self._next_read)
+        return self._held + self._plan[self._next_read % len(self._plan)].nbytes <= self._window
 
-    def _read(self, plan: _Plan, step: int) -> BaseException | None:
-        position = step % len(plan.order)
-        try:
-            conflicts = [step - back for back in plan.conflicts[position]]
-            unit, offset = plan.order[position], plan.offsets[position]
-            self._transfer.read(step, unit, plan.parameters[position], offset, conflicts)
-        except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits for the weights
-            return failure
-        return None
+    def _read(self, unit: Unit, after: Sequence[Any]) -> _Read:
+        versions = _versions(unit)  # before the read: a later change makes it out of date
+        tensors, done = self._transfer.read(unit, after)
+        return _Read(unit, tensors, done, versions)
+
+    def _finish_read(self, step: int, unit: Unit, read: _Read | None) -> None:
+        """Publish what was read, unless it failed or the computation has moved behind it."""
+        with self._changed:
+            self._reading = None
+            if read is None or step < self._next_use - 1:
+                self._held -= unit.nbytes
+            else:
+                self._ready[step] = read
+                self.reads_ahead += 1
+            self._changed.notify_all()
 
 
-def _as_parameters(unit: Unit, tensors: list[torch.Tensor]) -> list[Any]:
-    """Return the tensors as their module holds them: parameters like the placeholders, buffers as they are."""
-    return [
-        like(slot.placeholder, tensor) if isinstance(slot.placeholder, torch.nn.Parameter) else tensor
-        for slot, tensor in zip(unit.slots, tensors, strict=True)
-    ]
+def _versions(unit: Unit) -> list[Any]:
+    return [slot.source.version() for slot in unit.slots]
+
+
+def _window_bytes(order: Sequence[Unit]) -> int:
+    """Return the size of the window: the largest block times `_WINDOW`, and at least the largest unit."""
+    sizes: dict[str, int] = {}
+    for unit in {id(unit): unit for unit in order}.values():
+        sizes[unit.block] = sizes.get(unit.block, 0) + unit.nbytes
+    return max(max(sizes.values()) * _WINDOW, *(unit.nbytes for unit in order))

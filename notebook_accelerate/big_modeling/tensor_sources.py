@@ -35,6 +35,16 @@ class Source:
         """Fill a tensor of the same shape and dtype on the CPU."""
         raise NotImplementedError
 
+    def read(self) -> torch.Tensor:
+        """Return the tensor on the CPU, in new memory."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(tensor)
+        return tensor
+
+    def version(self) -> Any:
+        """Return a value that changes with the tensor, so that what was read before is not used."""
+        return None
+
     def map(self, *, read_ahead: bool = True) -> torch.Tensor:
         """Return the tensor as a mapping of its file.
 
@@ -54,10 +64,8 @@ class Source:
         """
 
     def load(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor on a device, in memory of its own."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        self.read_into(tensor)
-        return tensor.to(device)
+        """Return the tensor on a device, in new memory."""
+        return self.read().to(device)
 
 
 class MemorySource(Source):
@@ -71,27 +79,39 @@ class MemorySource(Source):
 
     def __init__(self, tensor: torch.Tensor, state: Any, name: str) -> None:
         super().__init__(tuple(tensor.shape), tensor.dtype)
-        self._tensor, self._state, self._name = tensor.detach(), state, name
+        self._tensor, self._state, self._name = tensor, state, name
+
+    def version(self) -> Any:
+        """Return the tensor's identity and version, after taking over one that has replaced it in its dictionary."""
+        found = self._state.get(self._name) if isinstance(self._state, dict) else None
+        if found is not None and found is not self._tensor:
+            super().__init__(tuple(found.shape), found.dtype)
+            self._tensor, self.pinned = found, None
+        return id(self._tensor), 0 if self._tensor.is_inference() else self._tensor._version
 
     def read_into(self, tensor: torch.Tensor) -> None:
         """Copy the tensor."""
-        tensor.data.copy_(self._tensor)
+        tensor.data.copy_(self._tensor.detach())
 
     def pin(self, known: dict[int, torch.Tensor]) -> None:
         """Pin the tensor, and replace it in its dictionary, so that memory does not double."""
+        self.version()
         if self.pinned is not None:
             return
-        address = self._tensor.data_ptr()
-        other = known.get(address)
-        if other is None or other.shape != self._tensor.shape or other.dtype != self.dtype:
-            other = known[address] = self._tensor.contiguous().pin_memory()
+        own = self._tensor.detach()
+        other = known.get(own.data_ptr())
+        if other is None or (other.shape, other.stride(), other.dtype) != (own.shape, own.stride(), own.dtype):
+            other = own.contiguous().pin_memory()
+            if own.is_contiguous():
+                known[own.data_ptr()] = other
         self.pinned = self._tensor = other
         if isinstance(self._state, dict) and self._name in self._state:
             self._state[self._name] = other
 
     def load(self, device: torch.device) -> torch.Tensor:
         """Return the tensor on a device."""
-        return self._tensor.to(device)
+        self.version()
+        return self._tensor.detach().to(device)
 
 
 class FileSource(Source):

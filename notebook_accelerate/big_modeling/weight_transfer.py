@@ -3,76 +3,86 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.arena import Unit
+from notebook_accelerate.big_modeling.empty_init import like
+from notebook_accelerate.big_modeling.tensor_sources import Source
 
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class Slot:
+    """One offloaded tensor of a module.
+
+    Attributes:
+        placeholder: The tensor on the meta device that is in the module between forwards.
+        source: Where the weight is read from.
+    """
+
+    placeholder: Any
+    source: Source
+
+    def as_held(self, tensor: torch.Tensor) -> Any:
+        """Return a loaded tensor as its module holds it: a parameter like the placeholder, or a buffer as it is."""
+        return like(self.placeholder, tensor) if isinstance(self.placeholder, torch.nn.Parameter) else tensor
+
+
+@dataclass(eq=False)
+class Unit:
+    """The offloaded tensors of one module, loaded and released together.
+
+    Attributes:
+        slots: The tensors.
+        block: Name of the repeated block that contains the module; the window is counted in blocks.
+        nbytes: Their bytes.
+    """
+
+    slots: list[Slot]
+    block: str
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(slot.source.nbytes for slot in self.slots)
+
+
 class CpuTransfer:
-    """Maps large tensors from their files, and reads the others into the arena."""
+    """Maps large tensors from their files, and reads the others."""
 
     def __init__(self) -> None:
-        self._mapped: dict[int, list[Any]] = {}
-        self._released: deque[Any] = deque()
+        self._leaving: deque[Any] = deque()
 
-    def allocate(self, size: int) -> torch.Tensor:
-        """Return the arena's memory; the system provides none for the parts of mapped tensors, never written.
+    def prepare(self, order: Sequence[Unit]) -> None:
+        """Do nothing: no memory is kept between reads."""
 
-        Args:
-            size: Bytes.
-        """
-        return torch.empty(size, dtype=torch.uint8)
-
-    def prepare(self, order: Sequence[Unit], arena: torch.Tensor) -> None:
-        """Forget the previous plan's mappings."""
-        self._mapped.clear()
-        self._released.clear()
-
-    def read(
-        self, step: int, unit: Unit, tensors: Sequence[torch.Tensor], begin: int, conflicts: Sequence[int]
-    ) -> None:
-        """Fill a unit's tensors."""
-        mapped = self._mapped[step] = []
+    def read(self, unit: Unit, after: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return a unit's tensors, each in new memory, and None: they are complete."""
+        # Dropped in the reading thread: if no one else has these mappings, ending them takes about 20 ms per GB.
+        self._leaving.clear()
         with torch.inference_mode(mode=False):  # tensors made under inference mode cannot be assigned outside of it
-            self._unmap()
-            for slot, tensor in zip(unit.slots, tensors, strict=True):
-                if slot.source.mappable:
-                    tensor.data = slot.source.map()
-                    mapped.append(tensor)
-                else:
-                    slot.source.read_into(tensor)
+            tensors = [slot.source.map() if slot.source.mappable else slot.source.read() for slot in unit.slots]
+            return [slot.as_held(tensor) for slot, tensor in zip(unit.slots, tensors, strict=True)], None
 
-    def _unmap(self) -> None:
-        # Here, in the reading thread, and not in `after_use`: it takes about 20 ms per GB.
-        while self._released:
-            tensor = self._released.popleft()
-            tensor.data = torch.empty(0, dtype=tensor.dtype)
+    def before_use(self, tensors: Sequence[torch.Tensor], done: Any) -> None:
+        """Do nothing: `read` returns complete tensors."""
 
-    def before_use(self, step: int) -> None:
-        """Do nothing: what `read` returned from is in memory."""
-
-    def after_use(self, step: int, outer: bool) -> None:
-        """Release the mappings of a step; the next `read` ends them."""
-        self._released.extend(self._mapped.pop(step, ()))
-
-    def reset(self, dropped: Collection[int]) -> None:
-        """Release the mappings of steps that were read and are not used."""
-        for step in dropped:
-            self.after_use(step, outer=False)
+    def after_use(self, tensors: list[torch.Tensor]) -> None:
+        """Drop a unit's tensors: mapped ones at the next `read`."""
+        self._leaving.extend(tensors)
 
 
 class StreamTransfer:
     """Copies from pinned memory on a stream of its own; weights on disk are read into pinned memory first.
 
-    Events order two hazards. A part of the arena is written again only after the computation with its old contents:
-    the copy's stream waits for an event that the computation's stream records when a unit is released. The same part
-    of the pinned memory is written again only after the copy from it: the reading thread itself waits.
+    The tensors come from the allocator's memory of that stream, and are recorded on the stream that computes with them:
+    the allocator reuses their memory after the last reference is gone, and after the computations queued until then.
+    Only the staging memory is written again by this class, which never gives it to others.
 
     Args:
         device: The accelerator.
@@ -82,104 +92,66 @@ class StreamTransfer:
         self._backend: Any = getattr(torch, device.type)
         self._device = device
         self._stream: Any = None
-        self._staging: torch.Tensor | None = None
-        self._copied: dict[int, Any] = {}
-        self._used: dict[int, Any] = {}
-        self._barriers: deque[Any] = deque()
-        self._last: Any = None
-        self._was_reset = False
+        self._reading = threading.Lock()
+        self._staging: deque[tuple[torch.Tensor, Any]] = deque()
 
-    def allocate(self, size: int) -> torch.Tensor:
-        """Return the arena's memory.
+    def prepare(self, order: Sequence[Unit]) -> None:
+        """Pin the weights that are in memory, and staging memory for two of the others."""
+        with self._reading:
+            self._stream = self._stream or self._backend.Stream(self._device)
+            sources = [slot.source for unit in order for slot in unit.slots]
+            known: dict[int, torch.Tensor] = {}
+            try:
+                for source in sources:
+                    source.pin(known)
+            except RuntimeError as error:
+                _LOG.warning("Not all offloaded weights could be pinned (%s): the others take one copy more.", error)
+            self._stream.synchronize()  # copies from the staging memory that is replaced here
+            self._staging.clear()
 
-        Args:
-            size: Bytes.
-        """
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def prepare(self, order: Sequence[Unit], arena: torch.Tensor) -> None:
-        """Pin the weights that are in memory, and staging memory of the arena's size for those on disk."""
-        self._stream = self._stream or self._backend.Stream(self._device)
-        # Whatever had the arena's memory before, and copies into the previous arena.
-        self._backend.synchronize(self._device)
-        # The allocator reuses the arena's memory only after the copies on this stream.
-        arena.record_stream(self._stream)
-        self._copied, self._used, self._last, self._was_reset = {}, {}, None, False
-        self._barriers.clear()
-        sources = [slot.source for unit in order for slot in unit.slots]
-        known: dict[int, torch.Tensor] = {}
-        try:
-            for source in sources:
-                source.pin(known)
-        except RuntimeError as error:
-            _LOG.warning("Not all offloaded weights could be pinned (%s): the others take one copy more.", error)
-        self._staging = None
-        if any(source.pinned is None for source in sources):
-            self._staging = torch.empty(arena.numel(), dtype=torch.uint8, pin_memory=True)
-
-    def read(
-        self, step: int, unit: Unit, tensors: Sequence[torch.Tensor], begin: int, conflicts: Sequence[int]
-    ) -> None:
-        """Fill a unit's tensors, after the steps that it overwrites are done."""
-        self._wait_for_staging(conflicts)
-        staged = unit.views(self._staging, begin) if self._staging is not None else [None] * len(tensors)
-        try:
-            with self._backend.stream(self._stream):
-                self._wait_for_computation(conflicts)
-                for slot, tensor, stage in zip(unit.slots, tensors, staged, strict=True):
-                    source = slot.source.pinned
-                    if source is None:
-                        assert stage is not None
-                        slot.source.read_into(stage)
-                        source = stage
-                    tensor.data.copy_(source, non_blocking=True)
-                done = self._backend.Event()
-                done.record(self._stream)
-        except BaseException:
-            self._stream.synchronize()  # no event marks the end of the copies that were started
-            raise
-        self._copied[step] = self._last = done
-
-    def _wait_for_staging(self, conflicts: Sequence[int]) -> None:
-        events = [self._copied.pop(conflict, None) for conflict in conflicts]
-        if self._was_reset:
-            self._was_reset = False
-            events.append(self._last)  # the copies of one stream end in their order
-        for event in events:
-            if event is not None and self._staging is not None:
-                event.synchronize()
-
-    def _wait_for_computation(self, conflicts: Sequence[int]) -> None:
-        while self._barriers:
-            self._stream.wait_event(self._barriers.popleft())
-        for conflict in conflicts:
-            if (event := self._used.pop(conflict, None)) is not None:
-                self._stream.wait_event(event)
-
-    def before_use(self, step: int) -> None:
-        """Let the computation wait for the copy."""
-        self._backend.current_stream(self._device).wait_event(self._copied[step])
-
-    def after_use(self, step: int, outer: bool) -> None:
-        """Record how far the computation must be before this part of the arena is written again.
+    def read(self, unit: Unit, after: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return a unit's tensors, each in new memory, and the event that ends their copies.
 
         Args:
-            step: The step that was used.
-            outer: Later steps were used meanwhile (a module around others): the next step may overwrite this one.
+            unit: The unit.
+            after: Events of computations to wait for: their weights leave room for these.
         """
-        event = self._record_event()
-        self._used[step] = event
-        if outer:
-            self._barriers.append(event)
+        for event in after:
+            event.synchronize()
+        with self._reading, torch.inference_mode(mode=False), self._backend.stream(self._stream):
+            tensors = [slot.as_held(self._copied(slot.source)) for slot in unit.slots]
+            done = self._backend.Event()
+            done.record(self._stream)
+        return tensors, done
 
-    def reset(self, dropped: Collection[int]) -> None:
-        """Let the next copies wait for all computation and copies so far: they overwrite other steps than planned."""
-        self._barriers.append(self._record_event())
-        self._was_reset = True
-        self._copied.clear()
-        self._used.clear()
+    def _copied(self, source: Source) -> torch.Tensor:
+        tensor = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        if source.pinned is not None:
+            tensor.copy_(source.pinned, non_blocking=True)
+            return tensor
+        memory, copied = self._staging.popleft() if len(self._staging) == 2 else (None, None)
+        if copied is not None:
+            copied.synchronize()  # the last copy from this memory, which is written again now
+        if memory is None or memory.numel() < source.nbytes:
+            memory = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
+        stage = memory[: source.nbytes].view(source.dtype).view(source.shape)
+        source.read_into(stage)
+        tensor.copy_(stage, non_blocking=True)
+        copied = self._backend.Event()
+        copied.record(self._stream)
+        self._staging.append((memory, copied))
+        return tensor
 
-    def _record_event(self) -> Any:
+    def before_use(self, tensors: Sequence[torch.Tensor], done: Any) -> None:
+        """Let the computation wait for the copies."""
+        stream = self._backend.current_stream(self._device)
+        stream.wait_event(done)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def after_use(self, tensors: list[torch.Tensor]) -> Any:
+        """Drop a unit's tensors, and return the event that ends the computation with them."""
+        tensors.clear()  # before the event: after it, the allocator can reuse what no one else has
         event = self._backend.Event()
         event.record(self._backend.current_stream(self._device))
         return event
