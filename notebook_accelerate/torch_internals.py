@@ -308,6 +308,15 @@ def storage_key(storage: UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def tensor_version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for tensors made in inference mode, which do not count.
+
+    Args:
+        tensor: The tensor.
+    """
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
 # -- Modules -----------------------------------------------------------------------------------------------------------
 
 
@@ -536,6 +545,7 @@ __all__ = [
     "sharded_tensor",
     "start_all_gather",
     "storage_key",
+    "tensor_version",
     "trace_only",
     "viewed_tensor",
 ]  # fmt: skip

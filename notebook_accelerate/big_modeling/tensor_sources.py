@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling import file_mapping
+from notebook_accelerate.torch_internals import tensor_version
 
 _ALIGNMENT = 64
 """Bytes, as torch's CPU allocator aligns. With 8, as safetensors has, MKL's products of vectors round differently."""
@@ -87,7 +88,7 @@ class MemorySource(Source):
         if found is not None and found is not self._tensor:
             super().__init__(tuple(found.shape), found.dtype)
             self._tensor, self.pinned = found, None
-        return id(self._tensor), 0 if self._tensor.is_inference() else self._tensor._version
+        return id(self._tensor), tensor_version(self._tensor)
 
     def read_into(self, tensor: torch.Tensor) -> None:
         """Copy the tensor."""

@@ -131,6 +131,11 @@ def test_views_and_storages_are_known() -> None:
     assert torch_internals.viewed_tensor(whole) is whole
     keys = [torch_internals.storage_key(each.untyped_storage()) for each in (whole, whole[1:], torch.zeros(4))]
     assert keys[0] == keys[1] != keys[2]
+    before = torch_internals.tensor_version(whole)
+    whole[1:].add_(1)
+    assert torch_internals.tensor_version(whole) > before
+    with torch.inference_mode():
+        assert torch_internals.tensor_version(torch.zeros(4)) == 0
 
 
 def test_lists_of_tensors_are_copied_and_packed() -> None:
