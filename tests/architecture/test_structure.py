@@ -20,8 +20,8 @@ PRIVATE_OF_OTHERS = frozenset(
         "_models", "_optimizers", "_schedulers", "_dataloaders", "_shared_state", "_reset_state", "_custom_objects",
         "_is_accelerate_prepared", "_add_dataloader", "_remove_dataloader",
         "_load_model_state_pre_hook", "_save_model_state_pre_hook",
-        # torch's modules and process groups.
-        "_parameters", "_buffers", "_modules", "_world", "_mesh",
+        # torch's tensors, modules and process groups.
+        "_version", "_parameters", "_buffers", "_modules", "_world", "_mesh",
         # Named tuples' own methods.
         "_replace", "_asdict", "_fields", "_make",
     }
