@@ -60,6 +60,27 @@ def _check(buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set
             )
 
 
+_KINDS_BY_SETTING = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
+
+
+def layer_kinds(model: nn.Module) -> list[str]:
+    """Return the kinds of layers that the configuration of a transformers model lists.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        The kinds, in alphabetical order: full_attention, sliding_attention, linear_attention, ...; empty if the model
+        has no such configuration.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral's configuration has one setting for all layers
+        kinds = [kind for name, kind in _KINDS_BY_SETTING.items() if getattr(config, name, None)]
+    return sorted(set(kinds))
+
+
 def make_attention_causal(model: nn.Module) -> None:
     """Make the attention of a transformers model causal instead of masked, in place.
 
@@ -67,7 +88,16 @@ def make_attention_causal(model: nn.Module) -> None:
 
     Args:
         model: A model whose attention modules are named self_attn.
+
+    Raises:
+        ValueError: Layers need another mask than the causal one (sliding windows, chunks), or have no attention.
     """
+    if others := [kind for kind in layer_kinds(model) if kind != "full_attention"]:
+        raise ValueError(
+            f"context parallelism computes causal attention over the whole sequence, and {type(model).__name__} has "
+            f"layers of the kind {', '.join(others)}, whose mask would be lost; train a model with full attention, or "
+            "write ParallelismConfig(...) without cp_size"
+        )
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
             module.register_forward_pre_hook(_causal, with_kwargs=True)

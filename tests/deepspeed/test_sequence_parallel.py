@@ -311,6 +311,8 @@ def refused(reason: str) -> None:
     model: Any = llama(attention="eager" if reason == "attention" else "sdpa")
     if reason == "model":
         model = torch.nn.Linear(2, 2)
+    if reason == "state":
+        model.config.layer_types = ["full_attention", "linear_attention"]
     if reason == "uneven":
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     count = 7 if reason == "rows" else 8
@@ -331,6 +333,7 @@ def bare(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     [
         ("model", r"Linear has no config with hidden_size, .* such as LlamaForCausalLM"),
         ("attention", r"uses the attention 'eager'; load it with attn_implementation='sdpa'"),
+        ("state", r"has layers of the kind linear_attention, whose state would start anew in each piece"),
         ("uneven", r"even_batches=True"),
         ("rows", r"a batch has 3 sequences, and DeepSpeed's attention was created for 2"),
         ("places", r"a batch has input_ids, and no position_ids, labels"),

@@ -213,6 +213,45 @@ def test_masks_are_left_out() -> None:
     assert run_ranks(masked) == [(3, 2), (3, 2)]
 
 
+class Config:
+    """A configuration as transformers' models have it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+    def get_text_config(self) -> Any:
+        return self.__dict__.get("text_config", self)
+
+
+def configured(config: Any) -> str | None:
+    model: Any = Layer()
+    model.config = config
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
+    try:
+        accelerator.prepare(model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (Config(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+        (Config(layer_types=["chunked_attention", "linear_attention"]), "chunked_attention, linear_attention"),
+        (Config(sliding_window=4), "sliding_attention"),
+        (Config(attention_chunk_size=4), "chunked_attention"),
+        (Config(text_config=Config(layer_types=["linear_attention"])), "linear_attention"),
+        (Config(layer_types=["full_attention"], sliding_window=4), None),
+        (Config(sliding_window=None), None),
+    ],
+    ids=lambda value: str(getattr(value, "__dict__", value)),
+)
+def test_layers_with_another_mask_are_refused(config: Config, kinds: str | None) -> None:
+    for message in run_ranks(configured, config):
+        assert message is None if kinds is None else f"Layer has layers of the kind {kinds}, whose mask" in message
+
+
 def refused(reason: str) -> None:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
     buffers, dims, kept = [torch.ones(2, 6)], [1], set()

@@ -19,6 +19,7 @@ from notebook_accelerate.config.deepspeed_config import AUTO
 from notebook_accelerate.config.parallelism_plugins import DeepSpeedSequenceParallelConfig
 from notebook_accelerate.data_loader import SequenceLoader
 from notebook_accelerate.state import GradientState, process_group
+from notebook_accelerate.strategies.context_parallel import layer_kinds
 from notebook_accelerate.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 from notebook_accelerate.strategies.deepspeed.initialize_arguments import EngineParts, object_kind
 from notebook_accelerate.strategies.strategy_setup import Setup
@@ -227,6 +228,12 @@ def _attention_name(model: nn.Module, wanted: str | None, ranks: int) -> str:
         raise ValueError(
             f"sp_size={ranks} splits the attention of transformers' models, and {type(model).__name__} has no config "
             f"with {', '.join(missing)}; use a model such as LlamaForCausalLM, or leave sp_size out"
+        )
+    if recurrent := [kind for kind in layer_kinds(model) if "linear_attention" in kind]:
+        raise ValueError(
+            f"sp_size={ranks} splits sequences, and {type(model).__name__} has layers of the kind "
+            f"{', '.join(recurrent)}, whose state would start anew in each piece; use a model without them, or leave "
+            "sp_size out"
         )
     current = getattr(config, "_attn_implementation", None)
     if wanted is not None and current not in {None, wanted}:
