@@ -157,7 +157,7 @@ def sampler_state(loader: Any) -> dict[str, Any]:
         state["state_dict"] = sampler.state_dict()
     if (order := getattr(loader, "order_state", lambda: None)()) is not None:
         state["order"] = order
-    if getattr(loader, "exhausted", False) and not getattr(loader, "use_stateful_dataloader", False):
+    if getattr(loader, "exhausted", False):
         state["exhausted"] = True
     if getattr(loader, "workers_seeded", False):
         state["workers_seeded"] = True

@@ -10,11 +10,13 @@ from notebook_accelerate.collectives.containers import (
     find_device as find_device,
     honor_type as honor_type,
     ignorant_find_batch_size as ignorant_find_batch_size,
+    is_container as is_container,
     is_namedtuple as is_namedtuple,
     is_tensor_information as is_tensor_information,
     is_torch_tensor as is_torch_tensor,
     leaves_of as leaves_of,
     listify as listify,
+    map_children as map_children,
     recursively_apply as recursively_apply,
     with_tensors as with_tensors,
 )
@@ -35,6 +37,7 @@ from notebook_accelerate.collectives.legacy_operations import (
 )
 from notebook_accelerate.collectives.local_operations import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+    child_of as child_of,
     concatenate as concatenate,
     convert_to_fp32 as convert_to_fp32,
     get_data_structure as get_data_structure,

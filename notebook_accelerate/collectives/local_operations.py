@@ -98,10 +98,16 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
         return first
     if not is_container(first):
         raise TypeError(f"only tensors can be concatenated; got {type(first).__name__}")
-    return map_children(first, lambda key, _: concatenate([_child(part, key) for part in data], dim=dim))
+    return map_children(first, lambda key, _: concatenate([child_of(part, key) for part in data], dim=dim))
 
 
-def _child(node: Any, key: Any) -> Any:
+def child_of(node: Any, key: Any) -> Any:
+    """Return a child of a container.
+
+    Args:
+        node: A list, tuple, mapping or dataclass instance.
+        key: Its index, key or field name, as `map_children` passes it.
+    """
     return node[key] if isinstance(node, (list, tuple, Mapping)) else getattr(node, key)
 
 

@@ -6,27 +6,36 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from notebook_accelerate.collectives import (
     broadcast,
     broadcast_object_list,
+    child_of,
     concatenate,
     get_data_structure,
     ignorant_find_batch_size,
     initialize_tensors,
+    is_container,
     leaves_of,
+    map_children,
+    recursively_apply,
     send_to_device,
     slice_tensors,
     with_tensors,
 )
 from notebook_accelerate.data_loader.mesh_ranks import data_parallel_rank
+from notebook_accelerate.data_loader.pass_order import draw_order
 from notebook_accelerate.data_loader.prepared_loader import NOTHING, PreparedDataLoader
+from notebook_accelerate.data_loader.samplers import index_source
 from notebook_accelerate.data_loader.stream_skipping import advance
 from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.telemetry import step_time
+
+Column: TypeAlias = "torch.Tensor | list[Any] | tuple[Any, ...]"
+"""A part of a batch with one entry for each sample."""
 
 # Kinds of announcement that rank 0 broadcasts before a round.
 _END, _SAME_FORM, _NEW_FORM, _FAILED = range(4)
@@ -79,7 +88,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         self.device = self.state.device
         self._reads_dataset = self.state.process_index == 0
         self._reads_one_ahead = self.state.num_processes == 1
-        self._opening: list[torch.Tensor] | None = None  # the first samples of this epoch, to pad its last round
+        self._opening: list[Column] | None = None  # the first samples of this epoch, to pad its last round
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._local_batches() if self.state.num_processes == 1 else self._dispatched_batches()
@@ -93,7 +102,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
             for batch, size, last in self._send_rounds() if self._reads_dataset else self._receive_rounds():
                 if last:
                     self.remainder = -1 if self._drop_last else size
-                    self._mark_last_batch()
+                    self._mark_last_batch(batch)
                 else:
                     self.gradient_state._add_dataloader(self)
                 yield self._rank_part(batch)
@@ -105,9 +114,19 @@ class DataLoaderDispatcher(PreparedDataLoader):
         """Return this rank's part of a round."""
         if self.dp_size == 1:
             return batch
-        part = math.ceil(_size(batch) / self.dp_size)
+        size = _size(batch)
+        part = math.ceil(size / self.dp_size)
         own = slice(part * self.dp_rank, part * (self.dp_rank + 1))
+        if self.slice_fn is slice_tensors:
+            return _map_columns(lambda column: column[own], batch, size)
         return self.slice_fn(batch, own, process_index=self.dp_rank, num_processes=self.dp_size)
+
+    def _mark_last_batch(self, batch: Any) -> None:
+        """Record that the next batch is the last one; one rank alone counts its samples, as rounds are counted."""
+        super()._mark_last_batch(batch)
+        size = ignorant_find_batch_size(batch)
+        if self.is_only_rank and not self._drop_last and size is not None:
+            self.remainder = size
 
     # ---- sending and receiving
 
@@ -140,6 +159,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         Yields:
             As `_send_rounds` on rank 0.
         """
+        self._draw_as_reader()
         form: Any = None
         last = False
         while not last:
@@ -151,6 +171,23 @@ class DataLoaderDispatcher(PreparedDataLoader):
             if kind == _FAILED:
                 raise RuntimeError(f"Rank 0 could not read the next batch, so this rank gets none: {form}")
             yield _broadcast_tensors(initialize_tensors(pickle.loads(form))), size, bool(last)
+
+    def _draw_as_reader(self) -> None:
+        """Draw the random numbers that rank 0 draws to start a pass.
+
+        Ranks that were seeded alike stay alike: in dropout, and in decisions that all of them have to take.
+        """
+        resumed, self._order.resumed = self._order.resumed, None
+        if self._is_over or self._loaded_position():
+            return
+        is_drawn = self._has_drawn_seed() or self._resumes
+        if not is_drawn and not self.workers_seeded:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self.workers_seeded = True
+        # With workers, or without a wrapper of the sampler, an order is drawn when the iterator is created.
+        is_late = not self.num_workers and self._index_sampler is not index_source(self)
+        if resumed is None and (is_late or not is_drawn):
+            draw_order(self)
 
     def _announce(self, kind: int, size: int = 0, last: bool = False) -> None:
         broadcast(torch.tensor([kind, size, int(last)], device=self.state.device))
@@ -184,6 +221,8 @@ class DataLoaderDispatcher(PreparedDataLoader):
     def _pad_rounds(self, rounds: Iterator[Any]) -> Iterator[tuple[Any, int]]:
         """Pad rounds that cannot be divided evenly with the first samples of the epoch.
 
+        If those have another form, such as longer sequences, a round is padded with its own first samples.
+
         Yields:
             A round and its number of samples without padding.
         """
@@ -191,13 +230,11 @@ class DataLoaderDispatcher(PreparedDataLoader):
             if self.dp_size == 1:
                 yield batch, -1 if (found := ignorant_find_batch_size(batch)) is None else found
                 continue
-            if self._opening is None:
-                self._opening = [tensor[: self.dp_size - 1].clone() for tensor in leaves_of(batch)]
             size = _size(batch)
-            opening = with_tensors(batch, self._opening)
-            missing, kept = -size % self.dp_size, _size(opening)
-            parts = [slice_tensors(opening, slice(0, min(kept, missing - i))) for i in range(0, missing, kept)]
-            yield (concatenate([batch, *parts]) if missing else batch), size
+            if self._opening is None:
+                self._opening = [_first(column, self.dp_size - 1) for column in _columns(batch, size)]
+            missing = -size % self.dp_size
+            yield (_padded(batch, size, missing, self._opening) if missing else batch), size
         self._opening = None
 
     def _extra_state(self) -> dict[str, Any]:
@@ -241,16 +278,82 @@ def _size(batch: Any) -> int:
     return size
 
 
+def _is_column(node: Any, size: int) -> bool:
+    """Return whether a part of a batch has one entry for each sample: a tensor, or a list of texts or other objects.
+
+    torch's collate function leaves texts in lists. A list of such lists is a container of columns if it has tuples,
+    one for each field, and a column otherwise.
+    """
+    if isinstance(node, torch.Tensor):
+        return True
+    if type(node) not in (list, tuple) or len(node) != size or leaves_of(node):
+        return False
+    return not all(type(item) is tuple and len(item) == size for item in node)
+
+
+def _map_columns(function: Callable[[Any], Any], batch: Any, size: int) -> Any:
+    """Replace each column of a batch by a function's result."""
+    return recursively_apply(function, batch, test_type=lambda node: _is_column(node, size))
+
+
+def _columns(batch: Any, size: int) -> list[Column]:
+    """List the columns of a batch in order."""
+    columns: list[Column] = []
+    _map_columns(columns.append, batch, size)
+    return columns
+
+
+def _first(column: Any, count: int) -> Any:
+    """Copy the first entries of a column."""
+    return column[:count].clone() if isinstance(column, torch.Tensor) else column[:count]
+
+
+def _padded(batch: Any, size: int, missing: int, opening: list[Column]) -> Any:
+    """Append samples to a batch, from the first ones of an epoch if they have the same form."""
+    own = _columns(batch, size)
+    sources = opening if len(opening) == len(own) and all(map(_can_be_joined, own, opening)) else own
+    padding = iter(sources)
+
+    def padded(column: Any) -> Any:
+        source = next(padding)
+        pieces = [source[: min(len(source), missing - i)] for i in range(0, missing, len(source))]
+        return _joined_column([column, *pieces])
+
+    return _map_columns(padded, batch, size)
+
+
+def _can_be_joined(column: Any, other: Any) -> bool:
+    if isinstance(column, torch.Tensor) and isinstance(other, torch.Tensor):
+        return column.shape[1:] == other.shape[1:] and column.dtype == other.dtype and len(other) > 0
+    return type(column) is type(other) and len(other) > 0
+
+
+def _joined_column(pieces: list[Any]) -> Any:
+    """Concatenate columns; tuples become one tuple, lists one list."""
+    if isinstance(pieces[0], torch.Tensor):
+        return torch.cat(pieces)
+    return type(pieces[0])(itertools.chain.from_iterable(pieces))
+
+
 def _concatenated(batches: list[Any]) -> Any:
     """Concatenate batches along their first dimension."""
     if len(batches) == 1:
         return batches[0]
     try:
-        return concatenate(batches)
+        return _joined(batches, [_size(batch) for batch in batches])
     except (RuntimeError, TypeError, KeyError, IndexError) as error:
         raise ValueError(
             "dispatch_batches=True concatenates one batch per rank, and these cannot be concatenated: "
             f"{error}. Return batches of the same form from collate_fn (tensors that differ only in their first "
-            "dimension), or pass DataLoaderConfiguration(dispatch_batches=True, split_batches=True) or "
-            "DataLoaderConfiguration(dispatch_batches=False)."
+            "dimension, lists with one entry per sample), or pass DataLoaderConfiguration(dispatch_batches=True, "
+            "split_batches=True) or DataLoaderConfiguration(dispatch_batches=False)."
         ) from error
+
+
+def _joined(nodes: list[Any], sizes: list[int]) -> Any:
+    """Concatenate parts of batches that have the same place in each."""
+    if all(map(_is_column, nodes, sizes)):
+        return _joined_column(nodes)
+    if not is_container(nodes[0]):
+        return concatenate(nodes)
+    return map_children(nodes[0], lambda key, _: _joined([child_of(node, key) for node in nodes], sizes))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, innermost
+from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, innermost
 
 
 class PassOrder:
@@ -43,6 +43,22 @@ def draws_order(dataloader: DataLoader[Any]) -> bool:
         return False
     sampler = get_sampler(dataloader)
     return not isinstance(sampler, SequentialSampler | SeedableRandomSampler) and hasattr(sampler, "generator")
+
+
+def draw_order(dataloader: DataLoader[Any]) -> None:
+    """Draw from torch's generator what the order of a pass draws from it, without reading the pass.
+
+    Args:
+        dataloader: A loader.
+    """
+    sampler = get_sampler(dataloader)
+    fixed = isinstance(sampler, SequentialSampler | SeedableRandomSampler)
+    if fixed or isinstance(dataloader.dataset, IterableDataset) or getattr(sampler, "generator", None) is not None:
+        return
+    if isinstance(sampler, RandomSampler):  # it draws a seed, and the order from that
+        torch.empty((), dtype=torch.int64).random_()
+    else:
+        next(iter(index_source(dataloader)), None)
 
 
 class RecordedSource:

@@ -92,7 +92,7 @@ def send_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
 
 
 @contextmanager
-def separate_worker_seed(dataloader: DataLoader[Any]) -> Iterator[None]:
+def separate_worker_seed(dataloader: DataLoader[Any], numbers: torch.Tensor | None = None) -> Iterator[None]:
     """Draw the seed of the workers from a separate generator.
 
     torch draws it from the loader's generator, or from the global one, which would change the random numbers of
@@ -100,10 +100,13 @@ def separate_worker_seed(dataloader: DataLoader[Any]) -> Iterator[None]:
 
     Args:
         dataloader: The loader that starts its workers inside the context.
+        numbers: State of the separate generator; None: the generator that torch would use has it.
     """
     own = dataloader.generator
     separate = torch.Generator()
-    separate.set_state(torch.get_rng_state() if own is None else own.get_state())
+    if numbers is None:
+        numbers = torch.get_rng_state() if own is None else own.get_state()
+    separate.set_state(numbers)
     vars(dataloader)["generator"] = separate
     try:
         yield

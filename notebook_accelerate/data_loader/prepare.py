@@ -14,7 +14,7 @@ from notebook_accelerate.config.enums import RNGType
 from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher
 from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard, check_divisible
 from notebook_accelerate.data_loader.mesh_ranks import data_parallel_rank
-from notebook_accelerate.data_loader.prepared_loader import NOTHING
+from notebook_accelerate.data_loader.prepared_loader import NOTHING, PreparedDataLoader
 from notebook_accelerate.data_loader.samplers import (
     BatchSamplerShard,
     SeedableRandomSampler,
@@ -120,26 +120,30 @@ def prepare_data_loader(
     }
     if not iterable:
         dataloader = _shuffled(dataloader, use_seedable_sampler, data_seed, synchronized=dp_size > 1 and not dispatch)
+    prepared: PreparedDataLoader
     if dispatch:
-        return DataLoaderDispatcher(
+        prepared = DataLoaderDispatcher(
             dataloader.dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
             **_batching(dataloader, index_source(dataloader)),
             **common,
         )
-    generator = _generator_of(dataloader) if dp_size > 1 else None
-    if iterable:
-        share = _iterable_share(dataloader, dp_size, dp_rank, split_batches)
     else:
-        share = _indexed_share(dataloader, dp_size, dp_rank, split_batches, even_batches)
-    return DataLoaderShard(
-        device=device if put_on_device else None,
-        rng_types=_without_generator(rng_types) if generator is None else rng_types,
-        synchronized_generator=generator,
-        **share,
-        **common,
-    )
+        generator = _generator_of(dataloader) if dp_size > 1 else None
+        if iterable:
+            share = _iterable_share(dataloader, dp_size, dp_rank, split_batches)
+        else:
+            share = _indexed_share(dataloader, dp_size, dp_rank, split_batches, even_batches)
+        prepared = DataLoaderShard(
+            device=device if put_on_device else None,
+            rng_types=_without_generator(rng_types) if generator is None else rng_types,
+            synchronized_generator=generator,
+            **share,
+            **common,
+        )
+    prepared.is_only_rank = world_size == 1
+    return prepared
 
 
 def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, split_batches: bool) -> dict[str, Any]:

@@ -93,6 +93,10 @@ class DataLoaderAdapter(DataLoader[Any]):
             if use_stateful_dataloader:  # torchdata 0.11 calls what torch 2.13 deprecates
                 warnings.filterwarnings("ignore", ".*set_vital.*")
             super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
+        self._loader_created()
+
+    def _loader_created(self) -> None:
+        """Called when torch's part has been created; stateful loaders draw random numbers here."""
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
@@ -145,16 +149,19 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         between_batches: Called after each batch on the device was used, if not None.
         skip_batches: Number of batches to read and drop at the start of every pass. `skip_first_batches` uses it only
             if the sampler cannot skip.
+        is_only_rank: Whether no other rank reads a share of the data.
     """
 
     iteration: int
     skip_batches: int
     device: torch.device | None = None
     between_batches: Callable[[], Any] | None = None
+    is_only_rank = False
     _non_blocking = False
     _order: PassOrder
     _original: PreparedDataLoader | None = None
     _resumes = False  # whether this copy of `_original` reads the rest of a pass, rather than a pass of its own
+    _is_over = False  # whether `_original` had yielded the last batch of that pass, so that nothing is left
     _workers_seeded = False
     _reads_dataset = True  # whether this rank reads the dataset itself
     _reads_one_ahead = True  # whether exactly one batch is read ahead
@@ -209,7 +216,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """See `DataLoaderStateMixin.begin`; a pass that is not a rest of the resumed one draws a new order."""
         super().begin()
         self.exhausted = False
-        if self._order.completed_epoch is not None and not self._resumes:
+        if self._order.completed_epoch is not None:
             self._order.resumed = None
         self._order.completed_epoch = None
         if telemetry.current_sink() is not None and len(self.gradient_state.dataloader_references) == 2:
@@ -232,7 +239,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if completed is None:
             self._resumes = skipped > 0 or self._order.resumed is not None
         else:  # that pass is complete: a copy that skips all of it reads nothing
-            self._resumes = skipped >= max(_length(original), 1)
+            self._resumes = self._is_over = skipped >= max(_length(original), 1)
             self.iteration = completed if self._resumes else original.iteration
 
     @property
@@ -313,7 +320,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 yield current
                 current = upcoming
             if current is not NOTHING:
-                self._mark_last_batch()
+                self._mark_last_batch(current)
                 yield current
             self._finish_pass()
         finally:
@@ -330,7 +337,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 current = send_to_device(upcoming, self.device, non_blocking=self._non_blocking)
                 upcoming = next(batches, NOTHING)
                 if upcoming is NOTHING:
-                    self._mark_last_batch()
+                    self._mark_last_batch(current)
                 elif len(reading) != depth:
                     self.gradient_state._add_dataloader(self)
                     depth = len(reading)
@@ -348,8 +355,8 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         batches = self._track_position(self._read_batches())
         return advance(batches, self.skip_batches) if self.skip_batches else batches
 
-    def _mark_last_batch(self) -> None:
-        """Record that the next batch is the last one."""
+    def _mark_last_batch(self, batch: Any) -> None:
+        """Record that the next batch, or this rank's round of batches, is the last one."""
         self.gradient_state._add_dataloader(self)
         self.end_of_dataloader = self.exhausted = True
 
@@ -360,6 +367,8 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         them, and training continues with the numbers of an uninterrupted run. The same holds for the start of workers
         whose seed was drawn before the run was interrupted.
         """
+        if self._is_over:
+            return iter(())
         if self._resumes:
             with torch.random.fork_rng(devices=[]):
                 return self.batches()
@@ -369,6 +378,14 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _track_position(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Return the rounds; stateful loaders track their position here."""
         return rounds
+
+    def _loaded_position(self) -> bool:
+        """Return whether the pass that begins is the rest of one, because a state was loaded."""
+        return False
+
+    def _has_drawn_seed(self) -> bool:
+        """Return whether the numbers of the pass that begins were drawn when the loader was created."""
+        return False
 
     def _extra_state(self) -> dict[str, Any]:
         """Return the state that resuming needs in addition to the position."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from notebook_accelerate.collectives import broadcast_object_list
 from notebook_accelerate.data_loader.iterable_shard import check_divisible
 from notebook_accelerate.data_loader.stream_skipping import iterate_from, open_from
 
@@ -23,12 +24,18 @@ class SeedableRandomSampler(RandomSampler):
         *args: Arguments of torch's RandomSampler.
         **kwargs: Arguments of torch's RandomSampler, and `data_seed` (int or None): the seed of epoch 0; torch's
             initial seed by default.
+
+    Attributes:
+        initial_seed: The seed of epoch 0.
+        is_seed_shared: Whether `initial_seed` is known to be the same on all ranks. Without `data_seed` it may differ,
+            after ``set_seed(seed, device_specific=True)``: the first pass of a prepared loader takes rank 0's seed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
         self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
+        self.is_seed_shared = data_seed is not None
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -37,6 +44,12 @@ class SeedableRandomSampler(RandomSampler):
         self.generator.manual_seed(self.epoch + self.initial_seed)
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
+
+    def share_seed(self) -> None:
+        """Use rank 0's seed, unless `data_seed` was given. Every rank must call this; later calls do nothing."""
+        if not self.is_seed_shared:
+            (self.initial_seed,) = broadcast_object_list([self.initial_seed])
+            self.is_seed_shared = True
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
@@ -98,11 +111,19 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         if self.split_batches:
-            return self.total_length
+            return self.total_length - int(self._gets_nothing_of_last_batch())
         rounds, left = divmod(self.total_length, self.num_processes)
         if left == 0 or self.drop_last:
             return rounds
         return rounds + int(self.even_batches or self.process_index < left)
+
+    def _gets_nothing_of_last_batch(self) -> bool:
+        """Return whether a short last batch is used up by lower ranks; False if samplers do not show its size."""
+        source: Any = innermost(self.batch_sampler)
+        if self._pads or self.drop_last or not isinstance(source, BatchSampler) or not self.total_length:
+            return False
+        left = len(source.sampler) % self.batch_size if isinstance(source.sampler, Sized) else 0
+        return bool(0 < left <= self.process_index * (self.batch_size // self.num_processes))
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iterate_from(0)
@@ -125,15 +146,16 @@ class BatchSamplerShard(BatchSampler):
         opening, batches = open_from(self.batch_sampler, skipped * count, count if self._pads else 0)
         current = list(itertools.islice(batches, count))
         while current:
-            following = list(itertools.islice(batches, count))
             full = len(current) == count and (self.batch_size is None or len(current[-1]) >= self.batch_size)
+            # A sampler draws random numbers at its end: a pass that is left early must not have read to there.
+            following = [] if full else list(itertools.islice(batches, count))
             if following or full:
                 self.last_round = 0
                 yield current[rank]
             elif not self.drop_last:
                 self.last_round = sum(len(batch) for batch in current) if isinstance(current[0], Sized) else None
                 yield from self._last_round(current, opening)
-            current = following
+            current = list(itertools.islice(batches, count)) if full else following
 
     def _last_round(self, batches: list[list[int]], opening: list[list[int]]) -> Iterator[list[int]]:
         """Yield this rank's part of the last batches, which do not suffice for every rank."""

@@ -6,11 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, IterableDataset
 
+from notebook_accelerate.collectives import ignorant_find_batch_size
 from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
 from notebook_accelerate.data_loader.prepared_loader import PreparedDataLoader
 from notebook_accelerate.data_loader.rng_sync import synchronize_rng_states
-from notebook_accelerate.data_loader.samplers import BatchSamplerShard, SkipBatchSampler, index_source
+from notebook_accelerate.data_loader.samplers import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    get_sampler,
+    index_source,
+    innermost,
+)
 from notebook_accelerate.state import GradientState
 from notebook_accelerate.telemetry import step_time
 
@@ -63,15 +72,37 @@ class DataLoaderShard(PreparedDataLoader):
         """Synchronise the random numbers and start a pass."""
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        sampler = get_sampler(self)
+        if isinstance(sampler, SeedableRandomSampler) and isinstance(self._batch_shard(), BatchSamplerShard):
+            sampler.share_seed()
         return super()._start_pass()
 
-    def _mark_last_batch(self) -> None:
+    def _mark_last_batch(self, batch: Any) -> None:
         """Record that the next batch is the last one, and how many samples of its round are not padding."""
-        super()._mark_last_batch()
+        super()._mark_last_batch(batch)
         shard = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batch_shard()
         # A shard that is iterated in this process has reached its end; one in a worker process is not seen here.
-        if isinstance(shard, IterableDatasetShard | BatchSamplerShard) and shard.last_round is not None:
-            self.remainder = -1 if self._drop_last else shard.last_round
+        if isinstance(shard, IterableDatasetShard | BatchSamplerShard):
+            if shard.last_round is not None:
+                self.remainder = -1 if self._drop_last else shard.last_round
+        elif self.is_only_rank and not self._drop_last and not self._length_is_exact:
+            size = ignorant_find_batch_size(batch)
+            if size is not None:
+                self.remainder = 0 if size == self.total_batch_size else size
+
+    @property
+    def _length_is_exact(self) -> bool:
+        """Whether the length of the sampler decides how many samples a pass has.
+
+        Streams may have no length, or a wrong one, and a batch sampler of the user's class may make batches of any
+        size: the last batch itself shows how many samples it has.
+        """
+        batches = innermost(index_source(self))
+        return (
+            isinstance(batches, BatchSampler)
+            and hasattr(batches.sampler, "__len__")
+            and not isinstance(self.dataset, IterableDataset)
+        )
 
     def _batch_shard(self) -> Any:
         """Return the batch sampler that divides the data, below those that skip."""

@@ -95,7 +95,9 @@ def _copy_loader(dataloader: DataLoader[Any]) -> Any:
     if getattr(dataloader, "next_iter_state", None) is not None:
         vars(dataloader)["next_iter_state"] = None  # else the original's next pass, the next epoch, skips them again
     if isinstance(dataloader, PreparedDataLoader):
-        for name in ("_read_ahead", "_state_before", "end_of_dataloader", "remainder"):  # of the pass of the original
+        for name in (  # of the pass of the original
+            "_read_ahead", "_state_before", "_first_numbers", "end_of_dataloader", "remainder",
+        ):  # fmt: skip
             vars(copied).pop(name, None)
     return copied
 

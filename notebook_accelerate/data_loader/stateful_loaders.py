@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
+from notebook_accelerate.data_loader.pass_order import draw_order
+from notebook_accelerate.data_loader.persistent_workers import separate_worker_seed
 from notebook_accelerate.data_loader.prepared_loader import NOTHING, DataLoaderAdapter, PreparedDataLoader
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source
 from notebook_accelerate.data_loader.stream_skipping import iterate_from
@@ -44,13 +46,17 @@ class _Stateful(PreparedDataLoader):
     """The changes for a loader based on StatefulDataLoader.
 
     torchdata counts the batches that were read; the loader reads one batch ahead of those it yields. If a state
-    consists only of a position, one batch is subtracted; otherwise the state is saved before reading ahead.
+    consists only of a position, one batch is subtracted; otherwise the state is saved before reading ahead. A state
+    saved with the last batch of a pass is the state between two passes: the next pass is complete.
     """
 
     iteration: int = 0
     skip_batches: int = 0
     _state_before: dict[str, Any] | None = None
     _read_ahead: int | None = None  # batches read and not yielded; None between passes
+    _first_numbers: torch.Tensor | None = None  # before those that creating the loader drew for its first pass
+    _is_inside = False  # whether a pass was started, and its last batch has not been yielded
+    _continues = False  # whether the next pass is the rest of a saved one
 
     @property
     def _index_sampler(self) -> Any:
@@ -59,6 +65,30 @@ class _Stateful(PreparedDataLoader):
         if isinstance(self.dataset, IterableDataset) or hasattr(source, "state_dict"):
             return source
         return ResumableSampler(source, get_sampler(self))
+
+    def _loader_created(self) -> None:
+        """Draw the numbers of the first pass now, as Accelerate does, which starts that pass to read its state."""
+        self._first_numbers = torch.get_rng_state() if self.generator is None else self.generator.get_state()
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        if self.num_workers:  # these get their first indices with the seed
+            draw_order(self)
+
+    def _get_iterator(self) -> Any:
+        """Return torchdata's new iterator; in the first pass it uses the numbers that were drawn before."""
+        numbers, self._first_numbers = self._first_numbers, None
+        if numbers is None:
+            return super(DataLoaderAdapter, self)._get_iterator()
+        if not self.num_workers or self.generator is not None:
+            with separate_worker_seed(self, numbers):
+                return super(DataLoaderAdapter, self)._get_iterator()
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(numbers)
+            return super(DataLoaderAdapter, self)._get_iterator()
+
+    def begin(self) -> None:
+        """See `PreparedDataLoader.begin`."""
+        super().begin()
+        self._is_inside = True
 
     def batches(self) -> Iterator[Any]:
         """Iterate as torchdata does, from the loaded state if there is one.
@@ -70,14 +100,17 @@ class _Stateful(PreparedDataLoader):
         self._state_before = None
         if state is None:
             return super().batches()
+        drawn = self._first_numbers is not None
         with torch.random.fork_rng(devices=[]):
             batches = super().batches()
-        if (state.get(_FINISHED) or state.get(_COUNT) == 0) and self.generator is None:
+        if not drawn and (state.get(_FINISHED) or state.get(_COUNT) == 0) and self.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # the new pass draws its workers' seed, as every pass does
         return batches
 
     def _track_position(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Track how many batches are read ahead."""
+        if self._is_over:
+            return rounds
         simple = self.num_workers == 0 and not hasattr(self.dataset, "state_dict")
         if self._reads_one_ahead and simple and isinstance(self._index_sampler, ResumableSampler):
             self._read_ahead = 1
@@ -93,14 +126,34 @@ class _Stateful(PreparedDataLoader):
             if item is not NOTHING:
                 yield item
 
-    def _mark_last_batch(self) -> None:
-        super()._mark_last_batch()
+    def _mark_last_batch(self, batch: Any) -> None:
+        super()._mark_last_batch(batch)
         if self._read_ahead is not None:
             self._read_ahead = 0
 
     def _finish_pass(self) -> None:
         super()._finish_pass()
         self._state_before = self._read_ahead = None
+        self._is_inside = False
+
+    def _loaded_position(self) -> bool:
+        """Return whether the pass that begins is the rest of one, because a state was loaded; forget that."""
+        continues, self._continues = self._continues, False
+        return continues
+
+    def _has_drawn_seed(self) -> bool:
+        """Return whether the numbers of the pass that begins were drawn before; forget that."""
+        numbers, self._first_numbers = self._first_numbers, None
+        return numbers is not None
+
+    def resume_pass_of(self, original: PreparedDataLoader, skipped: int) -> None:
+        """See `PreparedDataLoader.resume_pass_of`; a copy that reads nothing leaves the state to the original."""
+        super().resume_pass_of(original, skipped)
+        if self._is_over:
+            vars(original)["next_iter_state"] = vars(self).pop("next_iter_state")
+            vars(self)["next_iter_state"] = None
+        elif self._resumes:  # as if the original had started this pass
+            vars(original)["_first_numbers"] = None
 
     def _torchdata_state(self) -> dict[str, Any]:
         """Return torchdata's own state.
@@ -111,11 +164,13 @@ class _Stateful(PreparedDataLoader):
         if self._iterator is not None or self.num_workers:
             return super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc,no-any-return]
         numbers = None if self.generator is None else self.generator.get_state()
+        first_numbers = self._first_numbers
         with torch.random.fork_rng(devices=[]):
             state: dict[str, Any] = super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc]
         if self.generator is not None:
             self.generator.set_state(numbers)
         self._iterator, self._initial_iter_for_state_dict = None, False
+        self._first_numbers = first_numbers
         return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,11 +180,19 @@ class _Stateful(PreparedDataLoader):
             The state of torchdata's StatefulDataLoader after the yielded batches, as a `LoaderState`. On a rank that
             does not read the dataset, it is empty.
         """
-        own = {"iteration": self.iteration, "workers_seeded": self.workers_seeded, **self._extra_state()}
+        own = {
+            "iteration": self.iteration,
+            "exhausted": self.exhausted,
+            "inside": self._is_inside and not self.exhausted,
+            "workers_seeded": self.workers_seeded,
+            "first_numbers": self._first_numbers,
+            **self._extra_state(),
+        }
         if not self._reads_dataset:
             return LoaderState({}, own)
-        state = self._torchdata_state() if self._state_before is None else self._state_before
-        if self._state_before is None and self._read_ahead is not None:
+        saved = None if self.exhausted else self._state_before
+        state = self._torchdata_state() if saved is None else saved
+        if saved is None and self._read_ahead is not None and not self.exhausted:
             state = _rewound(state, self._read_ahead)
         if isinstance(self._index_sampler, ResumableSampler):
             state, own["position"] = _without_position(state)
@@ -144,6 +207,10 @@ class _Stateful(PreparedDataLoader):
         state = dict(state_dict)
         own = {**state.pop(_OWN, {}), **getattr(state_dict, "own", {})}
         self.iteration = own.get("iteration", self.iteration)
+        if own.get("exhausted"):
+            self.load_order_state(None, exhausted=True)
+        self._is_inside = self._continues = own.get("inside", _batches_of(state) > 0)
+        self._first_numbers = own.get("first_numbers")
         self.workers_seeded = own.get("workers_seeded", False)
         self._load_extra_state(own)
         self._state_before = self._read_ahead = None
@@ -159,7 +226,11 @@ def resumed_batches(dataloader: Any) -> int:
     Args:
         dataloader: Any loader.
     """
-    state = getattr(dataloader, "next_iter_state", None) or {}
+    return _batches_of(getattr(dataloader, "next_iter_state", None) or {})
+
+
+def _batches_of(state: dict[str, Any]) -> int:
+    """Count the batches of an unfinished pass that were read when its state was saved."""
     if state.get(_FINISHED):
         return 0
     if "_snapshot" in state:

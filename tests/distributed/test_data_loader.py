@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from notebook_accelerate.data_loader import (
     DataLoaderDispatcher,
@@ -19,6 +19,7 @@ from notebook_accelerate.data_loader import (
 )
 from notebook_accelerate.data_loader.rng_sync import synchronize_rng_state, synchronize_rng_states
 from notebook_accelerate.state import GradientState, PartialState
+from notebook_accelerate.utils import set_seed
 from tests.support.ranks import RankError, run_ranks
 
 
@@ -251,12 +252,127 @@ def _resumed(consumed: int) -> list[Any]:
 @pytest.mark.parametrize("consumed", [1, 3, 4, 5])
 def test_a_stateful_dispatcher_resumes(consumed: int) -> None:
     for rest, resumed, whole, after, iteration in run_ranks(_resumed, consumed):
-        assert resumed == rest
+        assert resumed == (rest or whole)  # after the last batch, the next pass is complete
         assert after == whole
-        assert iteration == 2
+        assert iteration == (2 if rest else 3)
+
+
+def _named(items: list[int]) -> Any:
+    names = tuple(f"row {i}" for i in items)
+    return {
+        "numbers": torch.tensor(items),
+        "padded": torch.zeros(len(items), max(items) % 5 + 1),
+        "names": list(names),
+        "turns": [[{"text": name}] for name in names],
+        "pairs": [names, names],
+        "title": "all",
+        "sizes": [1] * 7,
+    }
+
+
+def _named_rounds(length: int, split: bool, equal: bool) -> list[Any]:
+    def collate(items: list[int]) -> Any:
+        batch = _named(items)
+        if equal:
+            batch = {name: value for name, value in batch.items() if name not in ("padded", "title", "sizes")}
+        return batch
+
+    made = dispatched(Stream(length), 4, plain={"collate_fn": collate}, split_batches=split)
+    got = []
+    for batch in made:
+        numbers = batch["numbers"].tolist()
+        names = [f"row {i}" for i in numbers]
+        assert batch["names"] == names
+        assert batch["turns"] == [[{"text": name}] for name in names]
+        assert batch["pairs"] == [tuple(names)] * 2
+        if not equal:
+            assert (batch["title"], batch["sizes"]) == ("all", [1] * 7)
+            assert len(batch["padded"]) == len(numbers)
+        got.append((numbers, made.remainder))
+    return got
+
+
+@pytest.mark.parametrize(("split", "equal"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("length", [3, 8, 9, 11])
+def test_lists_with_an_entry_for_each_sample_are_divided(length: int, split: bool, equal: bool) -> None:
+    results = run_ranks(_named_rounds, length, split, equal)
+    gathered = [[i for share in round_ for i in share[0]] for round_ in zip(*results, strict=True)]
+    gathered[-1] = gathered[-1][: results[0][-1][1]]
+    assert [i for round_ in gathered for i in round_] == list(range(length))
 
 
 # ---- random numbers
+
+
+class Draws(Sampler[int]):
+    """A sampler of a user's class, which draws from torch's generator."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(12).tolist())
+
+    def __len__(self) -> int:
+        return 12
+
+
+DISPATCHED_ORDERS: dict[str, Any] = {
+    "stream": lambda: {"dataset": Stream(12)},
+    "in order": lambda: {"dataset": range(12)},
+    "shuffled": lambda: {"dataset": range(12), "shuffle": True},
+    "subset": lambda: {"dataset": range(20), "sampler": SubsetRandomSampler(range(12))},
+    "weighted": lambda: {"dataset": range(12), "sampler": WeightedRandomSampler([1.0] * 12, 12)},
+    "own sampler": lambda: {"dataset": range(12), "sampler": Draws()},
+    "own generator": lambda: {"dataset": range(12), "shuffle": True, "generator": torch.Generator().manual_seed(3)},
+}
+
+
+def _drawn_with_batches(stateful: bool) -> list[Any]:
+    got = []
+    for arguments in DISPATCHED_ORDERS.values():
+        torch.manual_seed(1)
+        made = prepare_data_loader(
+            DataLoader(batch_size=2, **arguments()),
+            put_on_device=True, dispatch_batches=True, use_stateful_dataloader=stateful,
+        )  # fmt: skip
+        numbers = [torch.rand(1).item()]
+        numbers += [torch.rand(1).item() for _ in made]
+        for _ in made:  # a pass that is left
+            break
+        numbers += [torch.rand(1).item() for _ in made]
+        rest = skip_first_batches(made, 1)
+        got.append(numbers + [torch.rand(1).item() for _ in rest])
+        if stateful:
+            resumed: Any = made
+            for number, _ in enumerate(resumed):
+                if number == 0:
+                    state = resumed.state_dict()
+            resumed.load_state_dict(state)
+            got[-1] += [torch.rand(1).item() for _ in resumed] + [torch.rand(1).item() for _ in resumed]
+    return got
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_dispatching_leaves_the_random_numbers_of_ranks_alike(stateful: bool) -> None:
+    first, second = run_ranks(_drawn_with_batches, stateful)
+    for kind, here, there in zip(DISPATCHED_ORDERS, first, second, strict=True):
+        assert here == there, kind
+
+
+def _seeded_apart(by_hand: bool) -> list[Any]:
+    if by_hand:
+        torch.manual_seed(42 + PartialState().process_index)
+    else:
+        set_seed(42, device_specific=True)
+    made: Any = prepare_data_loader(DataLoader(range(16), batch_size=2, shuffle=True), use_seedable_sampler=True)
+    return [get_sampler(made).initial_seed, read(made), read(made), get_sampler(made).initial_seed]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_ranks_that_were_seeded_apart_read_every_sample_once(by_hand: bool) -> None:
+    first, second = run_ranks(_seeded_apart, by_hand)
+    assert (first[0], second[0]) == (42, 43)
+    assert (first[3], second[3]) == (42, 42)
+    for epoch in (1, 2):
+        assert sorted(i for share in (first[epoch], second[epoch]) for batch in share for i in batch) == list(range(16))
 
 
 def _shuffled(seedable: bool, rng_types: list[str] | None) -> list[Any]:

@@ -15,11 +15,13 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from notebook_accelerate.collectives import gather_for_metrics
 from notebook_accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
@@ -28,6 +30,7 @@ from notebook_accelerate.data_loader import (
     SeedableRandomSampler,
     get_sampler,
     prepare_data_loader,
+    skip_first_batches,
 )
 from notebook_accelerate.state import GradientState
 
@@ -369,6 +372,91 @@ def test_the_end_is_known_with_the_last_batch(length: int, device: Any) -> None:
 )
 def test_remainder_counts_samples_without_padding(plain: DataLoader[Any], remainder: int) -> None:
     assert ends(prepared(plain, 2, 0))[-1] == (True, remainder)
+
+
+class Announced(Stream):
+    """Says that it has another length than it has."""
+
+    def __init__(self, length: int, announced: int) -> None:
+        super().__init__(length)
+        self.announced = announced
+
+    def __len__(self) -> int:
+        return self.announced
+
+
+class Batches(Stream):
+    """Yields batches of its own."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(self.length).split(4))
+
+
+class Uncounted(Sampler[int]):
+    """Has no length."""
+
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+class OwnBatches:
+    """A batch sampler of a user's class, with batches of several sizes."""
+
+    batch_size = 4
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+ENDS_THAT_NOTHING_ANNOUNCES: dict[str, Any] = {
+    "a stream": lambda: DataLoader(Stream(10), batch_size=4),
+    "a full last batch": lambda: DataLoader(Stream(8), batch_size=4),
+    "a stream that is read by a worker": lambda: DataLoader(Stream(10), batch_size=4, num_workers=1),
+    "a length that is too large": lambda: DataLoader(Announced(10, 12), batch_size=4),
+    "a length that is too small": lambda: DataLoader(Announced(10, 8), batch_size=4),
+    "a stream of batches": lambda: DataLoader(Batches(10), batch_size=None),
+    "a sampler without a length": lambda: DataLoader(range(20), batch_size=4, sampler=Uncounted()),
+    "a batch sampler of another class": lambda: DataLoader(range(10), batch_sampler=OwnBatches()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("kind", ENDS_THAT_NOTHING_ANNOUNCES)
+def test_one_process_cuts_results_at_the_end_of_data_of_unknown_length(
+    kind: str, stateful: bool, dispatch: bool
+) -> None:
+    """transformers' Trainer repeats the loss of a short batch to the full batch size, and relies on the cut."""
+    made = prepared(
+        ENDS_THAT_NOTHING_ANNOUNCES[kind](),
+        device=CPU, put_on_device=True, dispatch_batches=dispatch, use_stateful_dataloader=stateful,
+    )  # fmt: skip
+    for _ in range(2):
+        batches, repeated = [], []
+        for batch in made:
+            batches.append(len(batch))
+            results = batch.double().mean().repeat(max(len(batch), 4 if made.end_of_dataloader else 0))
+            repeated.append(len(gather_for_metrics(results, GradientState())))
+        assert repeated == batches
+        assert made.end_of_dataloader
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_rest_of_a_stream_is_cut_too(dispatch: bool) -> None:
+    made = prepared(DataLoader(Stream(10), batch_size=4), device=CPU, put_on_device=True, dispatch_batches=dispatch)
+    assert ends(skip_first_batches(made, 1))[-1] == (True, 2)
+    for _ in made:  # a pass that is left
+        break
+    assert ends(made)[-1] == (True, 2)
+
+
+def test_batches_without_a_number_of_samples_are_not_cut() -> None:
+    made = prepared(DataLoader(Stream(10), batch_size=4, collate_fn=str))
+    assert ends(made)[-1] == (True, -1)
 
 
 def test_a_loader_left_early_is_not_active() -> None:

@@ -88,14 +88,26 @@ def test_a_state_after_leaving_the_loop_counts_yielded_batches(workers: int) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_at_the_last_batch_has_nothing_left(workers: int) -> None:
-    original = loader(workers=workers)
-    for _ in original:
-        state = original.state_dict()
-    resumed = loader(workers=workers)
+@pytest.mark.parametrize("leaves", [False, True], ids=["the loop ends", "the loop is left"])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "use_seedable_sampler": True}])
+def test_after_a_state_of_the_last_batch_the_next_epoch_is_complete(
+    workers: int, leaves: bool, options: dict[str, Any]
+) -> None:
+    """Accelerate's example of checkpoints starts the next epoch with the loader itself."""
+    original = loader(workers=workers, **options)
+    for number, _ in enumerate(original, 1):
+        state, numbers = pickle.loads(pickle.dumps((original.state_dict(), torch.get_rng_state())))
+        if leaves and number == 12:
+            break
+    original.set_epoch(1)
+    torch.set_rng_state(numbers)
+    second, third = read(original), read(original)
+    resumed = loader(workers=workers, **options)
     resumed.load_state_dict(state)
-    assert read(resumed) == []
-    assert read(resumed) == read(loader())
+    torch.set_rng_state(numbers)
+    assert [read(resumed), read(resumed)] == [second, third]
+    assert sorted(i for batch in second for i in batch) == list(range(LENGTH))
+    assert resumed.iteration == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True, "use_seedable_sampler": True}, {"shuffle": True}])
@@ -167,7 +179,9 @@ def test_iterable_datasets_resume_too(kind: Any, consumed: int) -> None:
     state = pickle.loads(pickle.dumps(original.state_dict()))
     resumed = loader(dataset=kind())
     resumed.load_state_dict(state)
-    assert got + read(resumed) == [list(range(i, min(i + SIZE, LENGTH))) for i in range(0, LENGTH, SIZE)]
+    whole = [list(range(i, min(i + SIZE, LENGTH))) for i in range(0, LENGTH, SIZE)]
+    assert read(resumed) == (whole[consumed:] or whole)  # after the last batch, the next pass is complete
+    assert got == whole[:consumed]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -229,6 +243,29 @@ def test_reading_the_state_before_the_first_pass_changes_no_order(generator: tor
             one.state_dict()
         orders.append((read(one), torch.rand(1), read(one)))
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_creating_a_loader_draws_the_numbers_of_its_first_pass(workers: int) -> None:
+    """Accelerate starts the first pass when it prepares a stateful loader, which workers' orders depend on."""
+
+    def drawn() -> int:
+        return int(torch.empty((), dtype=torch.int64).random_())
+
+    torch.manual_seed(5)
+    drawn()  # the seed of workers
+    early = drawn() if workers else None
+    numbers = torch.get_rng_state()
+    torch.manual_seed(5)
+    made = loader(shuffle=True, workers=workers)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    torch.manual_seed(6)
+    first = read(made)
+    numbers = torch.get_rng_state()
+    torch.manual_seed(6)
+    order = torch.Generator().manual_seed(drawn() if early is None else early)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert [i for batch in first for i in batch] == torch.randperm(LENGTH, generator=order).tolist()
 
 
 def test_a_pass_from_the_state_before_the_first_one_draws_the_same_numbers() -> None:
