@@ -16,20 +16,33 @@ import pickle
 import struct
 import sys
 import tempfile
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import CodeType, MethodType
-from typing import Any, Protocol
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Literal, Protocol
 
 import cloudpickle
 
 from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.telemetry import cell_classes
+from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.torch_internals import storage_key
 
 _HEADER = struct.Struct("!QQ")
 _ALIGN = 64
 MAX_ANSWER_BYTES = 16 << 20
 """Of a larger value that the user evaluates on a rank, only the ``repr`` is sent."""
+MAX_DEFINITION_BYTES = 4 << 20
+"""Classes of cells whose definition is larger, such as one whose methods use a table of the notebook, are sent without
+it: only a process that has the class can read their instances."""
+Purpose = Literal["launch", "values", "definition"]
+"""Decides how a pickle holds the classes and functions of cells.
+
+- "launch": A function and its arguments for a new process, which gets their names in its ``__main__``.
+- "values": Values for a process that has most of the classes. It finds them, or makes them from their definitions.
+- "definition": The definition of one class.
+"""
 
 
 @dataclass(frozen=True)
@@ -126,22 +139,30 @@ class Writer(Protocol):
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle with plain dense tensors out of band, and code with the file names that tracebacks show.
+    """cloudpickle with plain dense tensors out of band, and with classes of cells that stay the same classes.
 
     Args:
         file: Receives the pickle; has ``write``.
-        buffers: Receives the buffers.
+        buffers: Called with each buffer.
         keep_device: Whether tensors are restored on their device; results are restored on the CPU, so that the kernel
             starts no accelerator runtime.
+        purpose: Decides how the pickle holds classes and functions of cells.
     """
 
-    def __init__(self, file: Writer, buffers: list[pickle.PickleBuffer], *, keep_device: bool) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+    def __init__(
+        self, file: Writer, buffers: Callable[[pickle.PickleBuffer], object], *, keep_device: bool, purpose: Purpose
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers)
         self._storages: dict[int, _StorageHandle] = {}
-        self._keep_device = keep_device
+        self._keep_device, self._purpose = keep_device, purpose
+        self._definitions: dict[str, bytes | str] = {}
+        self.defined: set[str] = set()
+        """Tokens of the classes whose definition is in the pickle."""
+        if purpose == "launch":
+            self.globals_ref[id(vars(sys.modules["__main__"]))] = cell_classes.MainNames()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce plain tensors, and names that only a kernel has."""
+        """Reduce plain tensors, classes and functions of cells, exceptions, and names that only a kernel has."""
         torch: Any = sys.modules.get("torch")
         ours = torch is not None and hasattr(torch, "nn") and type(obj) in (torch.Tensor, torch.nn.Parameter)
         if ours and _is_dense(torch, obj):
@@ -149,9 +170,43 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is CodeType:
             _, arguments = self.dispatch_table[CodeType](obj)
             return _code, (obj.co_filename, arguments)
+        if type(obj) is FunctionType or cell_classes.is_class(obj):
+            return self._reduce_definition(obj, super().reducer_override(obj))
+        if issubclass(type(obj), BaseException) and type(obj) not in self.dispatch_table:
+            return _reduce_exception(obj)
+        if self._purpose != "values" and type(obj) in _NAMED_TYPES and obj.__module__ == "__main__":
+            return _reduce_named_type(obj)
         if (name := _of_the_kernel(obj)) is not None:
             return _attribute, name
         return super().reducer_override(obj)
+
+    def _reduce_definition(self, value: Any, reduced: Any) -> Any:
+        """Reduce a class or function; ``reduced`` is what cloudpickle reduces it to."""
+        if reduced is NotImplemented or len(reduced) < 6:  # it is imported by its name
+            return reduced
+        if cell_classes.is_class(value):
+            if self._purpose == "values":
+                return self._reduce_to_token(value)
+            self.defined.add(cell_classes.token_of(value))
+            reduced = cell_classes.reduce_definition(value, reduced)
+        if self._purpose != "launch":
+            return reduced
+        make, arguments, state, _, _, set_state = reduced
+        if type(value) is FunctionType and value.__globals__ is vars(sys.modules["__main__"]):
+            state[1]["__globals__"] |= cell_classes.names_in_texts(value.__code__)
+        owner = cell_classes.owner_in_main(value)
+        if owner is None:
+            return reduced
+        return make, arguments, (set_state, state, owner), None, None, cell_classes.put_into_main
+
+    def _reduce_to_token(self, kind: type) -> tuple[Any, ...]:
+        token = cell_classes.token_of(kind)
+        if token not in self._definitions:
+            definition, others = _dump_definition(kind)
+            self._definitions |= dict.fromkeys(others - self._definitions.keys(), definition)
+            self._definitions[token] = definition
+        digest = cell_classes.definition_digest(kind)
+        return _find_or_load, (kind.__qualname__, token, digest, self._definitions[token])
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -168,6 +223,98 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _rebuild_tensor, (
             type(tensor), handle, plain.dtype, layout, bool(tensor.requires_grad), dict(tensor.__dict__),
         )  # fmt: skip
+
+
+class _DefinitionFile(io.BytesIO):
+    """Receives the definition of a class and its buffers, up to `MAX_DEFINITION_BYTES`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = MAX_DEFINITION_BYTES
+        self.buffers: list[memoryview] = []
+
+    def write(self, data: Any, /) -> int:
+        self._count(memoryview(data).nbytes)
+        return super().write(data)
+
+    def add(self, buffer: pickle.PickleBuffer) -> None:
+        self._count(buffer.raw().nbytes)
+        self.buffers.append(buffer.raw())
+
+    def _count(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise SerializationError(f"its methods use more than {MAX_DEFINITION_BYTES >> 20} MiB of other values")
+
+
+def _dump_definition(kind: type) -> tuple[bytes | str, set[str]]:
+    """Return the pickled definition of a class, or the error that prevents it, and the tokens of all its classes."""
+    file = _DefinitionFile()
+    pickler = Pickler(file, file.add, keep_device=False, purpose="definition")
+    try:
+        pickler.dump(kind)
+    except Exception as error:  # noqa: BLE001 - a process that has the class needs no definition
+        return describe_error(error), set()
+    return pickle_in_band(file.getvalue(), file.buffers), pickler.defined
+
+
+def _find_or_load(name: str, token: str, digest: str, definition: bytes | str) -> type:
+    """Return this process's class, or the class that ``definition`` makes."""
+    found = cell_classes.find(name, token, digest, warn=True)
+    if found is not None:
+        return found
+    if isinstance(definition, str):
+        raise SerializationError(
+            f"{name} is a class of a cell that this process does not have, and that could not be sent: {definition}. "
+            f"Run the cell that defines {name}, then read the value again"
+        )
+    made = load_bytes(definition)  # it keeps all classes of the definition alive
+    found = cell_classes.known(token) or cell_classes.find(name, token, digest)
+    assert found is not None, made
+    return found
+
+
+def _reduce_exception(error: BaseException) -> Any:
+    """Reduce an exception so that its constructor, whose arguments are lost, is not called."""
+    kind = type(error)
+    base = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
+    if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not base.__reduce__:
+        return NotImplemented
+    reduced = kind.__reduce__(error)
+    if kind is base or reduced[0] is not kind:
+        return NotImplemented
+    return _new_exception, (kind, base, reduced[1]), *reduced[2:]
+
+
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that were made by a class statement (Py_TPFLAGS_HEAPTYPE)."""
+
+
+def _new_exception(kind: type[BaseException], base: type[BaseException], arguments: tuple[Any, ...]) -> BaseException:
+    error = base.__new__(kind, *arguments)
+    base.__init__(error, *arguments)
+    return error
+
+
+_NAMED_TYPES = tuple(
+    getattr(typing, name) for name in ("NewType", "ParamSpec", "TypeVarTuple") if hasattr(typing, name)
+)
+"""Types whose objects pickle names only, which a new ``__main__`` does not have; cloudpickle has type variables."""
+
+
+def _reduce_named_type(value: Any) -> tuple[Any, ...]:
+    options = {}
+    if type(value) is typing.NewType:
+        options["tp"] = value.__supertype__
+    elif isinstance(value, typing.ParamSpec):
+        options = {"bound": value.__bound__, "covariant": value.__covariant__, "contravariant": value.__contravariant__}
+    return _new_named_type, (type(value), value.__name__, options)
+
+
+def _new_named_type(kind: Any, name: str, options: dict[str, Any]) -> Any:
+    value = kind(name, **options)
+    value.__module__ = "__main__"
+    return value
 
 
 def _of_the_kernel(value: Any) -> tuple[str, str] | None:
@@ -199,13 +346,14 @@ def _is_dense(torch: Any, tensor: Any) -> bool:
     )
 
 
-def dump(value: Any, what: str, *, keep_device: bool = True) -> Payload:
+def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = "launch") -> Payload:
     """Pickle ``value`` with its tensors and arrays out of band.
 
     Args:
         value: Any value that cloudpickle supports.
         what: Name of the value in an error, as "the function or its arguments".
         keep_device: Whether tensors are restored on their device, or on the CPU.
+        purpose: Decides how the pickle holds classes and functions of cells.
 
     Raises:
         SerializationError: A part of ``value`` cannot be pickled; the message says which and why.
@@ -213,7 +361,7 @@ def dump(value: Any, what: str, *, keep_device: bool = True) -> Payload:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     try:
-        Pickler(file, buffers, keep_device=keep_device).dump(value)
+        Pickler(file, buffers.append, keep_device=keep_device, purpose=purpose).dump(value)
         return Payload(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
     except SerializationError:
         raise
@@ -221,9 +369,9 @@ def dump(value: Any, what: str, *, keep_device: bool = True) -> Payload:
         raise SerializationError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from error
 
 
-def dump_bytes(value: Any, what: str) -> bytes:
+def dump_bytes(value: Any, what: str, purpose: Purpose = "values") -> bytes:
     """Pickle ``value`` in band, tensors as CPU tensors; raises ``SerializationError`` like ``dump``."""
-    payload = dump(value, what, keep_device=False)
+    payload = dump(value, what, keep_device=False, purpose=purpose)
     return pickle_in_band(payload.pickled, payload.buffers)
 
 

@@ -61,7 +61,7 @@ def dump_result(value: object, what: str, in_channel: int | None) -> PickledResu
     buffers: list[pickle.PickleBuffer] = []
     stream = _Spool(in_channel, what)
     try:
-        Pickler(stream, buffers, keep_device=False).dump(value)
+        Pickler(stream, buffers.append, keep_device=False, purpose="values").dump(value)
         raw = [buffer.raw() for buffer in buffers]
         size = stream.size + sum(buffer.nbytes for buffer in raw)
         if in_channel is None or size <= in_channel:

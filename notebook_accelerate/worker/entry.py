@@ -36,6 +36,7 @@ from notebook_accelerate.telemetry import (
     ResultEvent,
     Sink,
     StatusEvent,
+    cell_classes,
     inherited_state,
     install_sink,
     steady_time,
@@ -93,6 +94,8 @@ def main(
         process_marks.set_mark(order.mark)
         if forked:
             exit_handlers.forget_inherited()
+        if inherited is None:
+            cell_classes.renew_main()
         gc.freeze()  # O(1): from now on the collector sees the rank's own objects only, and copies no memory
         detach(wiring, inherited)
         agent, debugging, devices = connect(wiring)
@@ -118,6 +121,7 @@ def prepare_forks() -> None:
     reporting.preload()
     plain_process.look_for_notebook()
     exit_handlers.note_inherited()
+    cell_classes.note_classes()
 
 
 # ---- 1. detach

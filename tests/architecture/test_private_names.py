@@ -31,6 +31,8 @@ _OF_OTHERS = {
     "integrations.reporting.progress_bars": {"_tasks"},
     "strategies.megatron.model_parts": {"_core", "_reconstruct"},
     "telemetry.tracebacks": {"_filename_map"},
+    # cloudpickle: the tokens by which it finds the classes that it has pickled.
+    "telemetry.cell_classes": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
     "worker.plain_process": {"_IS_INTERACTIVE", "_console"},
     # torch_xla.
     "hardware.device_table": {"_xla_runtime_is_initialized"},

@@ -125,7 +125,7 @@ class PickledBackend(ProcessBackend):
         order.sources = self._sources
         order.mark = own_mark()
         if order.accelerator:
-            order.accelerator = dump_bytes(order.accelerator, "LaunchConfig's accelerator")
+            order.accelerator = dump_bytes(order.accelerator, "LaunchConfig's accelerator", "launch")
         return order
 
     def close(self) -> None:

@@ -160,6 +160,9 @@ class OddError(Exception):
         super().__init__(f"{code} {reason}")
         self.code, self.reason = code, reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OddError, (self.code,)
+
 
 class UnspeakableError(Exception):
     def __str__(self) -> str:

@@ -1,0 +1,180 @@
+"""Which classes of cells are the same class."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import subprocess
+import sys
+import types
+import typing
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cloudpickle import cloudpickle
+
+from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.telemetry import cell_classes, pickling
+from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_bytes
+
+SOURCES = {
+    "dataclass": "@dataclasses.dataclass\nclass Kind:\n    x: float = 1.0\n    def f(self): return {self.x: 'a'}",
+    "slots": "@dataclasses.dataclass(slots=True, frozen=True)\nclass Kind:\n    x: float = 1.0",
+    "enum": "class Kind(enum.Enum):\n    A = 1\n    B = 'b'\n    def f(self): return self.A",
+    "flag": "class Kind(enum.IntFlag):\n    A = 1\n    B = 2",
+    "named tuple": "class Kind(typing.NamedTuple):\n    x: int = 3",
+    "typed dict": "class Kind(typing.TypedDict):\n    x: int",
+    "generic": "class Kind(typing.Generic[T]):\n    y: T\n    def f(self): return lambda: self.y",
+    "abstract": "class Kind(abc.ABC):\n    @abc.abstractmethod\n    def f(self): ...",
+    "property": "class Kind:\n    @property\n    def f(self): return 1",
+    "module": "class Kind(torch.nn.Module):\n    def forward(self, x): return x in {1, 2, 3}",
+    "nested": "class Kind:\n    class Inner: z = (1, 'a')\n    @classmethod\n    def f(cls): return cls",
+    "child": "class Kind(Base):\n    def f(self): return super().f() + 1",
+}
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the names of a ``__main__`` in which cells run."""
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    names = vars(module)
+    names.update(abc=abc, dataclasses=dataclasses, enum=enum, torch=torch, typing=typing, T=typing.TypeVar("T"))
+    exec(compile("class Base:\n    def f(self): return 1", "<cell>", "exec", dont_inherit=True), names)
+    return names
+
+
+def _run(source: str, names: dict[str, Any]) -> Any:
+    exec(compile(source, "<cell>", "exec", dont_inherit=True), names)
+    return names["Kind"]
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], source: str) -> None:
+    first = _run(source, main)
+    dump_bytes(first, "the class")  # pickling leaves caches in classes
+    assert cell_classes.definition_digest(first) == cell_classes.definition_digest(_run("\n\n" + source, main))
+
+
+@pytest.mark.parametrize(
+    ("source", "change"),
+    [
+        ("class Kind:\n    def f(self): return 1", ("return 1", "return 2")),
+        ("class Kind:\n    def f(self): return self.a", ("self.a", "self.b")),
+        ("class Kind:\n    def f(self): return [i + 1 for i in ()]", ("i + 1", "i + 2")),
+        ("class Kind:\n    x = 1", ("x = 1", "x = True")),
+        ("class Kind:\n    x: int", ("x: int", "y: int")),
+        ("class Kind:\n    @property\n    def f(self): return 1", ("return 1", "return 2")),
+        ("class Kind:\n    @staticmethod\n    def f(): return 1", ("return 1", "return 2")),
+        ("class Kind(enum.Enum):\n    A = 1", ("A = 1", "A = 2")),
+        ("class Kind(Base): pass", ("(Base)", "")),
+    ],
+)
+def test_an_edited_cell_has_another_definition(main: dict[str, Any], source: str, change: tuple[str, str]) -> None:
+    first, second = _run(source, main), _run(source.replace(*change), main)
+    assert cell_classes.definition_digest(first) != cell_classes.definition_digest(second)
+
+
+def test_a_changed_base_class_is_another_definition(main: dict[str, Any]) -> None:
+    first = _run(SOURCES["child"], main)
+    exec(compile("class Base:\n    def f(self): return 2", "<cell>", "exec", dont_inherit=True), main)
+    assert cell_classes.definition_digest(first) != cell_classes.definition_digest(_run(SOURCES["child"], main))
+
+
+def test_classes_are_found_by_name_in_another_process(main: dict[str, Any], tmp_path: Path) -> None:
+    cells = "import abc, dataclasses, enum, pathlib, torch, typing\nT = typing.TypeVar('T')\n"
+    cells += "class Base:\n    def f(self): return 1\n"
+    for number, source in enumerate(SOURCES.values()):
+        (tmp_path / str(number)).write_bytes(dump_bytes(_run(source, main), "the class"))
+        cells += f"{source}\n"
+        cells += f"found = load_bytes(pathlib.Path({str(tmp_path / str(number))!r}).read_bytes())\n"
+        cells += "assert found is Kind, found.mro()\n"
+    cells = f"from notebook_accelerate.telemetry.pickling import load_bytes\n{cells}"
+    done = subprocess.run([sys.executable, "-c", cells], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function after whose call no class has a token, as in another process."""
+
+    def clear() -> None:
+        monkeypatch.setattr(cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
+        monkeypatch.setattr(cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", weakref.WeakKeyDictionary())
+
+    return clear
+
+
+def test_a_large_definition_is_not_sent(main: dict[str, Any], forget: Callable[[], None]) -> None:
+    main["table"] = torch.zeros(pickling.MAX_DEFINITION_BYTES)
+    kind = _run("class Kind:\n    def f(self): return table", main)
+    data = dump_bytes(kind(), "the value")
+    assert len(data) < 10_000
+    assert type(load_bytes(data)) is kind
+    forget()
+    del main["Kind"]
+    with pytest.raises(SerializationError, match="Run the cell that defines Kind, then read the value again"):
+        load_bytes(data)
+
+
+def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], forget: Callable[[], None]) -> None:
+    source = "count = [0]\nclass Kind:\n    def f(self): return count\ndef train(): return count, Kind().f()"
+    _run(source, main)
+    descriptor = dump((main["train"], ()), "the function").to_file()
+    forget()
+    cell_classes.renew_main()
+    train, _ = pickling.load_file(descriptor)
+    names = vars(sys.modules["__main__"])
+    assert train.__globals__ is names
+    assert {"train", "Kind", "count"} <= names.keys()
+    assert "Base" not in names
+    assert train()[0] is train()[1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "why"),
+        lambda: FileNotFoundError(2, "no such file", "a.txt"),
+        lambda: ImportError("no", name="x", path="y"),
+        lambda: StopIteration(3),
+        lambda: KeyError("k"),
+        lambda: ValueError("a", 1),
+    ],
+)
+def test_python_exceptions_keep_their_fields(make: Callable[[], BaseException]) -> None:
+    error, back = make(), load_bytes(dump_bytes(make(), "the error"))
+    fields = ("args", "errno", "filename", "reason", "object", "end", "name", "path", "msg", "value")
+    assert type(back) is type(error)
+    assert [getattr(back, name, None) for name in fields] == [getattr(error, name, None) for name in fields]
+
+
+def test_an_exception_is_restored_without_its_constructor(main: dict[str, Any]) -> None:
+    source = """
+class Kind(ValueError):
+    def __init__(self, code, *, where):
+        super().__init__(f"code {code} at {where}")
+        self.code = code
+"""
+    error = _run(source, main)(3, where="here")
+    error.add_note("a note") if hasattr(error, "add_note") else None
+    back = load_bytes(dump_bytes(error, "the error"))
+    assert (type(back), str(back), back.code) == (type(error), "code 3 at here", 3)
+    assert vars(back) == vars(error)
+
+
+def test_an_exception_with_its_own_reduction_keeps_it(main: dict[str, Any]) -> None:
+    source = """
+class Kind(Exception):
+    def __init__(self, code):
+        super().__init__()
+        self.code = code
+    def __reduce__(self):
+        return Kind, (self.code + 1,)
+"""
+    assert load_bytes(dump_bytes(_run(source, main)(3), "the error")).code == 4
