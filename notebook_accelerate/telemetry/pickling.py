@@ -8,6 +8,7 @@ writes to its tensors change no other rank's.
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import json
 import mmap
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Literal, Protocol
@@ -276,7 +278,7 @@ def _find_or_load(name: str, token: str, digest: str, definition: bytes | str) -
 
 def _reduce_exception(error: BaseException) -> Any:
     """Reduce an exception so that its constructor, whose arguments are lost, is not called."""
-    kind = type(error)
+    kind: Any = type(error)
     base = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not base.__reduce__:
         return NotImplemented
@@ -303,7 +305,7 @@ _NAMED_TYPES = tuple(
 
 
 def _reduce_named_type(value: Any) -> tuple[Any, ...]:
-    options = {}
+    options: dict[str, Any] = {}
     if type(value) is typing.NewType:
         options["tp"] = value.__supertype__
     elif isinstance(value, typing.ParamSpec):
@@ -366,7 +368,32 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
     except SerializationError:
         raise
     except Exception as error:
-        raise SerializationError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from error
+        name = _unpicklable_name(value)
+        part = f", because of {name!r}" if name else ""
+        raise SerializationError(f"{what} cannot be pickled{part}: {type(error).__name__}: {error}") from error
+
+
+def _unpicklable_name(value: Any) -> str:
+    """Return the variable of the user that makes a function and its arguments unpicklable; "" if it is not found."""
+    function = value[0] if isinstance(value, tuple) and value else None
+    if not isinstance(function, FunctionType):
+        return ""
+    with suppress(Exception):  # values of the user
+        used = inspect.getclosurevars(function)
+        named = {**used.globals, **used.nonlocals}
+        named |= dict(inspect.signature(function).bind_partial(*value[1]).arguments)
+        for name, part in named.items():
+            if not _is_picklable(part):
+                return name
+    return ""
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        Pickler(io.BytesIO(), id, keep_device=True, purpose="launch").dump(value)
+    except Exception:  # noqa: BLE001 - any class of the user may raise anything
+        return False
+    return True
 
 
 def dump_bytes(value: Any, what: str, purpose: Purpose = "values") -> bytes:

@@ -6,7 +6,9 @@ import builtins
 import contextlib
 import getpass
 import io
+import logging
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from notebook_accelerate.worker import breakpoints, plain_process, rich_display
@@ -25,8 +27,8 @@ def install(agent: Agent) -> None:
         return agent.ask(prompt, password=True)
 
     streams = {"stdin": StandardInput(agent), "stdout": _stream(1), "stderr": _stream(2)}
+    _redirect(streams)
     for name, stream in streams.items():
-        _redirect(getattr(sys, name), stream)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     builtins.input = rank_input
@@ -42,13 +44,36 @@ def flush() -> None:
             stream.flush()  # type: ignore[union-attr]
 
 
-def _redirect(old: Any, new: Any) -> None:
-    """Redirect the kernel's stream, which a logging handler or a default argument may hold, to the rank's.
+def _redirect(streams: Mapping[str, Any]) -> None:
+    """Redirect the kernel's streams, which logging handlers and variables may hold, to the rank's.
 
-    In a forked rank ipykernel's stream would open a socket for each write and publish the text without a label.
+    In a forked rank ipykernel's streams would open a socket for each write and publish the text without a label. They
+    are not in ``sys`` while a cell captures its output, and IPython keeps their methods while a cell runs: changing the
+    methods' code reaches all of them. Logging handlers that write into the captured text are given the rank's streams.
     """
-    if type(old).__module__.startswith("ipykernel") and hasattr(old, "write"):
-        old.write, old.flush = new.write, new.flush
+    kind = getattr(sys.modules.get("ipykernel.iostream"), "OutStream", None)
+    if kind is not None:
+        kind.write.__code__, kind.flush.__code__ = _write.__code__, _flush.__code__
+    old = {id(getattr(sys, name)): stream for name, stream in streams.items()}
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            stream = getattr(handler, "stream", None)
+            if kind is not None and type(stream) is kind:  # IPython would keep each line that is written to it
+                handler.stream = streams[stream.name]
+            elif id(stream) in old:
+                handler.stream = old[id(stream)]
+
+
+def _write(self: Any, string: str) -> Any:
+    import sys  # as code of another module's method, this function has that module's globals
+
+    return getattr(sys, f"__{self.name}__").write(string)
+
+
+def _flush(self: Any) -> None:
+    import sys
+
+    getattr(sys, f"__{self.name}__").flush()
 
 
 def _stream(descriptor: int) -> io.TextIOWrapper:

@@ -230,7 +230,11 @@ def test_unpicklable_arguments_fork_and_are_refused_by_the_zygote(kernel: Kernel
         kernel.check("launch(lambda l: l.locked(), lock, start_method='fork').results").result_text == "(False, False)"
     )
     text = said(kernel.run("launch(lambda l: l.locked(), lock, start_method='zygote')"))
-    assert "the function or its arguments cannot be pickled" in text
+    assert "the function or its arguments cannot be pickled, because of 'l'" in text
+    kernel.check("class Holder:\n    def __init__(self):\n        self.inner = {'deep': [lock]}\nholder = Holder()")
+    for name, body in (("lock", "lock.locked()"), ("holder", "len(holder.inner)")):
+        text = said(kernel.run(f"launch(lambda: {body}, start_method='zygote')"))
+        assert f"the function or its arguments cannot be pickled, because of {name!r}: TypeError" in text
 
 
 @METHODS

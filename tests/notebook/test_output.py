@@ -145,6 +145,34 @@ def test_displays_have_the_label_of_their_rank(kernel: Kernel) -> None:
     assert _shown_in_order(cell) == turn * 2
 
 
+@pytest.mark.parametrize("way", ["magic", "redirected"])
+@pytest.mark.parametrize("configured", ["before", "in the cell"])
+def test_log_lines_of_ranks_in_a_cell_that_captures_its_output(kernel: Kernel, way: str, configured: str) -> None:
+    configure = "logging.basicConfig(level=logging.INFO, format='%(message)s', force=True)"
+    kernel.check(
+        "import contextlib, io, logging, sys\nkept = sys.stdout\n"
+        "def talk():\n    logging.info('logged in %s', os.environ['RANK'])\n    print('kept stream', file=kept)\n"
+    )
+    launch = "run = launch(talk, start_method='fork', panel=False)"
+    if configured == "before":
+        kernel.check(configure)
+    else:
+        launch = f"{configure}; {launch}"
+    if way == "magic":
+        kernel.check(f"%%capture found\n{launch}")
+        kernel.check("text = found.stdout + found.stderr")
+    else:
+        kernel.check(
+            "caught = io.StringIO()\nwith contextlib.redirect_stdout(caught), contextlib.redirect_stderr(caught):\n"
+            f"    {launch}\ntext = caught.getvalue()"
+        )
+    kernel.check("logging.basicConfig(level=logging.WARNING, force=True)")
+    found = kernel.value("text.splitlines()")
+    assert sorted(line for line in found if line.startswith("[rank")) == sorted(
+        f"[rank {rank}] {text}" for rank in (0, 1) for text in (f"logged in {rank}", "kept stream")
+    )
+
+
 def test_a_display_while_the_output_goes_elsewhere_is_shown(kernel: Kernel) -> None:
     """No mark is written into what the function has redirected."""
     cell = kernel.check(

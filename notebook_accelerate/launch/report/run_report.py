@@ -74,15 +74,14 @@ class Report:
         return {"text/html": self._html(tables), "text/plain": self._text(tables)}
 
     def error_lines(self, error: WorkerError) -> list[str]:
-        """Return the lines that a failed cell shows: the failures at their cell lines, then the error's own line.
+        """Return the lines that a failed cell shows: the failures at their cell lines, then the error's first line.
 
         Args:
             error: The run's error.
         """
         lines = error_messages.failure_lines(self.run.failures)
-        if lines:
-            lines.append("")
-        return [*lines, f"{type(error).__name__}: {error}"]
+        text = f"{type(error).__name__}: {error}"
+        return [*lines, "", text.partition("\n")[0]] if lines else [text]
 
     def _head(self) -> tuple[str, str]:
         run = self.run

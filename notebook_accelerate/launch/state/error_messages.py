@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 HEADLINE_CHARACTERS = 1000
-"""Maximum length of a message's first line in a headline; the report has the complete line."""
+"""Maximum length of a message's first line in a headline, and of its other lines; the report has all of it."""
+MESSAGE_LINES = 20
+"""Maximum number of these other lines."""
 
 
 def headline(found: Sequence[RankFailure]) -> str:
@@ -51,7 +53,15 @@ def failed(run_id: int, state: RunState) -> RunEnded:
         message = f"run {run_id}: {rank_names([first.rank])} {verb}: {headline(found).partition(': ')[2]}"
     if len(state.attempts) > 1:
         message += f" (attempt {len(state.attempts)})"
-    return RunEnded("failed", kind, message)
+    return RunEnded("failed", kind, message + _further_lines(first))
+
+
+def _further_lines(failure: RankFailure) -> str:
+    """Return the lines of a message after its first; many errors give their reason there."""
+    lines = [f"\n  {line}" for line in failure.message.rstrip().split("\n")[1:]]
+    text = "".join(lines[:MESSAGE_LINES])
+    cut = len(lines) > MESSAGE_LINES or len(text) > HEADLINE_CHARACTERS
+    return text[:HEADLINE_CHARACTERS] + " …" * cut
 
 
 def system_error(error: OSError) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,23 @@ def test_messages_may_differ_in_a_group_but_not_places() -> None:
     assert len(failures.grouped(same)) == 1
     apart = failures.ordered([_failed(0, 1.0, line=3), _failed(1, 1.1, line=4)])
     assert len(failures.grouped(apart)) == 2
+
+
+def _ended(message: str) -> str:
+    state = SimpleNamespace(failures=(_failed(0, 1.0, "ValueError", message),), attempts=(1,))
+    return error_messages.failed(7, state).message  # type: ignore[arg-type]
+
+
+def test_the_error_has_all_lines_of_a_message() -> None:
+    text = _ended('Error(s) in loading state_dict:\n\tMissing key(s): "weight".\n')
+    first = "run 7 failed. rank 0: ValueError: Error(s) in loading state_dict: at train.py, line 3"
+    assert text == first + '\n  \tMissing key(s): "weight".'
+
+
+def test_the_error_has_the_start_of_a_message_of_many_lines() -> None:
+    assert len(_ended("x\n" * 10**6)) < 1000
+    assert len(_ended("a\n" + "x" * 10**6)) < 1500
+    assert _ended("a\n" + "x" * 10**6).endswith("x …")
 
 
 def test_nothing_failed() -> None:
