@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accelerate.config.field_checks import check_seconds
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets import debug_panel_html as parts
@@ -168,7 +169,11 @@ class DebugPanel(LivePanel):
 
         Args:
             timeout: Seconds.
+
+        Raises:
+            ValueError: ``timeout`` is not a number of at least 0.
         """
+        check_seconds("timeout", timeout)
         for thread in (self._request, self._completion):
             if thread is not None:
                 thread.join(timeout)

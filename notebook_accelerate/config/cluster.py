@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from notebook_accelerate.config.field_checks import check_one_of, is_number
+from notebook_accelerate.config.field_checks import MAX_SECONDS, check_number, check_one_of
 from notebook_accelerate.config.hidden_values import hide_credentials, names_only, shown_repr, shown_value
 
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -51,7 +51,7 @@ class RayCluster:
         check_one_of("strategy", self.strategy, PLACEMENT_STRATEGIES)
         check_one_of("when_full", self.when_full, WHEN_FULL)
         for name in ("cpus", "wait", "start_timeout"):
-            _check_number(name, getattr(self, name), zero=name == "cpus")
+            check_number(name, getattr(self, name), most=MAX_SECONDS, zero=name == "cpus")
         if self.gpus is not None and (isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 0):
             raise ValueError(f"gpus={self.gpus!r} is not allowed; pass a whole number: ranks do not share a GPU")
         _check_resources(self.resources)
@@ -90,11 +90,6 @@ def resolve_cluster(on: object) -> RayCluster | None:
     )
 
 
-def _check_number(name: str, value: Any, *, zero: bool = False) -> None:
-    if not is_number(value) or not (value > 0 or (zero and value == 0)):
-        raise ValueError(f"{name}={value!r} is not allowed; pass a number {'of at least' if zero else 'above'} 0")
-
-
 def _check_resources(resources: object) -> None:
     if resources is None:
         return
@@ -103,7 +98,7 @@ def _check_resources(resources: object) -> None:
     for name, value in resources.items():
         if name in ("CPU", "GPU"):
             raise ValueError(f"resources={{{name!r}: {value!r}}}: write {name.lower()}s={value!r} instead")
-        _check_number(f"resources[{name!r}]", value)
+        check_number(f"resources[{name!r}]", value)
 
 
 def _check_runtime_env(runtime_env: object) -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster, resolve_cluster
-from notebook_accelerate.config.field_checks import check_one_of, check_whole_number, is_number
+from notebook_accelerate.config.field_checks import (
+    MAX_SECONDS,
+    check_one_of,
+    check_seconds,
+    check_whole_number,
+    short_repr,
+)
 from notebook_accelerate.config.hidden_values import names_only, shown_repr, shown_value
 from notebook_accelerate.config.launch_arguments import check_accelerator_arguments
 
@@ -110,8 +117,8 @@ class LaunchConfig:
         if self.node_rank >= self.num_nodes:
             raise ValueError(f"node_rank={self.node_rank} is out of range: num_nodes={self.num_nodes}, counted from 0")
         for name in ("timeout", "hang_timeout"):
-            _check_seconds(name, getattr(self, name))
-        _check_seconds("monitor_interval", self.monitor_interval)
+            check_seconds(name, getattr(self, name), zero=False, none="no limit")
+        check_seconds("monitor_interval", self.monitor_interval, zero=False)
         _check_port(self.use_port)
         if self.rdzv_endpoint:
             _endpoint(self.rdzv_endpoint)
@@ -180,11 +187,6 @@ class LaunchConfig:
 _LEAST = {"node_rank": 0, "num_nodes": 1, "max_restarts": 0}
 
 
-def _check_seconds(name: str, value: float | None) -> None:
-    if value is not None and not (is_number(value) and value > 0):
-        raise ValueError(f"{name}={value!r} is not allowed; pass seconds above 0, or None for no limit")
-
-
 def _check_port(value: object) -> None:
     try:
         port = int(str(value))
@@ -251,12 +253,17 @@ def _check_cluster(config: LaunchConfig) -> None:
 
 
 def _check_above_zero(name: str, value: Any) -> None:
+    number = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            number = float(value)
     try:
-        fits = (isinstance(value, str) or is_number(value)) and float(value) > 0
+        check_seconds(name, number, zero=False)
     except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"rdzv_conf={{{name!r}: {value!r}}} is not allowed; pass a number above 0")
+        raise ValueError(
+            f"rdzv_conf={{{name!r}: {short_repr(value)}}} is not allowed; "
+            f"pass a number above 0, at most {MAX_SECONDS:,}"
+        ) from None
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate import errors
+from notebook_accelerate.config.field_checks import check_seconds, check_whole_number, is_number
 from notebook_accelerate.errors import LaunchError, RunNotFinishedError, WorkerError
 from notebook_accelerate.launch.run_call import RunCall
 from notebook_accelerate.launch.run_debugging import RunDebugging
@@ -295,8 +296,8 @@ class Run(RunDebugging, RunDisplay):
         Raises:
             ValueError: No such rank, or a negative ``tail``.
         """
-        if tail is not None and tail < 0:
-            raise ValueError(f"tail={tail!r} is not allowed; pass a number of at least 0, or None for all lines")
+        if tail is not None:
+            check_whole_number("tail", tail, 0)
         known = [info.rank for info in self._state.ranks]
         if rank is not None and rank not in known:
             raise ValueError(f"rank={rank!r} is not a rank that is shown here; there are {known}")
@@ -375,7 +376,13 @@ class Run(RunDebugging, RunDisplay):
 
         Returns:
             Whether the run has ended.
+
+        Raises:
+            ValueError: ``timeout`` is not a number of seconds.
         """
+        # A negative number of seconds is over, as in threading.
+        past = timeout is not None and is_number(timeout) and timeout < 0
+        check_seconds("timeout", abs(timeout) if timeout is not None and past else timeout, none="no limit")
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done.is_set():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -396,11 +403,9 @@ class Run(RunDebugging, RunDisplay):
             grace: Seconds that the ranks have to end by themselves.
 
         Raises:
-            ValueError: ``grace`` is below 0.
+            ValueError: ``grace`` is not a number of at least 0.
             NotebookAccelerateError: Another process runs this run, which was opened by `open_run`: stop it there.
         """
-        if grace < 0:
-            raise ValueError(f"grace={grace!r} is not allowed; pass seconds of at least 0")
         self.request_stop(grace)
         # A subscriber may stop its run; the threads that call subscribers cannot wait for their own end.
         if threading.current_thread().name not in (f"notebook-accelerate-run-{self.id}", "notebook-accelerate-sampler"):
@@ -412,7 +417,11 @@ class Run(RunDebugging, RunDisplay):
 
         Args:
             grace: Seconds that the ranks have to end by themselves.
+
+        Raises:
+            ValueError: ``grace`` is not a number of at least 0.
         """
+        check_seconds("grace", grace)
         if not (self._done.is_set() and self._released.is_set()):
             self.commands.stop(grace)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.field_checks import check_number, check_seconds, check_whole_number
 from notebook_accelerate.debugging.diagnosis import Diagnosis
 from notebook_accelerate.debugging.session import Session, Stacks
 from notebook_accelerate.launch.output.standard_streams import StandardStream, escape
@@ -111,10 +112,8 @@ class RunDebugging:
         Raises:
             ValueError: ``seconds`` or ``rate`` is not allowed, or there is no such rank.
         """
-        if not 0 < seconds <= MAX_SAMPLE_SECONDS:
-            raise ValueError(f"seconds={seconds!r} is not allowed; pass seconds above 0, at most {MAX_SAMPLE_SECONDS}")
-        if not 0 < rate <= MAX_SAMPLE_RATE:
-            raise ValueError(f"rate={rate!r} is not allowed; pass samples a second, at most {MAX_SAMPLE_RATE}")
+        check_seconds("seconds", seconds, most=MAX_SAMPLE_SECONDS, zero=False)
+        check_number("rate", rate, "samples a second", most=MAX_SAMPLE_RATE)
         return Samples(self._session().sample(seconds, ranks, rate), tracebacks.frame_location)
 
     def profile(
@@ -144,12 +143,10 @@ class RunDebugging:
         Raises:
             ValueError: ``steps`` or ``seconds`` is not allowed, or there is no such rank.
         """
+        check_seconds("seconds", seconds, most=MAX_SAMPLE_SECONDS, zero=False, none="as long as the steps take")
         samples = min(SAMPLE_SECONDS, seconds or SAMPLE_SECONDS) if steps is None else 0.0
         steps = DEFAULT_STEPS if steps is None else steps
-        if not 0 < steps <= MAX_PROFILE_STEPS:
-            raise ValueError(f"steps={steps!r} is not allowed; pass a number of steps, at most {MAX_PROFILE_STEPS}")
-        if seconds is not None and not 0 < seconds <= MAX_SAMPLE_SECONDS:
-            raise ValueError(f"seconds={seconds!r} is not allowed; pass seconds above 0, at most {MAX_SAMPLE_SECONDS}")
+        check_whole_number("steps", steps, most=MAX_PROFILE_STEPS)
         folder = ProfileFolder()
         replies = self._session().profile(folder.request(steps, seconds or 0.0, memory=memory, samples=samples), ranks)
         return Profile(folder, folder.traces(replies), tracebacks.frame_location)
@@ -179,6 +176,7 @@ class RunDebugging:
         Raises:
             ValueError: ``seconds`` is not allowed, or there is no such rank.
         """
+        check_seconds("seconds", seconds, most=MAX_SAMPLE_SECONDS)
         replies = self._session().memory(ranks, MEMORY_SECONDS)
         profile = self.profile(1, ranks, memory=True, seconds=seconds) if seconds > 0 else None
         return RunMemory(replies, profile, estimate, len(self.ranks), tracebacks.frame_location)
@@ -204,6 +202,7 @@ class RunDebugging:
         Raises:
             ValueError: Not an expression, or no such rank.
         """
+        check_seconds("timeout", timeout)
         return self._session().ask(expression, ranks, frame, timeout)
 
     def complete(self, text: str, rank: int = 0, frame: str | None = None, timeout: float = 3.0) -> list[str]:
@@ -221,6 +220,7 @@ class RunDebugging:
         Raises:
             ValueError: No such rank.
         """
+        check_seconds("timeout", timeout)
         return self._session().complete(text, rank, frame, timeout)
 
     def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
@@ -238,6 +238,7 @@ class RunDebugging:
         Raises:
             ValueError: There is no such rank.
         """
+        check_seconds("timeout", timeout)
         wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
         for rank in wanted:
             self.commands.hold_clock(rank)
@@ -252,6 +253,7 @@ class RunDebugging:
 
     def _release_paused(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
         """Let paused ranks continue; return the reply of each; None: all."""
+        check_seconds("timeout", timeout)
         said = self._session().resume(ranks, timeout)
         for rank in said:
             self.commands.release_clock(rank)
@@ -271,6 +273,7 @@ class RunDebugging:
             ValueError: There is no such rank.
             NotebookAccelerateError: debugpy is not installed there, or cannot listen.
         """
+        check_seconds("timeout", timeout)
         address = self._session().attach(rank, timeout)
         print(f"debugpy of rank {rank} listens on {address}")  # noqa: T201 - the answer to a command typed in a cell
         return address
@@ -330,6 +333,7 @@ class RunDebugging:
         Raises:
             ValueError: A rank is not stopped, or none is.
         """
+        check_seconds("timeout", timeout)
         stopped = self.commands.prompts.debugged()
         wanted = stopped if ranks is None else list(ranks)
         if not wanted or any(rank not in stopped for rank in wanted):

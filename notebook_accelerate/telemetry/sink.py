@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.channel import Channel, Stamped, encode
@@ -18,8 +18,9 @@ from notebook_accelerate.telemetry.events import DisplayEvent, DroppedEvent
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry.events import Event
 
+T = TypeVar("T")
 QUEUE_LIMIT = 50_000
-"""Events waiting to be sent before droppable ones are dropped."""
+"""Most events that wait to be sent; with more, every second droppable one of the older half is dropped."""
 
 
 class Sink:
@@ -39,14 +40,14 @@ class Sink:
         # that is called costs microseconds.
         self._queue: deque[tuple[float, Event]] = deque()
         self._dropped = 0
-        self._flush_lock = threading.Lock()
+        self._flush_lock, self._take_lock = threading.Lock(), threading.Lock()
         self._noted: set[str] = set()
         self.on_step: Callable[[], None] | None = None
         """Called at every step boundary, on the training thread, while a request waits for one."""
 
     def emit(self, event: Event) -> None:
         """Queue ``event``; never blocks."""
-        if len(self._queue) >= QUEUE_LIMIT and event.droppable:
+        if len(self._queue) >= QUEUE_LIMIT and event.droppable and not self._make_room():
             self._dropped += 1
             return
         self._queue.append((steady_time.now(), event))
@@ -57,6 +58,19 @@ class Sink:
         if on_step is not None:
             on_step()
 
+    def _make_room(self) -> bool:
+        """Thin the older half of the queue: the end of a curve is worth more. Return whether there is room now."""
+        if not self._take_lock.acquire(blocking=False):  # this may be a signal handler
+            return False
+        try:
+            old = [self._queue.popleft() for _ in range(min(QUEUE_LIMIT, len(self._queue)) // 2)]
+            kept = thin(old, lambda queued: drop_key(queued[1]))
+            self._queue.extendleft(reversed(kept))
+        finally:
+            self._take_lock.release()
+        self._dropped += len(old) - len(kept)
+        return len(self._queue) < QUEUE_LIMIT
+
     def flush(self) -> None:
         """Send what is queued, in order.
 
@@ -65,7 +79,9 @@ class Sink:
         """
         with self._flush_lock:
             self.urgent = False
-            batch = [self._within_bounds(*self._queue.popleft()) for _ in range(len(self._queue))]
+            with self._take_lock:
+                queued = [self._queue.popleft() for _ in range(len(self._queue))]
+            batch = [self._within_bounds(stamp, event) for stamp, event in queued]
             if self._dropped:
                 batch.append(Stamped(steady_time.now(), DroppedEvent(self._dropped)))
                 self._dropped = 0
@@ -122,6 +138,29 @@ class Sink:
         """Send everything that is queued, then ``event`` with copies of ``descriptors``."""
         self.flush()
         self.channel.send_bytes(encode([Stamped(steady_time.now(), event)]), descriptors)
+
+
+def drop_key(event: Event) -> Hashable | None:
+    """Return the key of similar events, every second one of which may be dropped; None: keep the event."""
+    if not event.droppable:
+        return None
+    values = getattr(event, "values", None)
+    return type(event), tuple(values) if isinstance(values, dict) else ()
+
+
+def thin(items: Iterable[T], key: Callable[[T], Hashable | None]) -> list[T]:
+    """Return the items without every second one of each key; all items with the key None stay."""
+    kept: list[T] = []
+    odd: set[Hashable] = set()
+    for item in items:
+        name = key(item)
+        if name is not None and name in odd:
+            odd.remove(name)
+            continue
+        if name is not None:
+            odd.add(name)
+        kept.append(item)
+    return kept
 
 
 def _left_out(message: Stamped) -> bytes:

@@ -101,7 +101,7 @@ class ControlClient:
 
     def stop(self, grace: float) -> None:
         """See ``RunCommands.stop``; a process that does not answer is killed after ``grace`` and some seconds."""
-        self._send(protocol.StopCommand(grace))
+        self._send(protocol.StopCommand(float(grace)))
         if self._process is not None and not self._stop_watched:
             self._stop_watched = True
             threading.Thread(

@@ -7,7 +7,8 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from notebook_accelerate.telemetry import (
 )
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
 from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.sink import drop_key, thin
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
@@ -49,9 +51,9 @@ SYNC_SECONDS = 10.0
 RETRY_SECONDS = 10.0
 """Seconds until the next try after an error of the disk."""
 MAX_WAITING = 300_000
-"""Events that wait for a slow disk; beyond, those that a full queue may drop are counted instead."""
+"""Most events that wait for a slow disk; with more, every second droppable one of the older half is dropped."""
 MAX_WAITING_CHARS = 64 << 20
-"""Characters of output that wait for a slow disk; beyond, output is counted instead."""
+"""Most characters of output that wait for a slow disk; with more, the oldest lines are dropped."""
 MAX_RESULT_BYTES = 64 << 20
 """Largest pickled result that is kept, in bytes, of a run whose kernel has it too."""
 MAX_DETACHED_RESULT_BYTES = 1 << 40
@@ -125,10 +127,6 @@ class RunWriter:
 
     def _on_records(self, records: Sequence[Record]) -> None:
         with self._lock:
-            if len(self._waiting) + len(records) > MAX_WAITING:
-                records = [record for record in records if not self._drop(record)]
-            elif self._waiting_chars > MAX_WAITING_CHARS:
-                records = [record for record in records if type(record.event) is not LogEvent or not self._drop(record)]
             self._waiting.extend(records)
             for record in records:
                 if type(record.event) is LogEvent:
@@ -136,11 +134,18 @@ class RunWriter:
                 self._run_events += isinstance(record.event, RunEvent)
                 if isinstance(record.event, RankReturned):
                     self._results[record.event.rank] = record.event.result
+            if len(self._waiting) > MAX_WAITING:
+                half = len(self._waiting) // 2
+                self._keep(thin(self._waiting[:half], _drop_key) + self._waiting[half:])
+            if self._waiting_chars > MAX_WAITING_CHARS:
+                self._keep(_without_old_lines(self._waiting, self._waiting_chars - MAX_WAITING_CHARS // 2))
 
-    def _drop(self, record: Record) -> bool:
-        if record.event.droppable:
-            self._dropped[record.rank] = self._dropped.get(record.rank, 0) + 1
-        return record.event.droppable
+    def _keep(self, kept: list[Record]) -> None:
+        """Let these records wait, of those that wait now, and count the others."""
+        for rank, count in (Counter(each.rank for each in self._waiting) - Counter(each.rank for each in kept)).items():
+            self._dropped[rank] = self._dropped.get(rank, 0) + count
+        self._waiting = kept
+        self._waiting_chars = sum(len(each.event.text) for each in kept if type(each.event) is LogEvent)
 
     def _end(self, run: Run) -> None:
         """Have everything written that was recorded; called before the waiting cell goes on."""
@@ -275,6 +280,22 @@ class RunWriter:
         if last:
             summary = summary_of(self._header, self._code, self._journal)
             write_file(self.folder / run_folder.SUMMARY_NAME, json.dumps(summary, indent=1).encode())
+
+
+def _drop_key(record: Record) -> Hashable | None:
+    key = drop_key(record.event)
+    return None if key is None else (record.rank, key)
+
+
+def _without_old_lines(records: Sequence[Record], excess: int) -> list[Record]:
+    """Return records without the oldest lines, which have ``excess`` characters."""
+    kept = []
+    for record in records:
+        if type(record.event) is LogEvent and excess > 0:
+            excess -= len(record.event.text)
+        else:
+            kept.append(record)
+    return kept
 
 
 def _worth_keeping(records: Sequence[Record]) -> list[Record]:

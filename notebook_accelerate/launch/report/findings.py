@@ -30,12 +30,21 @@ def findings(run: RunView) -> list[str]:
         if counted:
             own[info.rank] = own_seconds(run.store, info.rank) / counted
     _, slow = stragglers(own) if len(own) == len(run.ranks) else (set(), "")
-    return [text for text in (not_finite(run), slow, *latest_warnings(run)) if text]
+    return [text for text in (not_finite(run), slow, left_out(run), *latest_warnings(run)) if text]
 
 
 def latest_warnings(run: RunView) -> Sequence[str]:
     """Return the last warnings of a run."""
     return run.warnings[-MAX_WARNINGS:]
+
+
+def left_out(run: RunView) -> str:
+    """Return a sentence about the metrics and lines that the run has not kept; "" if it has all of them."""
+    lost = {rank: count for rank, count in list(run.store.dropped.items()) if count}
+    if not lost:
+        return ""
+    text = f"{sum(lost.values()):,} metrics and lines of {rank_names(sorted(lost))} are missing"
+    return f"{text}: there were too many of them, or they were not numbers. The newest were kept."
 
 
 def not_finite(run: RunView) -> str:

@@ -76,12 +76,31 @@ def test_output_that_waits_for_a_disk_is_bounded(tmp_path: Path, monkeypatch: py
     journal = Journal()
     writer = _writer(tmp_path, journal)
     for number in range(50):
-        journal.add([_log("x" * 100, number), Record(0, START + number, MetricEvent({"loss": 1.0}, number))])
+        text = f"{number:02} " + "x" * 97
+        journal.add([_log(text, number), Record(0, START + number, MetricEvent({"loss": 1.0}, number))])
     writer._write(last=False)
     opened = open_run(tmp_path)
-    assert 10 <= len(opened.logs(0)) <= 12
-    assert opened.store.dropped[0] == 50 - len(opened.logs(0))
+    lines = [int(line[:2]) for line in opened.logs(0)]
+    assert 5 <= len(lines) <= 10
+    assert lines == list(range(50))[-len(lines) :], "the newest stay"
+    assert opened.store.dropped[0] == 50 - len(lines)
     assert len(opened.metrics["loss"].steps) == 50, "only output is left out"
+
+
+def test_of_many_points_that_wait_for_a_disk_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_writer, "MAX_WAITING", 400)
+    journal = Journal()
+    writer = _writer(tmp_path, journal)
+    for step in range(1000):
+        journal.add([Record(rank, START + step, MetricEvent({"loss": 1.0}, step)) for rank in (0, 1)])
+    writer._write(last=False)
+    opened = open_run(tmp_path)
+    for rank in (0, 1):
+        steps = opened.metrics["loss"].rank(rank).steps.tolist()
+        assert steps[0] == 0
+        assert steps[-50:] == list(range(950, 1000))
+        assert opened.store.dropped[rank] == 1000 - len(steps) > 0
+    assert "1,632 metrics and lines of rank" in str(opened.report())
 
 
 def test_the_end_of_a_detached_run_waits_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import notebook_accelerate
 from notebook_accelerate import (
     LaunchConfig,
+    RayCluster,
     Run,
     RunNotFinishedError,
     RunStoppedError,
@@ -28,6 +30,7 @@ from notebook_accelerate import (
     telemetry,
 )
 from notebook_accelerate.telemetry import MetricEvent, ProgressEvent
+from tests.support.runs import plan_run
 
 
 def _launch(function: Any, *args: Any, **options: Any) -> Run:
@@ -98,6 +101,84 @@ def test_wait_answers_a_negative_and_a_zero_timeout_at_once() -> None:
         run.stop(grace=0)
     with pytest.raises(ValueError, match="grace=-1"):
         run.stop(grace=-1)
+
+
+NUMBERS = {
+    "stop": lambda run, value: run.stop(grace=value),
+    "request_stop": lambda run, value: run.request_stop(grace=value),
+    "wait": lambda run, value: run.wait(timeout=value),
+    "resume": lambda run, value: run.resume([0], timeout=value),
+    "logs": lambda run, value: run.logs(tail=value),
+    "sample": lambda run, value: run.sample(seconds=value),
+    "sample rate": lambda run, value: run.sample(rate=value),
+    "profile": lambda run, value: run.profile(steps=value),
+    "profile seconds": lambda run, value: run.profile(seconds=value),
+    "memory": lambda run, value: run.memory(seconds=value),
+    "ask": lambda run, value: run.ask("1", timeout=value),
+    "complete": lambda run, value: run.complete("x", timeout=value),
+    "pause": lambda run, value: run.pause(timeout=value),
+    "attach": lambda run, value: run.attach(timeout=value),
+    "cast": lambda run, value: run.cast("p 1", timeout=value),
+    "timeout": lambda run, value: run.config.changed(timeout=value),
+    "hang_timeout": lambda run, value: run.config.changed(hang_timeout=value),
+    "monitor_interval": lambda run, value: run.config.changed(monitor_interval=value),
+    "join_timeout": lambda run, value: run.config.changed(rdzv_conf={"join_timeout": value}),
+    "keep_alive_interval": lambda run, value: run.config.changed(rdzv_conf={"keep_alive_interval": value}),
+    "max_restarts": lambda run, value: run.config.changed(max_restarts=value),
+    "num_nodes": lambda run, value: run.config.changed(num_nodes=value),
+    "cpus": lambda _, value: RayCluster(cpus=value),
+    "start_timeout": lambda _, value: RayCluster(start_timeout=value),
+}
+"""What a user passes a number to."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), -float("inf"), 10**400, 10**5000, True, "soon", [1]],
+    ids=["nan", "inf", "-inf", "400 digits", "5000 digits", "bool", "text", "list"],
+)
+@pytest.mark.parametrize("call", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_that_no_wait_accepts_is_refused(call: Callable[[Run, Any], object], value: Any) -> None:
+    run = plan_run()
+    if type(value) is int and call in (NUMBERS["max_restarts"], NUMBERS["num_nodes"], NUMBERS["logs"]):
+        pytest.skip("a count has no limit")
+    with pytest.raises(ValueError, match=r"is not allowed; pass (a|seconds|samples)") as refused:
+        call(run, value)
+    assert len(str(refused.value)) < 300
+    assert run.status == "starting"
+
+
+@pytest.mark.parametrize("grace", [10**400, float("nan"), float("inf")], ids=["400 digits", "nan", "inf"])
+def test_a_refused_stop_leaves_the_run_alone(grace: float) -> None:
+    run = _launch(_sleep_long, block=False)
+    try:
+        with pytest.raises(ValueError, match="grace="):
+            run.stop(grace=grace)
+        time.sleep(0.5)
+        assert run.ended is None
+    finally:
+        run.stop(grace=1)
+    assert run.status == "stopped"
+
+
+POINTS = 120_000
+
+
+def _log_at_full_speed() -> int:
+    for step in range(POINTS):
+        telemetry.emit(MetricEvent({"loss": 1.0 / (step + 1)}, step))
+    return _rank()
+
+
+def test_ranks_that_log_at_full_speed_keep_the_end_of_their_curves() -> None:
+    run = _launch(_log_at_full_speed)
+    assert run.results == (0, 1)
+    for rank in (0, 1):
+        steps = run.metrics["loss"].rank(rank).steps
+        assert steps[0] == 0
+        assert steps[-1] == POINTS - 1
+    lost = sum(run.store.dropped.values())
+    assert not lost or f"{lost:,} metrics and lines of" in str(run.report())
 
 
 def test_many_threads_may_wait_and_stop() -> None:

@@ -56,15 +56,24 @@ def test_a_full_queue_drops_what_may_be_dropped_and_says_how_many(pair: tuple[Ch
     import threading
 
     kernel, sink = pair
-    for step in range(QUEUE_LIMIT + 7):
-        sink.emit(MetricEvent({}, step))
     sink.emit(StatusEvent("never dropped"))
+    for step in range(2 * QUEUE_LIMIT):
+        sink.emit(MetricEvent({"a": 1.0} if step % 2 else {"b": 1.0}, step))
+    sink.emit(StatusEvent("never dropped"))
+    lost = 2 * QUEUE_LIMIT + 2 - len(sink._queue)
+    assert 0 < lost < 2 * QUEUE_LIMIT
     sender = threading.Thread(target=sink.flush)
     sender.start()
-    found = _take(kernel, QUEUE_LIMIT + 2)
+    found = _take(kernel, 2 * QUEUE_LIMIT + 3 - lost)
     sender.join()
-    assert found[-2:] == [StatusEvent("never dropped"), DroppedEvent(7)]
-    assert len(found) == QUEUE_LIMIT + 2
+    assert [found[0], *found[-2:]] == [StatusEvent("never dropped"), StatusEvent("never dropped"), DroppedEvent(lost)]
+    steps = [event.step for event in found if isinstance(event, MetricEvent)]
+    assert steps == sorted(set(steps))
+    assert steps[-QUEUE_LIMIT // 4 :] == list(range(2 * QUEUE_LIMIT))[-QUEUE_LIMIT // 4 :], "the end has every point"
+    assert steps[:2] == [0, 1], "the beginning is thinned, and stays"
+    older = [step for step in steps if step < QUEUE_LIMIT]
+    assert len(older) > 1000
+    assert abs(sum(step % 2 for step in older) - len(older) / 2) < len(older) / 10, "both metrics are thinned alike"
     sink.flush()
     assert kernel.receive(0.02) == []  # told once
 
