@@ -184,6 +184,7 @@ class Accelerator(AcceleratorProperties):
         self._checks = SanityFacts(
             several=self.state.num_processes > 1 and self.strategy.checkpoint_layout == "whole",
             compiled=self.state.dynamo_plugin is not None and self.state.dynamo_plugin.backend != DynamoBackend.NO,
+            gradient_state=self.gradient_state,
         )
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
@@ -805,7 +806,7 @@ class Accelerator(AcceleratorProperties):
             log_kwargs: Additional arguments by tracker name.
 
         Raises:
-            ValueError: `values` is not a dict, a name is not a text, or no tracker can record a value.
+            ValueError: `values` is not a dict. Values that a tracker cannot record are left out, with a warning.
         """
         tracking.log(self, values, step, log_kwargs)
 

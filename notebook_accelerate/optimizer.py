@@ -201,6 +201,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if callable(switch):
             switch()
 
+    def __getattr__(self, name: str) -> Any:
+        # The rest is the wrapped optimizer's: hooks are registered there and run in real steps only.
+        if name == "optimizer" or name.startswith("__"):  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 

@@ -30,7 +30,7 @@ class AcceleratedScheduler:
     def __init__(
         self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
     ) -> None:
-        self.scheduler = scheduler
+        self.scheduler: Any = scheduler
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
@@ -69,6 +69,17 @@ class AcceleratedScheduler:
             # OneCycleLR raises after its last step, which padded last batches would exceed.
             if total is None or scheduler_steps(self.scheduler) <= total:
                 self.scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # The rest is the wrapped scheduler's: total_steps, base_lrs, last_epoch, its optimizer, ...
+        if name == "scheduler" or name.startswith("__"):  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("scheduler")
+        own = name in self.__dict__ or hasattr(type(self), name) or not hasattr(inner, name)
+        object.__setattr__(self if own else inner, name, value)
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rates in use, one per parameter group."""

@@ -39,8 +39,8 @@ class SanityChecks:
 
     def __init__(self, world: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._world, self._clock = world, clock
-        self._facts: dict[tuple[str, int], dict[int, list[float]]] = {}
-        self._models: dict[int, deque[list[float]]] = {}
+        self._facts: dict[tuple[str, int], dict[int, deque[list[float]]]] = {}
+        self._first_batch: dict[int, list[float]] = {}
         self._numbers: dict[str, dict[int, tuple[int, float]]] = {}
         self._since: dict[str, float] = {}
         self._behind: dict[int, float] = {}
@@ -54,13 +54,10 @@ class SanityChecks:
             self._numbers.setdefault(event.check, {})[rank] = (event.key, event.values[0])
             self._since.setdefault(event.check, self._clock())
             return []
-        if event.check == "parameters" and not event.key:
-            return self._model(rank, event.values)
-        rows = self._facts.setdefault((event.check, event.key), {})
-        rows[rank] = event.values
-        if len(rows) < self._world or self._world < 2:
+        rows = self._of_all_ranks(rank, event)
+        if rows is None:
             return []
-        return self._parameters(event.key, rows) if event.check == "parameters" else self._batch(event.key)
+        return self._parameters(event.key, rows) if event.check == "parameters" else self._batch(event.key, rows)
 
     def beat(self, steps: Mapping[int, int]) -> list[str]:
         """Return the warnings that depend on time; call it regularly.
@@ -81,12 +78,16 @@ class SanityChecks:
         self._warned.add(name)
         return [text]
 
-    def _model(self, rank: int, values: list[float]) -> list[str]:
-        """Compare a prepared model with those of the other ranks, which may not have prepared theirs yet."""
-        self._models.setdefault(rank, deque()).append(values)
-        if self._world < 2 or len(self._models) < self._world or not all(self._models.values()):
-            return []
-        return self._parameters(0, {each: waiting.popleft() for each, waiting in self._models.items()})
+    def _of_all_ranks(self, rank: int, event: CheckEvent) -> dict[int, list[float]] | None:
+        """Return the same fact of all ranks once the last one has sent it; None before.
+
+        A rank sends the same fact again for another model or Accelerator, maybe before the others have sent the first.
+        """
+        waiting = self._facts.setdefault((event.check, event.key), {})
+        waiting.setdefault(rank, deque()).append(event.values)
+        if self._world < 2 or len(waiting) < self._world or not all(waiting.values()):
+            return None
+        return {each: values.popleft() for each, values in waiting.items()}
 
     def _parameters(self, step: int, rows: Mapping[int, list[float]]) -> list[str]:
         first = rows[min(rows)]
@@ -102,11 +103,11 @@ class SanityChecks:
         fix = "ranks train apart: model = accelerator.prepare(model), and accelerator.backward(loss)"
         return self._once("parameters", f"{who} after optimizer step {step}; {fix}")
 
-    def _batch(self, number: int) -> list[str]:
-        if number != CONFIRMED_BATCH:
-            return []
-        batches = [self._facts.get(("batch", key), {}) for key in range(1, CONFIRMED_BATCH + 1)]
-        if any(len(rows) < self._world or not _all_equal(list(rows.values())) for rows in batches):
+    def _batch(self, number: int, rows: dict[int, list[float]]) -> list[str]:
+        if number == 1:
+            self._first_batch = rows
+        batches = [self._first_batch, rows]
+        if number != CONFIRMED_BATCH or not all(each and _all_equal(list(each.values())) for each in batches):
             return []
         first, second = (next(iter(rows.values())) for rows in batches)
         if first == second or len(set(first[1:])) < 2:  # constant: generated, or one batch on purpose

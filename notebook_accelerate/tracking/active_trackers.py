@@ -10,8 +10,8 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.telemetry import step_sources
 from notebook_accelerate.telemetry.events import MetricEvent
 from notebook_accelerate.tracking.live_tracker import LiveTracker
-from notebook_accelerate.tracking.loggable_values import LogValueError, check_names, classify
-from notebook_accelerate.tracking.tracker import GeneralTracker
+from notebook_accelerate.tracking.loggable_values import LogValueError, with_text_names
+from notebook_accelerate.tracking.tracker import BlankTracker, GeneralTracker
 from notebook_accelerate.tracking.tracker_table import find_row, known_trackers
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def log(
         log_kwargs: Arguments of trackers, by name.
 
     Raises:
-        LogValueError: No tracker can record a value, or a name is not a text.
+        LogValueError: `values` is not a dictionary.
     """
     if (
         type(values) is dict
@@ -107,12 +107,7 @@ def log(
         raise LogValueError(
             f'log() takes a dictionary, but got {type(values).__name__}; pass one: accelerator.log({{"loss": 0.5}})'
         )
-    plain = dict(values)
-    check_names(plain)
-    if not accelerator.log_with:  # a vendor's tracker might accept the value
-        for name, value in plain.items():
-            if value is None or hasattr(value, "shape"):  # other objects may be a vendor's images and tables
-                classify(name, value)
+    plain = with_text_names(values)
     _live.log(plain, step=step)
     with step_sources.reported():
         for tracker in accelerator.trackers:
@@ -150,7 +145,7 @@ def get_tracker(accelerator: HasTrackers, name: str, unwrap: bool = False) -> An
             return tracker.tracker if unwrap else tracker
     requested = [str(getattr(item, "name", item)) for item in accelerator.log_with]
     if not accelerator.trackers or name in requested:
-        return GeneralTracker(_blank=True)
+        return BlankTracker(name)
     raise ValueError(
         f"{name} is not an available tracker stored inside the `Accelerator`. It has {', '.join(requested)}; add it: "
         f'Accelerator(log_with=["{name}", ...]).'
@@ -158,15 +153,12 @@ def get_tracker(accelerator: HasTrackers, name: str, unwrap: bool = False) -> An
 
 
 def _call_tracker(name: str, method: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a tracker; its errors become one warning per method, except for what the caller must correct.
+    """Call a tracker; its errors become one warning per method.
 
-    These are values that cannot be logged, and arguments that a tracker does not take when it starts: nothing is
-    trained yet then, and every start would fail.
+    Arguments that it does not take when it starts are raised: nothing is trained yet, and every start would fail.
     """
     try:
         return call(*args, **kwargs)
-    except LogValueError:
-        raise
     except Exception as error:  # no failure of a tracker may stop the training
         if method == "start" and isinstance(error, TypeError):
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.loggable_values import numbers_only
+from notebook_accelerate.tracking.loggable_values import scalars
 from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 _SPLITS = ("eval", "test", "train")
@@ -59,7 +59,7 @@ class ClearMLTracker(VendorTracker):
             step: The step; without one, a number is recorded as the task's single value of that name.
             kwargs: Arguments of `report_scalar` or `report_single_value`.
         """
-        numbers = numbers_only(values, "ClearML")
+        numbers = scalars(values, "ClearML", texts=False)
         logger = self.tracker.get_logger()
         for name, value in numbers.items():
             if step is None:

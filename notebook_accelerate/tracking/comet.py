@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.loggable_values import classify
+from notebook_accelerate.tracking.loggable_values import by_kind
 from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 
@@ -47,10 +47,9 @@ class CometMLTracker(VendorTracker):
             step: The step.
             kwargs: Arguments of `log_metric`, `log_other` or `log_metrics`.
         """
-        plain = {name: classify(name, value) for name, value in values.items()}
         if step is not None:
             self.tracker.set_step(step)
-        for name, (kind, value) in plain.items():
+        for name, (kind, value) in by_kind(values, "Comet").items():
             if kind == "number":
                 self.tracker.log_metric(name, value, step=step, **kwargs)
             elif kind == "text":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.loggable_values import scalars_only
+from notebook_accelerate.tracking.loggable_values import scalars
 from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 
@@ -54,9 +54,9 @@ class DVCLiveTracker(VendorTracker):
             step: The step; None means the one after the last.
             kwargs: Arguments of `log_metric`.
         """
-        scalars = scalars_only(values, "DVCLive")
+        recorded = scalars(values, "DVCLive", texts=True)
         if step is not None:
             self.tracker.step = step
-        for name, value in scalars.items():
+        for name, value in recorded.items():
             self.tracker.log_metric(name, value, **kwargs)
         self.tracker.next_step()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from notebook_accelerate import telemetry
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.telemetry.events import MetricEvent
-from notebook_accelerate.tracking.loggable_values import check_names, number_of
+from notebook_accelerate.tracking.loggable_values import number_of, with_text_names
 from notebook_accelerate.tracking.tracker import GeneralTracker
 
 
@@ -30,15 +30,11 @@ class LiveTracker(GeneralTracker):
             values: The values by name. Texts and media are for the other trackers.
             step: The step.
             kwargs: Not used.
-
-        Raises:
-            LogValueError: A name is not a text.
         """
-        check_names(values)
         if telemetry.current_sink() is None:
             return
         numbers: dict[str, float] = {}
-        for name, value in values.items():
+        for name, value in with_text_names(values).items():
             if isinstance(value, dict):
                 parts = {f"{name}/{key}": _float_of(item) for key, item in value.items()}
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from notebook_accelerate.state.warn_once import warn_once
@@ -11,17 +11,24 @@ Kind = Literal["number", "text", "numbers"]
 
 
 class LogValueError(ValueError):
-    """A value cannot be logged. The caller's mistake: it is raised, unlike a failure of a tracker."""
+    """The argument of `log` is not a dictionary. Values that a tracker does not record are left out instead."""
 
 
-def check_names(values: Mapping[Any, Any]) -> None:
-    """Raise ``LogValueError`` if a name is not a text: no tracker, and no panel, can show such a metric."""
+def with_text_names(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return values by names that are texts; another name is converted, with one warning.
+
+    Args:
+        values: The logged values.
+    """
+    if all(isinstance(name, str) for name in values):
+        return dict(values)
     for name in values:
         if not isinstance(name, str):
-            raise LogValueError(
-                f"log() got the name {name!r} ({type(name).__name__}); names are texts: "
-                f'accelerator.log({{"{_as_text(name)}": ...}})'
+            warn_once(
+                f"log() got the name {name!r} ({type(name).__name__}), which is recorded as {_as_text(name)!r}; names "
+                f'are texts: accelerator.log({{"{_as_text(name)}": ...}})'
             )
+    return {name if isinstance(name, str) else _as_text(name): value for name, value in values.items()}
 
 
 def _as_text(name: object) -> str:
@@ -50,19 +57,36 @@ def number_of(value: Any) -> float | int | None:
     return found if isinstance(found, (int, float)) else None
 
 
-def classify(name: str, value: Any) -> tuple[Kind, Any]:
-    """Return whether a value is a number, a text, or a dictionary of numbers.
+def by_kind(
+    values: Mapping[str, Any], tracker: str, kinds: Sequence[Kind] = ("number", "text", "numbers")
+) -> dict[str, tuple[Kind, Any]]:
+    """Return the values that a tracker records, each with its kind; others are left out, with one warning each.
 
     Args:
-        name: Its name, for the error.
-        value: The value.
+        values: The logged values.
+        tracker: Name of the vendor, for the warning.
+        kinds: The kinds of values that it records.
 
     Returns:
-        The kind, and the value as plain Python.
-
-    Raises:
-        LogValueError: It is none of them.
+        The kind, and the value as plain Python, by name.
     """
+    found: dict[str, tuple[Kind, Any]] = {}
+    for name, value in values.items():
+        recorded = _classified(value)
+        if recorded is not None and recorded[0] in kinds:
+            found[name] = recorded
+            continue
+        shape = getattr(value, "shape", None)
+        what = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+        warn_once(
+            f"{tracker} records numbers{' and texts' if 'text' in kinds else ''}: {name!r} ({what}) is left out; write "
+            f'accelerator.log({{"{name}": {name.rpartition("/")[2]}.mean().item()}}) to record the mean of a tensor'
+        )
+    return found
+
+
+def _classified(value: Any) -> tuple[Kind, Any] | None:
+    """Return the kind of a value, and the value as plain Python; None for others."""
     if (number := number_of(value)) is not None:
         return "number", number
     if isinstance(value, str):
@@ -71,54 +95,21 @@ def classify(name: str, value: Any) -> tuple[Kind, Any]:
         numbers = {str(key): number_of(item) for key, item in value.items()}
         if None not in numbers.values():
             return "numbers", numbers
-    shape = getattr(value, "shape", None)
-    kind = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
-    raise LogValueError(
-        f"log() got {name!r} = {kind}. It takes numbers (also tensors of one element), texts, dictionaries of numbers: "
-        f'accelerator.log({{"{name}": {name.rpartition("/")[2]}.mean().item()}}).'
-    )
+    return None
 
 
-def numbers_only(values: Mapping[str, Any], tracker: str) -> dict[str, float | int]:
-    """Return the numbers among values, dictionaries of numbers as ``name/key``; texts are left out with one warning.
+def scalars(values: Mapping[str, Any], tracker: str, texts: bool) -> dict[str, Any]:
+    """Return the numbers among values, dictionaries of numbers as ``name/key``; others are left out, with a warning.
 
     Args:
         values: The logged values.
         tracker: Name of the vendor, for the warning.
-
-    Raises:
-        LogValueError: A value is neither number nor text.
+        texts: Whether it records texts, too.
     """
-    found: dict[str, float | int] = {}
-    for name, value in values.items():
-        kind, plain = classify(name, value)
-        if kind == "number":
-            found[name] = plain
-        elif kind == "numbers":
-            found.update({f"{name}/{key}": item for key, item in plain.items()})
-        else:
-            warn_once(f"{tracker} records numbers: the text {name!r} is left out.")
-    return found
-
-
-def scalars_only(values: Mapping[str, Any], tracker: str) -> dict[str, float | int | str]:
-    """Return the numbers and texts among values, dictionaries of numbers as ``name/key``; others cause one warning.
-
-    Args:
-        values: The logged values.
-        tracker: Name of the vendor, for the warning.
-    """
-    found: dict[str, float | int | str] = {}
-    for name, value in values.items():
-        try:
-            kind, plain = classify(name, value)
-        except LogValueError:
-            warn_once(f"{tracker} records numbers and texts: {name!r} ({type(value).__name__}) is left out.")
-            continue
-        if kind == "numbers":
-            found.update({f"{name}/{key}": item for key, item in plain.items()})
-        else:
-            found[name] = plain
+    found: dict[str, Any] = {}
+    kinds: Sequence[Kind] = ("number", "text", "numbers") if texts else ("number", "numbers")
+    for name, (kind, plain) in by_kind(values, tracker, kinds).items():
+        found.update({f"{name}/{key}": item for key, item in plain.items()} if kind == "numbers" else {name: plain})
     return found
 
 

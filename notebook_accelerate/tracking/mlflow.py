@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.tracking.loggable_values import numbers_only
+from notebook_accelerate.tracking.loggable_values import scalars
 from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 # Limits of MLflow's own server, per value and per call.
@@ -100,7 +100,7 @@ class MLflowTracker(VendorTracker):
         """
         import mlflow
 
-        metrics = numbers_only(values, "MLflow")
+        metrics = scalars(values, "MLflow", texts=False)
         mlflow.log_metrics(metrics, **{"step": step, "run_id": self.tracker.info.run_id, **kwargs})
 
     @on_main_process

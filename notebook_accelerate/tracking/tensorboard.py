@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.loggable_values import classify
+from notebook_accelerate.tracking.loggable_values import by_kind
 from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 
@@ -46,7 +46,8 @@ class TensorBoardTracker(VendorTracker):
             values: Numbers, texts and flags by name; others are recorded as text.
         """
         plain = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()
+            str(name): value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in values.items()
         }
         self.tracker.add_hparams(plain, metric_dict={})
         self.tracker.flush()
@@ -70,7 +71,7 @@ class TensorBoardTracker(VendorTracker):
             "text": self.tracker.add_text,
             "numbers": self.tracker.add_scalars,
         }
-        for name, (kind, value) in {name: classify(name, value) for name, value in values.items()}.items():
+        for name, (kind, value) in by_kind(values, "TensorBoard").items():
             writers[kind](name, value, global_step=step, **kwargs)
         self.tracker.flush()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -85,6 +85,46 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """Close the run; called by `Accelerator.end_training`."""
+
+
+class BlankTracker(GeneralTracker):
+    """Does nothing, whatever is called, read or assigned: the tracker of ranks on which no tracker was started.
+
+    Code that logs images with `accelerator.get_tracker("wandb", unwrap=True)` runs on every rank.
+
+    Args:
+        name: The name that was asked for.
+    """
+
+    requires_logging_directory: ClassVar[bool] = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_blank=True)
+        self.name = name  # type: ignore[misc]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols such as copying ask for these
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Do nothing, and return this object."""
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class VendorTracker(GeneralTracker):

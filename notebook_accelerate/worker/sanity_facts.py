@@ -51,10 +51,11 @@ class SanityFacts:
     Args:
         several: Whether there are other ranks, each with the complete model.
         compiled: Whether models are compiled.
+        gradient_state: Its `in_dataloader` says whether a prepared loader, which divides the data, is being read.
     """
 
-    def __init__(self, *, several: bool, compiled: bool = False) -> None:
-        self._compiled = compiled
+    def __init__(self, *, several: bool, compiled: bool = False, gradient_state: Any = None) -> None:
+        self._compiled, self._gradient_state = compiled, gradient_state
         self.active = several and telemetry.current_sink() is not None
         self._seen: set[int] = set()
         self._optimizers: list[Any] = []
@@ -102,7 +103,7 @@ class SanityFacts:
         self._parameters.update(map(id, model.parameters()))
         _send("parameters", 0, fingerprint(model.parameters()))
         if not self._compiled and not isinstance(model, torch.jit.ScriptModule):  # a hook would be compiled with it
-            counter = _BatchCounter()
+            counter = _BatchCounter(self._gradient_state)
             counter.handle = model.register_forward_pre_hook(counter, with_kwargs=True)
 
     def _prepared_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -234,10 +235,14 @@ class _DeviceReadings:
 
 
 class _BatchCounter:
-    """A hook on a prepared model that sends its first batches in training and then removes itself."""
+    """A hook on a prepared model that sends its first batches in training and then removes itself.
 
-    def __init__(self) -> None:
-        self._count = 0
+    Args:
+        gradient_state: See `SanityFacts`. While a prepared loader is read, models may be given equal noise everywhere.
+    """
+
+    def __init__(self, gradient_state: Any) -> None:
+        self._count, self._gradient_state = 0, gradient_state
         self.handle: Any = None
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -245,7 +250,8 @@ class _BatchCounter:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._count += 1
-        given = (*args, *kwargs.values())
+        divided = self._gradient_state is not None and self._gradient_state.in_dataloader
+        given = () if divided else (*args, *kwargs.values())
         _send("batch", self._count, fingerprint(item for item in given if isinstance(item, torch.Tensor)))
         if self._count == BATCHES:
             self.handle.remove()

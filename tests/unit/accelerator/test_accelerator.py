@@ -52,6 +52,43 @@ def dtypes_of(accelerator: Accelerator) -> list[torch.dtype]:
     return found
 
 
+class TestWrappers:
+    """Prepared optimizers and schedulers pass on what the wrapped ones have."""
+
+    def test_hooks_of_an_optimizer_run_in_real_steps(self) -> None:
+        accelerator, model, optimizer, batches, _ = parts(gradient_accumulation_steps=2)
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        optimizer.register_state_dict_post_hook(lambda *_: calls.append("state"))
+        for (batch,) in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert calls == ["before", "after"] * 3
+        optimizer.state_dict()
+        assert calls[-1] == "state"
+
+    def test_attributes_of_an_optimizer(self) -> None:
+        _, _, optimizer, _, _ = parts()
+        optimizer.optimizer.mode = "mine"
+        assert optimizer.mode == "mine"
+        assert copy.deepcopy(optimizer).mode == "mine"
+        with pytest.raises(AttributeError, match="nonsense"):
+            optimizer.nonsense  # noqa: B018 - the access is the test
+
+    def test_attributes_of_a_scheduler_are_read_and_set(self) -> None:
+        _, _, _, _, scheduler = parts()
+        assert (scheduler.step_size, scheduler.last_epoch, scheduler.base_lrs) == (1, 0, [0.1])
+        scheduler.gamma = 0.25
+        assert scheduler.scheduler.gamma == 0.25
+        scheduler.step_with_optimizer = False
+        assert "step_with_optimizer" not in vars(scheduler.scheduler)
+        assert pickle.loads(pickle.dumps(scheduler)).gamma == 0.25
+        assert not hasattr(scheduler, "total_steps")
+
+
 class TestSettings:
     def test_defaults(self) -> None:
         accelerator = Accelerator(cpu=True)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from notebook_accelerate import Accelerator, AutocastKwargs
-from notebook_accelerate.tracking import LogValueError
 from notebook_accelerate.utils import RNGType
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -60,8 +59,6 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda a: a.clip_grad_norm_(nn.Linear(2, 2), 1.0), r"got Linear: write .*model\.parameters\(\)"),
     (lambda a: a.clip_grad_value_(nn.Linear(2, 2), 1.0), r"got Linear: write .*model\.parameters\(\)"),
     (lambda a: a.register_save_state_pre_hook(3), r"a hook must be callable; got int \(3\): pass a function"),
-    (lambda a: a.log({"loss": torch.ones(3)}), r"log\(\) got 'loss' = Tensor of shape \(3,\)"),
-    (lambda a: a.log({"loss": None}), r"log\(\) got 'loss' = NoneType"),
 ]
 
 
@@ -99,5 +96,4 @@ def test_texts_and_single_numbers_may_be_logged() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.log({"loss": torch.ones(1), "note": "warm-up", "parts": {"a": 1, "b": 2.0}, "flag": True})
     accelerator.log({"picture": object()})  # what a tracker that is left out now would take
-    with pytest.raises(LogValueError, match="'weights'"):
-        accelerator.log({"weights": torch.ones(2)})
+    accelerator.log({"weights": torch.ones(2), "nothing": None})

@@ -78,6 +78,17 @@ def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None
     assert warning.startswith("parameters of rank 1 differ from those of rank 0 after prepare; ")
 
 
+def test_a_rank_may_train_several_models_before_another_trains_one() -> None:
+    """An Accelerator for each fold: rank 0 has reached the second fold when rank 1 ends the first step of the first."""
+    found = SanityChecks(2)
+    for fold in (1.0, 2.0, 3.0):
+        assert found.note(0, CheckEvent("parameters", 1, [4.0, fold])) == []
+    for fold in (1.0, 2.0):
+        assert found.note(1, CheckEvent("parameters", 1, [4.0, fold])) == []
+    [warning] = found.note(1, CheckEvent("parameters", 1, [4.0, 3.5]))
+    assert "after optimizer step 1; ranks train apart" in warning
+
+
 def test_equal_data_is_reported_after_two_batches() -> None:
     found = SanityChecks(2)
     assert _send(found, "batch", 1, [2.0, 1.0, 2.0], [2.0, 1.0, 2.0]) == []
@@ -238,6 +249,22 @@ def test_the_first_two_training_batches_are_sent_and_the_hook_is_removed(sink: R
     for value in range(4):
         model(torch.full((2, 3), float(value)))
     assert sink.facts("batch") == [(1, [6.0, *[0.0] * 6]), (2, [6.0, *[1.0] * 6])]
+    assert not model._forward_pre_hooks
+
+
+class Reading:
+    """Stands for the state of an Accelerator whose prepared loader is being read."""
+
+    in_dataloader = True
+
+
+def test_batches_beside_a_prepared_loader_are_not_compared(sink: RecordingSink) -> None:
+    """The generator of a GAN is given noise, which is the same on ranks with the same seed."""
+    model = torch.nn.Linear(2, 1)
+    SanityFacts(several=True, gradient_state=Reading()).prepared([model], [], [])
+    for _ in range(3):
+        model(torch.randn(4, 2))
+    assert [event.check for event in sink.events if isinstance(event, CheckEvent)] == ["parameters"]
     assert not model._forward_pre_hooks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from notebook_accelerate import Accelerator, telemetry, tracking
 from notebook_accelerate.config.enums import LoggerType
 from notebook_accelerate.telemetry.events import Event, MetricEvent
-from notebook_accelerate.tracking import GeneralTracker, LogValueError, on_main_process, tracker_table
+from notebook_accelerate.tracking import GeneralTracker, on_main_process, tracker_table
 
 
 class Memory(GeneralTracker):
@@ -259,18 +260,55 @@ def test_a_launched_run_gets_the_numbers(channel: Channel) -> None:
     assert channel.events[2:] == [MetricEvent({"loss": 1.0}, None)]
 
 
-@pytest.mark.parametrize("value", [object(), None, torch.ones(2), [1, 2], {"a": "x"}])
-def test_values_that_cannot_be_logged_raise(value: Any) -> None:
-    from notebook_accelerate.tracking.loggable_values import numbers_only
+@pytest.mark.parametrize("texts", [True, False])
+@pytest.mark.parametrize(
+    "value", [object(), None, torch.ones(2), torch.empty(0), [1, 2], {"a": "x"}, {"a": {"b": 1}}, 1j, b"x", range(2)]
+)
+def test_values_that_a_tracker_does_not_record_are_left_out(value: Any, texts: bool) -> None:
+    from notebook_accelerate.tracking.loggable_values import scalars
 
     class Numbers(Memory):
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            numbers_only(values, "Numbers")
+            super().log(scalars(values, "Numbers", texts), step, **kwargs)
 
-    accelerator = Accelerator(cpu=True, log_with=Numbers())
+    memory = Numbers()
+    accelerator = Accelerator(cpu=True, log_with=memory)
     accelerator.init_trackers("p")
-    with pytest.raises(LogValueError, match=r"log\(\) got 'train/loss' = .*loss\.mean\(\)\.item\(\)"):
-        accelerator.log({"train/loss": value})
+    with pytest.warns(UserWarning, match=r"Numbers records numbers.*'train/odd' \(.*loss|'train/odd' .*mean\(\)\.item"):
+        accelerator.log({"train/odd": value, "loss": 1.0, "parts": {"a": 2}})
+    assert memory.calls[-1][1:2] == ({"loss": 1.0, "parts/a": 2},)
+
+
+def test_tensorboard_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("run", config={"lr": 0.1, 3: "a number as a name", "layers": {1: 2}})  # type: ignore[dict-item]
+    with pytest.warns(UserWarning, match=r"TensorBoard records numbers and texts: 'odd' \(NoneType\) is left out"):
+        accelerator.log({"loss": 1.0, "odd": None}, step=0)
+    with pytest.warns(UserWarning, match=r"the name 5 \(int\), which is recorded as '5'"):
+        accelerator.log({5: 2.0}, step=1)  # type: ignore[dict-item]
+    accelerator.end_training()
+    written = EventAccumulator(str(tmp_path / "run"))
+    written.Reload()
+    assert written.Tags()["scalars"] == ["loss", "5"]
+    assert "'3': a number as a name" in next(tmp_path.glob("**/hparams.yml")).read_text()
+
+
+def test_the_tracker_of_ranks_without_one_does_nothing() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Memory())  # not started, as on ranks other than 0
+    tracker = accelerator.get_tracker("memory")
+    assert isinstance(tracker, GeneralTracker)
+    assert tracker.name == "memory"
+    tracker.log({"a": 1}, step=1)
+    tracker.log_images({"a": torch.ones(1)}, step=1)  # type: ignore[attr-defined]
+    run = accelerator.get_tracker("memory", unwrap=True)
+    run.config.update({"a": 1})
+    run.summary["best"] = 1.0
+    with run.section("x") as section:
+        assert list(section["y"]) == []
+    assert copy.copy(run).name == "memory"
 
 
 def test_the_config_may_be_none_and_trackers_can_restart() -> None:
