@@ -10,7 +10,7 @@ import torch
 
 
 def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
-    """List groups of names whose tensors are the same view of the same memory, each group in alphabetical order.
+    """List groups of names whose tensors are the same view of the same memory, names in the order of the state.
 
     Args:
         state: Named tensors; other values are ignored.
@@ -27,7 +27,7 @@ def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _groups(names: Mapping[Any, list[str]]) -> list[list[str]]:
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
@@ -42,7 +42,8 @@ def memory_key(tensor: torch.Tensor) -> tuple[Any, int]:
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Make named tensors fit for safetensors: contiguous, and none sharing memory.
 
-    Of several names for one tensor the alphabetically first is kept; different views of one memory are copied.
+    Of several names for one tensor the first is kept: a model registers its embedding before the head that shares its
+    weight, and the class without the head must find the embedding in the file. Other views of one memory are copied.
 
     Args:
         state_dict: Named tensors.

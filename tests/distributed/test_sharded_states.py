@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from notebook_accelerate.strategies.sharding import sharded_states
+from notebook_accelerate.strategies.sharding import sharded_checkpoint, sharded_states
 from tests.support.ranks import run_ranks
 
 
@@ -102,6 +102,18 @@ def states_of(kind: str) -> list[bool]:
 def test_states_are_those_of_torch(kind: str) -> None:
     for found in run_ranks(states_of, kind, process_group=True):
         assert all(found), found
+
+
+def gathered_under_both_names() -> list[bool]:
+    parts: list[nn.Module] = [Part(), Part()]
+    model = tied(parts)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    state = sharded_checkpoint.full_model_state(model)
+    return [state[f"{first}.linear.weight"] is state["1.linear.weight"] for first in "01" if state]
+
+
+def test_a_gathered_tied_weight_is_one_tensor() -> None:
+    assert run_ranks(gathered_under_both_names, process_group=True) == [[True, True], []]
 
 
 def test_an_optimizer_of_another_model_is_refused_by_torch() -> None:

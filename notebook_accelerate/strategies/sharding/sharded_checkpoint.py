@@ -28,6 +28,7 @@ from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.strategies.sharding.local_shards import StatePart, make_part
 from notebook_accelerate.strategies.sharding.shard_reader import read_shards
 from notebook_accelerate.strategies.sharding.sharded_states import sharded_model_state, sharded_optimizer_state
+from notebook_accelerate.strategies.tied_weights import tied_names
 
 
 def _rank() -> int:
@@ -41,10 +42,14 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
         model: The sharded model.
 
     Returns:
-        Tensors by name; nothing on other ranks.
+        Tensors by name, the same tensor under all names of a tied weight; nothing on other ranks.
     """
     state = get_model_state_dict(model, options=_full_state_options(model))
-    return state if _rank() == 0 else {}
+    if _rank() != 0:
+        return {}
+    for first, *others in tied_names(model):  # torch gathers a copy for each name
+        state.update({name: state[first] for name in others if {first, name} <= state.keys()})
+    return state
 
 
 def _full_state_options(model: nn.Module) -> StateDictOptions:

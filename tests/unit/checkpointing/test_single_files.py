@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from notebook_accelerate import Accelerator, checkpointing
+from notebook_accelerate import Accelerator, checkpointing, cpu_offload, load_checkpoint_in_model
 from notebook_accelerate.checkpointing import sharded_state_dict, tensor_files
 from notebook_accelerate.checkpointing.tied_tensors import tied_names
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
@@ -27,12 +27,57 @@ def test_shared_tensors_are_written_once_and_views_are_copied() -> None:
     base = torch.arange(8.0)
     state = {"b": base, "a": base, "part": base[2:4], "turned": base.view(2, 4).t(), "none": torch.empty(0)}
     clean = checkpointing.clean_state_dict_for_safetensors(state)
-    assert set(clean) == {"a", "part", "turned", "none"}
+    assert set(clean) == {"b", "part", "turned", "none"}
     assert clean["part"].tolist() == [2, 3]
     assert all(tensor.is_contiguous() for tensor in clean.values())
-    assert tied_names(state) == [["a", "b"]]
+    assert tied_names(state) == [["b", "a"]]
     pointers = [tensor.untyped_storage().data_ptr() for tensor in clean.values() if tensor.numel()]
     assert len(set(pointers)) == 3
+
+
+class Language(nn.Module):
+    """An embedding whose weight two heads share, registered before them, and overlapping buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(8, 4)
+        self.body = nn.Linear(4, 4)
+        self.lm_head, self.aux_head = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+        self.lm_head.weight = self.aux_head.weight = self.wte.weight
+        steps = torch.arange(6.0)
+        self.register_buffer("later", steps[2:])
+        self.register_buffer("earlier", steps[:4])
+
+
+@pytest.mark.parametrize("max_shard_size", ["10GB", 100])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_tied_weight_is_saved_under_its_first_name(
+    tmp_path: Path, max_shard_size: int | str, offloaded: bool
+) -> None:
+    accelerator, model = Accelerator(cpu=True), Language()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = cpu_offload(model, torch.device("cpu")) if offloaded else accelerator.prepare(model)
+    accelerator.save_model(model, tmp_path, max_shard_size=max_shard_size)
+    found = checkpointing.read_weights(tmp_path)
+    assert set(expected) - set(found) == {"lm_head.weight", "aux_head.weight"}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("kept", ["wte.weight", "lm_head.weight", "aux_head.weight"])
+def test_a_tied_weight_is_loaded_from_any_of_its_names(tmp_path: Path, kept: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Language())
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    accelerator.save_state(tmp_path / "out")
+    ties = {"wte.weight", "lm_head.weight", "aux_head.weight"} - {kept}
+    file = {name: tensor.clone() for name, tensor in expected.items() if name not in ties}
+    safetensors.torch.save_file(file, tmp_path / "out" / "model.safetensors", metadata=tensor_files.METADATA)
+    (tmp_path / "out" / "checkpoint_manifest.json").unlink()
+    for load in (accelerator.load_state, lambda folder: load_checkpoint_in_model(model, folder)):
+        nn.init.zeros_(model.wte.weight)
+        load(tmp_path / "out")
+        assert model.lm_head.weight is model.wte.weight
+        assert torch.equal(model.wte.weight, expected["wte.weight"])
 
 
 def test_a_safetensors_file_equals_that_of_the_library(tmp_path: Path) -> None:
