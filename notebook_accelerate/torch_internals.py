@@ -104,6 +104,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def weights_only_globals() -> dict[str, Any]:
+    """Return what torch.load with `weights_only` may create and call, by the dotted names in files."""
+    found: dict[str, Any] = import_module("torch._weights_only_unpickler")._get_allowed_globals()
+    return found
+
+
 def import_inductor() -> None:
     """Import what torch's profiler imports when it starts, which takes seconds.
 
@@ -548,4 +554,5 @@ __all__ = [
     "tensor_version",
     "trace_only",
     "viewed_tensor",
+    "weights_only_globals",
 ]  # fmt: skip

@@ -41,7 +41,8 @@ MAX_JSON_BYTES = 1 << 26
 _EXPANSION = 1 << 26
 """Bytes by which the content of a file in torch's format may exceed the file: torch does not compress."""
 _ENTRY = re.compile(rb"PK\x01\x02.{20}(.{4})", re.DOTALL)
-_FIRST = b"PK\x03\x04"
+ZIP_BEGIN = b"PK\x03\x04"
+"""The first bytes of a file in torch's format; others are in a format before torch 1.6."""
 _END = b"PK\x05\x06"
 _END_64 = b"PK\x06\x06"
 _LOCATOR_64 = b"PK\x06\x07"
@@ -113,7 +114,7 @@ def check_expansion(file: str | Path | BinaryIO) -> None:
     if not isinstance(file, (str, Path)):
         return
     with Path(file).open("rb") as opened:
-        if opened.read(4) != _FIRST:  # not a zip file
+        if opened.read(4) != ZIP_BEGIN:  # not a zip file
             return
         size = opened.seek(0, 2)
         directory = _read_directory(opened, size)

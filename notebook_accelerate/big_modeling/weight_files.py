@@ -8,23 +8,32 @@ import functools
 import json
 import os
 import pickle
-from collections.abc import Mapping
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
+from notebook_accelerate.big_modeling.plain_pickle import PlainUnpickler, RefusedError, load_plain
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.big_modeling.tensor_sources import FileSource
 from notebook_accelerate.big_modeling.untrusted_files import (
     MALFORMED,
     UNREADABLE,
+    ZIP_BEGIN,
     broken_file,
     check_expansion,
+    naming_file,
     read_json,
 )
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.torch_internals import weights_only_globals
 
 _DTYPES = {
     "F64": torch.float64,
@@ -159,7 +168,7 @@ def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
 
 
 def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options: Any) -> Any:
-    """Read a file in torch's format with `weights_only=True`, which here allows numpy arrays and numbers.
+    """Read a file in torch's format; with `weights_only=True` tensors, numpy arrays and other plain data alone.
 
     Args:
         file: The file, as `torch.load` accepts it.
@@ -173,8 +182,9 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
     options.setdefault("weights_only", True)
     check_expansion(file)
     try:
-        with torch.serialization.safe_globals(numpy_globals()):
-            return torch.load(file, map_location=map_location, **options)
+        return (
+            _read_plain(file, map_location, options) if options["weights_only"] else _load(file, map_location, options)
+        )
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             raise CheckpointError(_refusal(file, error)) from error
@@ -188,6 +198,125 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
         if error.errno != errno.EINVAL:
             raise
         raise broken_file(file, error) from error  # torch moved to an offset that the file states
+
+
+_torch_load = torch.load
+
+
+def _load(file: Any, map_location: Any, options: dict[str, Any]) -> Any:
+    return _torch_load(file, map_location=map_location, **options)
+
+
+def _read_plain(file: Any, map_location: Any, options: dict[str, Any]) -> Any:
+    """Read plain data: by torch, or by `PlainUnpickler` what torch refuses."""
+    start = 0 if isinstance(file, (str, Path)) else file.tell()
+    try:
+        with torch.serialization.safe_globals(numpy_globals()):
+            return _load(file, map_location, options)
+    except pickle.UnpicklingError:
+        with Path(file).open("rb") if isinstance(file, (str, Path)) else nullcontext(file) as opened:
+            opened.seek(start)
+            readable = _is_zip_of_torch_save(opened)
+            opened.seek(start)
+        if not readable:
+            raise
+    own = SimpleNamespace(
+        __name__=__name__, Unpickler=type("Unpickler", (PlainUnpickler,), {"known": _known_to_torch()})
+    )
+    return _load(file, map_location, {**options, "weights_only": False, "pickle_module": own})
+
+
+def _is_zip_of_torch_save(file: BinaryIO) -> bool:
+    """Return whether torch reads a file by one pickle; not so an old format, and a program of TorchScript."""
+    if file.read(len(ZIP_BEGIN)) != ZIP_BEGIN:
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return not any(name.rpartition("/")[2] == "constants.pkl" for name in archive.namelist())
+
+
+def _known_to_torch() -> dict[str, Any]:
+    """Return what torch calls with `weights_only`, and what `torch.serialization.add_safe_globals` has added."""
+    known = dict(weights_only_globals())
+    for entry in (*numpy_globals(), *torch.serialization.get_safe_globals()):
+        found, name = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
+        known[name] = found
+    return known
+
+
+# -- other libraries' loading -----------------------------------------------------------------------------------------
+
+_loading = threading.RLock()
+_trusted = threading.local()
+
+
+@contextmanager
+def plain_data_only() -> Iterator[None]:
+    """Have other libraries read plain data only: torch's distributed checkpoints, DeepSpeed and Megatron-LM.
+
+    They pass ``weights_only=False`` and unpickle metadata, so that a checkpoint could run its author's code. Inside the
+    context, in this thread, torch.load and torch's reader of metadata refuse what `read_torch` refuses.
+    """
+    reader: Any = import_module("torch.distributed.checkpoint.filesystem")
+    if getattr(_trusted, "files", False):
+        yield
+        return
+    with _loading:
+        before, thread = (torch.load, reader.pickle), threading.get_ident()
+
+        def load(f: Any, map_location: Any = None, *args: Any, weights_only: bool | None = None, **options: Any) -> Any:
+            if weights_only or threading.get_ident() != thread:
+                return before[0](f, map_location, *args, weights_only=weights_only, **options)
+            return read_torch(f, map_location, **options)
+
+        def load_metadata(file: BinaryIO) -> Any:
+            return read_metadata(file) if threading.get_ident() == thread else pickle.load(file)
+
+        torch.load = load
+        reader.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)
+        try:
+            yield
+        finally:
+            torch.load, reader.pickle = before
+
+
+@contextmanager
+def trusted_files() -> Iterator[None]:
+    """Read everything inside the context, in this thread: the user passed ``weights_only=False``."""
+    _trusted.files = True
+    try:
+        yield
+    finally:
+        _trusted.files = False
+
+
+def read_metadata(file: BinaryIO) -> Any:
+    """Read the metadata of one of torch's distributed checkpoints, which is a pickle of a few classes of torch.
+
+    Args:
+        file: The file ``.metadata``.
+
+    Raises:
+        CheckpointError: It contains something else.
+        BrokenCheckpointError: It cannot be read.
+    """
+    from torch.distributed.checkpoint import metadata
+
+    from notebook_accelerate.torch_internals import StorageInfo
+
+    classes = (
+        metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata.StorageMeta, StorageInfo,
+    )  # fmt: skip
+    known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes}
+    name = getattr(file, "name", ".metadata")
+    with naming_file(name):
+        try:
+            found = load_plain(file, {**weights_only_globals(), **known})
+        except RefusedError as error:
+            raise CheckpointError(_refusal(name, error)) from error
+        if not isinstance(found, metadata.Metadata):
+            raise TypeError(f"it contains {type(found).__name__} instead of the metadata of a distributed checkpoint")
+        return found
 
 
 def _refusal(file: Any, error: Exception) -> str:

@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.big_modeling.weight_files import inside, read_torch
+from notebook_accelerate.big_modeling.weight_files import inside, plain_data_only, read_torch
 from notebook_accelerate.checkpointing.atomic_files import make_folder
 from notebook_accelerate.checkpointing.model_weights import write_weights
 from notebook_accelerate.config import constants
 from notebook_accelerate.hardware import temporary_folders
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.strategies.sharding.shard_reader import read_metadata_in
 
 _METADATA = ".metadata"
 
@@ -36,12 +37,11 @@ def merge_fsdp_weights(
 
     Raises:
         ValueError: The folder contains no sharded model, or several.
-        CheckpointError: A store could not be read, or the files could not be written.
+        CheckpointError: A store could not be read, its metadata contains more than data, or the files could not be
+            written.
     """
     if not PartialState().is_main_process:
         return
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     shards, output = _shards_in(path_of(checkpoint_dir)), path_of(output_path)
     make_folder(output)
     # On the disk of the output where it is local: the file is as large as the result.
@@ -50,11 +50,24 @@ def merge_fsdp_weights(
     )
     with scratch as temporary, _local_folder(shards) as folder:
         whole = Path(temporary) / "whole.bin"
-        dcp_to_torch_save(folder, whole)
+        _write_whole(folder, whole)
         state = read_torch(whole, map_location="cpu")
         write_weights(state.get("model", state), output, "10GB", safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(shards) if isinstance(shards, Path) else shards.remove_tree()
+
+
+def _write_whole(folder: Path, whole: Path) -> None:
+    """Write the shards of a folder into one file."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    read_metadata_in(folder)
+    try:
+        with plain_data_only():
+            dcp_to_torch_save(folder, whole)
+    except CheckpointException as error:  # not an Exception
+        raise error.failures[0][0] from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, naming_file
+from notebook_accelerate.big_modeling.weight_files import plain_data_only, trusted_files
 from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, state_files
 from notebook_accelerate.checkpointing.checkpoint_layout import numbered
 from notebook_accelerate.checkpointing.checkpoint_stores import ReadLocation, store_for
@@ -134,8 +135,9 @@ def _load_checkpoint(
         with raising_on_all_ranks(_CALL, Exception):
             for hook in list(accelerator._load_model_state_pre_hook.values()):
                 hook(models, str(folder))
-            _load_all(accelerator, models, folder, names, load_kwargs, model_options)
-            _load_custom(accelerator, folder, load_kwargs, verified=manifest is not None)
+            verified = manifest is not None
+            _load_all(accelerator, models, folder, names, load_kwargs, model_options, verified)
+            _load_custom(accelerator, folder, load_kwargs, verified)
             _load_rank(accelerator, folder, names, load_kwargs)
 
 
@@ -265,16 +267,18 @@ def _load_all(
     names: Sequence[str],
     options: dict[str, Any],
     model_options: dict[str, Any],
+    verified: bool,
 ) -> None:
     strategy = accelerator.strategy
     if saves_own_state(strategy):
-        with naming_file(folder, _UNREADABLE):
+        trusted = options.get("weights_only") is False
+        with trusted_files() if trusted else plain_data_only(), naming_file(folder, _UNREADABLE):
             strategy.load_state(folder, models=models, **model_options)
     else:
         for index, model in enumerate(models):
             load_model(model, _model_path(folder, index, names), model_options)
-        _load_each(folder, constants.OPTIMIZER_NAME, accelerator._optimizers, options)
-    _load_each(folder, constants.SCHEDULER_NAME, schedulers_to_save(accelerator._schedulers), options)
+        _load_each(folder, constants.OPTIMIZER_NAME, accelerator._optimizers, options, verified)
+    _load_each(folder, constants.SCHEDULER_NAME, schedulers_to_save(accelerator._schedulers), options, verified)
     _load_loaders(accelerator, folder, names, options)
     if accelerator.scaler is not None and constants.SCALER_NAME in names:
         with naming_file(folder / constants.SCALER_NAME):
@@ -306,7 +310,7 @@ def _model_path(folder: Path, index: int, names: Sequence[str]) -> Path:
     )
 
 
-def _load_each(folder: Path, name: str, objects: Sequence[Any], options: dict[str, Any]) -> None:
+def _load_each(folder: Path, name: str, objects: Sequence[Any], options: dict[str, Any], verified: bool) -> None:
     for index, item in enumerate(objects):
         path = folder / numbered(name, index, ".bin")
         if not path.is_file():
@@ -315,7 +319,9 @@ def _load_each(folder: Path, name: str, objects: Sequence[Any], options: dict[st
                 "objects in the same order as before saving."
             )
         with naming_file(path, _STRUCTURE):
-            item.load_state_dict(_checked(read(path, **options), path, name))
+            state = _checked(read(path, **options), path, name)
+        with naming_file(path, () if verified else _STRUCTURE):  # of a verified file, an error is the object's own
+            item.load_state_dict(state)
 
 
 def _checked(state: Any, path: Path, kind: str) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import telemetry
+from notebook_accelerate.big_modeling.plain_pickle import unreadable_classes
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_stores import store_for
@@ -222,7 +223,20 @@ def _collect_files(
     if accelerator.is_main_process or (target.commits and accelerator.project_configuration.save_on_each_node):
         files += state_files.model_files(weights, safe)
         files += state_files.training_files(accelerator, with_optimizers=not writes_own)
+    for file in files:
+        _warn_of_unreadable_values(file)
     return files
+
+
+def _warn_of_unreadable_values(file: StateFile) -> None:
+    """Warn while the training runs: after it, only the checkpoint is left."""
+    if found := unreadable_classes(file.value):
+        names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in found))
+        warn_once(
+            f"The state in {file.name} contains objects of {names}. load_state reads plain data only, since other "
+            "objects can run code: convert them in state_dict(), or, for folders you trust, load with "
+            'accelerator.load_state(folder, load_kwargs={"weights_only": False}).'
+        )
 
 
 def _prepare_save(

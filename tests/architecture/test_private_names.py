@@ -23,7 +23,8 @@ _OF_OTHERS = {
     "big_modeling.tied_parameters": {"_tie_weights"},
     "config.fsdp_plugin": {"_no_split_modules"},
     "inference": {"_no_split_modules"},
-    # fsspec, numpy (what pickles of arrays name), rich, Lightning, IPython, Habana.
+    # Python's own unpickler, fsspec, numpy (what pickles of arrays name), rich, Lightning, IPython, Habana.
+    "big_modeling.plain_pickle": {"_Unpickler"},
     "big_modeling.remote_paths": {"_strip_protocol"},
     "big_modeling.weight_files": {"_core", "_reconstruct"},
     "hardware.feature_checks": {"_get_device_type"},

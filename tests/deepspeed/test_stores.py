@@ -14,7 +14,7 @@ from tests.parity.strategies import deepspeed_scripts as scripts
 from tests.parity.strategies.scripts import Case
 from tests.parity.strategies.table import ZERO
 from tests.support.mounted import OWN_MACHINES, to_a_machine_of_its_own
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"
@@ -46,3 +46,28 @@ def test_ranks_on_two_machines_resume(tmp_path: Path) -> None:
     assert resumed["losses"] == expected["losses"][HALF:]
     for name, weight in resumed["weights"].items():
         assert torch.equal(weight, expected["weights"][name]), name
+
+
+class Attack:
+    """Pickled as a call that makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["*_optim_states.pt", "*_model_states.pt"])
+def test_no_code_of_an_engines_checkpoint_runs(stage: int, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    case = Case(**ZERO[f"stage {stage}"], steps=1)
+    run_ranks(scripts.trained, case, str(folder), 0, timeout=400.0)
+    for path in (folder / "pytorch_model").glob(name):
+        content = torch.load(path, weights_only=False)
+        torch.save({**content, "more": Attack(str(tmp_path / "ran"))}, path)
+    (folder / "checkpoint_manifest.json").unlink()
+    with pytest.raises(RankError, match="contains more than data and was not loaded"):
+        run_ranks(scripts.trained, case, str(folder), None, timeout=400.0)
+    assert not (tmp_path / "ran").exists()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from notebook_accelerate.checkpointing import wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.strategies.sharding import local_shards, shard_files
+from notebook_accelerate.torch_internals import StorageInfo
+from notebook_accelerate.utils import merge_fsdp_weights
 from tests.support.background_saves import (
     check_dead_rank_reported,
     check_ending_ranks_finish,
@@ -198,3 +204,78 @@ training.step()
 
 def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path) -> None:
     check_ending_ranks_finish(_DELAYED_SAVE, tmp_path / "out")
+
+
+class Attack:
+    """Pickled as a call that makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def attacked(form: str, folder: str, kind: str) -> list[str]:
+    """Return what is raised by loading and merging a checkpoint into which an attacker has put code."""
+    training = ShardedTraining(form)
+    training.step()
+    training.accelerator.save_state(folder)
+    if training.accelerator.is_main_process:
+        put_code_into(Path(folder), kind)
+    training.accelerator.wait_for_everyone()
+    raised = []
+    for call in (
+        lambda: training.accelerator.load_state(folder),
+        lambda: merge_fsdp_weights(folder, f"{folder}_merged"),
+    ):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - returned
+            raised.append(f"{type(error).__name__}: {error}")
+    return raised
+
+
+def put_code_into(folder: Path, kind: str) -> None:
+    (folder / "checkpoint_manifest.json").unlink()
+    attack = Attack(f"{folder}_ran")
+    if kind == "metadata":
+        for path in folder.rglob(".metadata"):
+            metadata = pickle.loads(path.read_bytes())
+            metadata.planner_data = attack
+            path.write_bytes(pickle.dumps(metadata))
+    elif kind == "file":
+        torch.save({"first.weight": attack}, folder / "pytorch_model_fsdp.bin")
+    else:
+        put_code_among_shards(folder, attack)
+
+
+def put_code_among_shards(folder: Path, attack: Attack) -> None:
+    """Replace an object of the optimizer's, and add one to the model's."""
+    for name in ("optimizer_0", "pytorch_model_fsdp_0"):
+        metadata = pickle.loads((folder / name / ".metadata").read_bytes())
+        indices = [index for index in metadata.storage_data if index.fqn.endswith(".lr")]
+        if not indices:
+            metadata.state_dict_metadata["model.more"] = BytesStorageMetadata()
+            indices, metadata.planner_data["model.more"] = [MetadataIndex("model.more")], ("model", "more")
+            metadata.storage_data[indices[0]] = StorageInfo("__0_0.distcp", 0, 0)
+        for index in indices:
+            info = metadata.storage_data[index]
+            path = folder / name / info.relative_path
+            stream = io.BytesIO()
+            torch.save(attack, stream)
+            metadata.storage_data[index] = StorageInfo(info.relative_path, path.stat().st_size, len(stream.getvalue()))
+            path.write_bytes(path.read_bytes() + stream.getvalue())
+        (folder / name / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [("fsdp2", "metadata"), ("fsdp2", "objects"), ("fsdp1", "metadata"), ("fsdp2, whole", "file"), ("tp", "metadata")],
+)
+def test_no_code_of_a_sharded_checkpoint_runs(form: str, kind: str, tmp_path: Path) -> None:
+    for raised in run_ranks(attacked, form, str(tmp_path / "out"), kind):
+        assert raised
+        assert "contains more than data" in raised[0], raised
+    assert not (tmp_path / "out_ran").exists()
+    assert not (tmp_path / "out_merged" / "model.safetensors").exists()

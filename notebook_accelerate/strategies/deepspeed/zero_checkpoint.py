@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from notebook_accelerate.config.constants import MODEL_NAME
 from notebook_accelerate.errors import CheckpointMismatchError
@@ -45,11 +48,20 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
             '{"checkpoint": {"load_universal": true}} in the DeepSpeed configuration, or load the weights alone: '
             "load_state(folder, elastic=True, load_optimizer_states=False)"
         )
-    path, _ = _call_with_options("load_state", engine.load_checkpoint, str(folder), MODEL_NAME, **options)
+    with torch.serialization.safe_globals(_own_classes()):
+        path, _ = _call_with_options("load_state", engine.load_checkpoint, str(folder), MODEL_NAME, **options)
     if path is None:
         raise CheckpointMismatchError(
             f"{folder} contains no {MODEL_NAME}/ that DeepSpeed can read. Prepare the same model as before saving."
         )
+
+
+def _own_classes() -> list[Any]:
+    """Return DeepSpeed's classes in its files, which are attributes without code: the rest is read as plain data."""
+    scaler = import_module("deepspeed.runtime.fp16.loss_scaler")
+    fragments = import_module("deepspeed.utils.tensor_fragment")
+    stages = import_module("deepspeed.runtime.zero.config")
+    return [scaler.LossScaler, scaler.DynamicLossScaler, fragments.fragment_address, stages.ZeroStageEnum]
 
 
 def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:

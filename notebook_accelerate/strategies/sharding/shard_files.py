@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import io
 import os
-import pickle
 import sys
 import threading
 import zipfile
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from notebook_accelerate.big_modeling.weight_files import read_metadata
 from notebook_accelerate.torch_internals import StorageInfo
 
 FileChecksums = dict[str, tuple[int, int]]
@@ -92,7 +92,8 @@ class ShardWriter(FileSystemWriter):
         """
         super().finish(metadata, results)
         # Some versions of torch (2.9) complete a copy, and leave the locations out of this object.
-        self.metadata = pickle.loads(Path(self.path, ".metadata").read_bytes())
+        with Path(self.path, ".metadata").open("rb") as file:
+            self.metadata = read_metadata(file)
 
 
 def is_object(item: WriteItem) -> bool:

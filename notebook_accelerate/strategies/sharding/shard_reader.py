@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
+from notebook_accelerate.big_modeling.weight_files import plain_data_only, read_metadata
 from notebook_accelerate.strategies.sharding.shard_files import frame_of, is_framed
 from notebook_accelerate.strategies.sharding.write_plans import exchange_or_raise
 from notebook_accelerate.torch_internals import StorageInfo, narrow_tensor_by_index
@@ -40,9 +41,9 @@ def read_shards(state: dict[str, Any], folder: Path) -> None:
     """
     failure: BaseException | None = None
     try:
-        with warnings.catch_warnings():
+        with plain_data_only(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not needed
-            load(state, storage_reader=ShardReader(folder), no_dist=True)
+            load(state, storage_reader=ShardReader(folder, read_metadata_in(folder)), no_dist=True)
     except CheckpointException as error:  # torch's, around this rank's own failure
         failure = error.failures[0][0]
     except Exception as error:  # noqa: BLE001 - raised below, after the other ranks have received it
@@ -50,8 +51,43 @@ def read_shards(state: dict[str, Any], folder: Path) -> None:
     exchange_or_raise(failure, None, None)
 
 
+def read_metadata_in(folder: Path) -> Metadata | None:
+    """Return the metadata of a folder, or None if each rank wrote its own.
+
+    torch takes any error of reading it for a missing file, so it is read first.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        CheckpointError: The metadata contains more than data, or is broken.
+    """
+    if not (folder / ".metadata").is_file():
+        return None
+    with (folder / ".metadata").open("rb") as file:
+        metadata: Metadata = read_metadata(file)
+    return metadata
+
+
 class ShardReader(FileSystemReader):
-    """torch's reader, which copies the tensors that `shard_files` framed straight from the mapped files."""
+    """torch's reader, which copies the tensors that `shard_files` framed straight from the mapped files.
+
+    Args:
+        folder: The folder.
+        metadata: Its metadata; with None torch reads one file of metadata for each rank.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata | None) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata that was read already."""
+        if self._metadata is None:
+            return super().read_metadata(*args, **kwargs)
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         """Receive the metadata, whose shapes tell the frames."""

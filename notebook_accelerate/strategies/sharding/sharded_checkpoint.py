@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from notebook_accelerate.big_modeling.weight_files import read_torch
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.strategies.sharding.local_shards import StatePart, make_part
 from notebook_accelerate.strategies.sharding.shard_reader import read_shards
 from notebook_accelerate.strategies.sharding.sharded_states import sharded_model_state, sharded_optimizer_state
+from notebook_accelerate.strategies.sharding.write_plans import exchange_or_raise
 from notebook_accelerate.strategies.tied_weights import tied_names
 
 
@@ -146,7 +148,7 @@ def load_model(
         return set_model_state_dict(model, state["model"], options=StateDictOptions(strict=strict))
     if whole.is_file():
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
-        return set_model_state_dict(model, _load_tensors(whole) if _rank() == 0 else {}, options=options)
+        return set_model_state_dict(model, _read_on_first_rank(whole), options=options)
     return _load_local(model, folder, index)
 
 
@@ -157,7 +159,7 @@ def _local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def _load_local(model: nn.Module, folder: Path, index: int) -> None:
     path = folder / _file_name(constants.FSDP_MODEL_NAME, index, _rank())
     mine = _local_tensors(model)
-    state = _load_tensors(path) if path.is_file() else None
+    state = read_torch(path) if path.is_file() else None
     if state is None or {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in mine.items()}:
         raise CheckpointMismatchError(
             f"{folder} has no weights that fit this model on rank {_rank()}: neither "
@@ -231,7 +233,7 @@ def load_optimizer(
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     elif whole.is_file():
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_optimizer_state_dict(model, optimizer, _load_tensors(whole) if _rank() == 0 else {}, options=options)
+        set_optimizer_state_dict(model, optimizer, _read_on_first_rank(whole), options=options)
     else:
         raise CheckpointMismatchError(
             f"{folder} has no state of optimizer number {index}: neither {shards.name}/ nor {whole.name}. Prepare "
@@ -239,5 +241,14 @@ def load_optimizer(
         )
 
 
-def _load_tensors(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
+def _read_on_first_rank(path: Path) -> dict[str, Any]:
+    """Return the content of a file on rank 0, which broadcasts it, and nothing on others; if it fails, all raise."""
+    state: dict[str, Any] = {}
+    failure: BaseException | None = None
+    try:
+        if _rank() == 0:
+            state = read_torch(path)
+    except Exception as error:  # noqa: BLE001 - raised below, after the other ranks have received it
+        failure = error
+    exchange_or_raise(failure, None, None)
+    return state

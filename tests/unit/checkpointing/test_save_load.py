@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import enum
 import json
 import os
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -293,7 +297,8 @@ def test_loading_runs_no_code_of_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     training = Training()
     training.accelerator._custom_objects[:] = [EvilState()]
-    training.accelerator.save_state("out")
+    with pytest.warns(UserWarning, match=r"contains objects of .*Evil.*load_state reads plain data only"):
+        training.accelerator.save_state("out")
     with pytest.raises(CheckpointError, match=r"(?s)more than data.*weights_only"):
         training.accelerator.load_state("out")
     assert not Path("evil").exists()
@@ -394,3 +399,71 @@ def test_a_pickled_sampler_is_left_out_with_a_warning(tmp_path: Path) -> None:
     torch.save(torch.utils.data.RandomSampler(range(3)), tmp_path / "out" / "sampler.bin")
     with pytest.warns(UserWarning, match=r"sampler\.bin contains a pickled sampler and was left out"):
         training.accelerator.load_state(str(tmp_path / "out"))
+
+
+class Odd:
+    """Its state is whatever is set."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Phase(enum.Enum):
+    WARMUP = "warmup"
+
+
+class Tagging(torch.optim.SGD):
+    """An optimizer whose state has members of an enum."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for state in (self.state[parameter] for group in self.param_groups for parameter in group["params"]):
+            state["phase"] = Phase.WARMUP
+        return result
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_plain_data_in_states_is_loaded(tmp_path: Path, blocking: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    value = {"at": dt.datetime(2025, 1, 2), "from": Path("a"), "phase": Phase.WARMUP, "last": deque([1.0], maxlen=2)}
+    odd, raw = Odd(value), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(raw, Tagging(raw.parameters(), lr=0.1))
+    accelerator.register_for_checkpointing(odd)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    accelerator.save_state(tmp_path / "out", blocking=blocking)
+    odd.value, optimizer.state[raw.weight]["phase"] = None, None
+    accelerator.load_state(tmp_path / "out")
+    assert odd.value == value
+    assert optimizer.state[raw.weight]["phase"] is Phase.WARMUP
+    accelerator.end_training()
+
+
+def test_a_state_that_will_not_load_is_named_when_it_is_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(odd := Odd([Odd(1)]))
+    with pytest.warns(UserWarning, match=r"custom_checkpoint_0\.pkl contains objects of .*Odd.*weights_only"):
+        accelerator.save_state(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="contains more than data"):
+        accelerator.load_state(tmp_path / "out")
+    odd.value = None
+    accelerator.load_state(tmp_path / "out", load_kwargs={"weights_only": False})
+    assert odd.value[0].value == 1
+
+
+def test_an_error_of_an_object_is_not_called_damage(tmp_path: Path) -> None:
+    """torch's optimizers cannot load arrays of numpy: the file is complete."""
+    accelerator, raw = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[raw.weight]["history"] = np.ones(2)
+    accelerator.save_state(tmp_path / "out")
+    with pytest.raises(TypeError, match="sequence of integers"):
+        accelerator.load_state(tmp_path / "out")

@@ -145,11 +145,21 @@ def test_numpy_values_load_with_weights_only(tmp_path: Path, value: Any) -> None
     assert np.array_equal(checkpointing.load(tmp_path / "x.bin")["x"], value)
 
 
+class Custom:
+    """A class whose objects are more than data."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def test_other_objects_are_refused_with_weights_only(tmp_path: Path) -> None:
-    torch.save({"x": Path("a")}, tmp_path / "x.bin")
-    with pytest.raises(CheckpointError, match=r"(?s)x\.bin contains more than data.*add_safe_globals"):
-        checkpointing.load(tmp_path / "x.bin")
-    assert checkpointing.load(tmp_path / "x.bin", weights_only=False) == {"x": Path("a")}
+    for value in (Custom(), Custom, {"x": [Custom()]}, Path.cwd):
+        torch.save({"x": value}, tmp_path / "x.bin")
+        with pytest.raises(CheckpointError, match=r"(?s)x\.bin contains more than data.*add_safe_globals"):
+            checkpointing.load(tmp_path / "x.bin")
+        assert checkpointing.load(tmp_path / "x.bin", weights_only=False) == {"x": value}
 
 
 @pytest.mark.parametrize("name", ["x.bin", "x.safetensors"])
