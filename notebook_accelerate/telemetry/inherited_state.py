@@ -11,12 +11,14 @@ device, which would put all ranks on one device.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.hardware import device_table
@@ -40,9 +42,18 @@ _SETTINGS: dict[str, str] = {
     "backends.mkldnn.matmul.fp32_precision": "",
     "backends.cudnn.conv.fp32_precision": "",
     "backends.cudnn.rnn.fp32_precision": "",
+    "multiprocessing.set_sharing_strategy": "multiprocessing.get_sharing_strategy",
 }
 """Settings of the process that a rank which is not forked from the kernel would miss, by name in torch: functions that
 set, with those that return the value, and attributes."""
+
+_PYTHON_SETTINGS: dict[str, str] = {
+    "sys.setrecursionlimit": "sys.getrecursionlimit",
+    "sys.setswitchinterval": "sys.getswitchinterval",
+    "sys.set_int_max_str_digits": "sys.get_int_max_str_digits",
+    "socket.setdefaulttimeout": "socket.getdefaulttimeout",
+}
+"""Functions of Python's modules that set a value, each with the function that returns it."""
 
 _entered: list[AbstractContextManager[Any]] = []
 """Contexts that this rank never leaves: inference mode ends when its guard is collected."""
@@ -54,6 +65,8 @@ class InheritedState:
 
     Attributes:
         python_rng: State of ``random``.
+        python: Python's settings of the process, by name.
+        umask: The mask of the permissions of new files; None: it cannot be read.
         numpy_rng: State of ``numpy.random``.
         numpy_errors: What ``numpy.geterr`` returns on the thread.
         torch_rng: State of torch's CPU generator.
@@ -62,6 +75,8 @@ class InheritedState:
     """
 
     python_rng: Any = None
+    python: dict[str, Any] = field(default_factory=dict)
+    umask: int | None = None
     numpy_rng: Any = None
     numpy_errors: dict[str, Any] = field(default_factory=dict)
     torch_rng: bytes | None = None
@@ -74,7 +89,7 @@ def capture() -> InheritedState:
 
     It imports nothing, and starts no accelerator.
     """
-    state = InheritedState(random.getstate())
+    state = InheritedState(random.getstate(), _python_settings(), _umask())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         state.numpy_rng, state.numpy_errors = numpy.random.get_state(), numpy.geterr()
@@ -89,6 +104,11 @@ def capture() -> InheritedState:
 def apply(state: InheritedState) -> None:
     """Put this process and the calling thread into the captured state."""
     random.setstate(state.python_rng)
+    for name, value in state.python.items():
+        module, _, setting = name.partition(".")
+        getattr(import_module(module), setting)(value)
+    if state.umask is not None:
+        os.umask(state.umask)
     if state.numpy_rng is not None:
         import numpy as np
 
@@ -99,6 +119,23 @@ def apply(state: InheritedState) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(state.torch_rng), dtype=torch.uint8))
         _apply_process_settings(torch, state.settings)
         _apply_thread_settings(torch, state.thread)
+
+
+def _python_settings() -> dict[str, Any]:
+    found = {}
+    for name, source in _PYTHON_SETTINGS.items():
+        module, _, getter = source.partition(".")
+        if hasattr(sys.modules.get(module), getter):  # Python 3.10.6 has no limit for the digits of integers
+            found[name] = getattr(sys.modules[module], getter)()
+    return found
+
+
+def _umask() -> int | None:
+    """Return this process's mask; None on systems that only return it when it is set, which other threads notice."""
+    with suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("Umask:")[2].split()[0], 8)
+    return None
 
 
 def _process_settings(torch: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class WorkerOrder:
         automatic_metrics: Whether the rank samples its loss, learning rate and speed.
         time_offset: What gives the rank the kernel's clock; None when inherited, or on another machine.
         result_bytes: Pickled return values of more bytes travel in files beside the channel; None: none do.
+        notebook_settings: What ``notebook_settings.capture`` returned; b"" when inherited.
         mark: Marks the rank's process and all that it starts, see ``worker.process_marks``; 0: nothing does.
     """
 
@@ -51,3 +52,4 @@ class WorkerOrder:
     time_offset: float | None = None
     result_bytes: int | None = CHANNEL_BYTES
     mark: int = 0
+    notebook_settings: bytes = b""

@@ -39,6 +39,7 @@ from notebook_accelerate.telemetry import (
     cell_classes,
     inherited_state,
     install_sink,
+    notebook_settings,
     steady_time,
     step_time,
     tracebacks,
@@ -215,6 +216,8 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         apply_order(order)
         function, arguments = load()
+        if order.notebook_settings:
+            notebook_settings.apply(order.notebook_settings)
         debugging.install(function)
         sink = state_resets.require_sink()
         sink.send(StatusEvent("running"))
@@ -289,6 +292,8 @@ def apply_order(order: WorkerOrder) -> None:
     given = order.accelerator
     set_launch_arguments(load_bytes(given) if isinstance(given, bytes) else given)
     inherited_state.apply(order.state)
+    if order.notebook_settings:
+        notebook_settings.apply(order.notebook_settings)
     reporting.install(order.report_from)
     sampler.start(enabled=order.automatic_metrics)
     torch: Any = sys.modules.get("torch")

@@ -145,6 +145,41 @@ def test_displays_have_the_label_of_their_rank(kernel: Kernel) -> None:
     assert _shown_in_order(cell) == turn * 2
 
 
+@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_the_logging_setup_and_warning_filters_of_the_notebook(kernel: Kernel, method: str) -> None:
+    kernel.check(
+        "import logging, warnings\n"
+        "class Shouting(logging.Formatter):\n    def format(self, record):\n"
+        "        return super().format(record).upper()\n"
+        "class Odd(UserWarning): pass\n"
+        "class Unpicklable(logging.Handler):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.held = threading.Lock()\n    def emit(self, record):\n        print(self.format(record))\n"
+        "logging.basicConfig(level=logging.INFO, format='root %(message)s', force=True)\n"
+        "logging.root.addHandler(logging.FileHandler('ranks.log', 'w'))\n"
+        "mine, other = logging.getLogger('mine'), logging.getLogger('other')\n"
+        "mine.propagate = False\nmine.addHandler(logging.StreamHandler(sys.stdout))\n"
+        "mine.handlers[0].setFormatter(Shouting('mine %(message)s'))\n"
+        "other.propagate = False\nother.addHandler(Unpicklable())\n"
+        "logging.getLogger('noisy').setLevel(logging.ERROR)\n"
+        "logging.getLogger('torch').setLevel(logging.ERROR)\n"
+        "warnings.simplefilter('always')\nwarnings.filterwarnings('ignore', 'quiet.*')\n"
+        "warnings.filterwarnings('ignore', category=Odd)\n"
+        "def talk():\n"
+        "    logging.info('info')\n    logging.debug('hidden')\n    mine.warning('shout')\n    other.warning('held')\n"
+        "    logging.getLogger('noisy').warning('hidden')\n    logging.getLogger('torch').warning('hidden')\n"
+        "    warnings.warn('quiet please')\n    warnings.warn('of a cell', Odd)\n    warnings.warn('loud')\n"
+    )
+    cell = kernel.check(f"launch(talk, num_processes=1, start_method={method!r}, panel=False)")
+    kernel.check(
+        "logging.basicConfig(level=logging.WARNING, force=True); mine.handlers.clear(); other.handlers.clear()"
+    )
+    kernel.check("warnings.resetwarnings()")
+    text = cell.stdout + cell.stderr
+    assert [word in text for word in ("root info", "MINE SHOUT", "held", "loud")] == [True] * 4
+    assert not [word for word in ("hidden", "quiet", "of a cell") if word in text]
+    assert kernel.value("open('ranks.log').read()") == "info\n"
+
+
 @pytest.mark.parametrize("way", ["magic", "redirected"])
 @pytest.mark.parametrize("configured", ["before", "in the cell"])
 def test_log_lines_of_ranks_in_a_cell_that_captures_its_output(kernel: Kernel, way: str, configured: str) -> None:

@@ -20,7 +20,7 @@ from notebook_accelerate.launch.processes.isolated_path import (
 )
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
-from notebook_accelerate.telemetry import steady_time
+from notebook_accelerate.telemetry import notebook_settings, steady_time
 from notebook_accelerate.telemetry.cell_sources import cell_sources
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_file
 from notebook_accelerate.worker.entry import die_with_parent
@@ -115,6 +115,7 @@ class PickledBackend(ProcessBackend):
         super().__init__(function, arguments)
         self._payload = to_file(function, arguments)
         self._sources = cell_sources()
+        self._settings = notebook_settings.capture()
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
         """Add what a forked rank inherits from the kernel."""
@@ -123,6 +124,7 @@ class PickledBackend(ProcessBackend):
         order.sys_path = list(sys.path)
         order.time_offset = steady_time.offset()
         order.sources = self._sources
+        order.notebook_settings = self._settings
         order.mark = own_mark()
         if order.accelerator:
             order.accelerator = dump_bytes(order.accelerator, "LaunchConfig's accelerator", "launch")

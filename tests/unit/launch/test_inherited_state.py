@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,3 +33,30 @@ def test_the_settings_of_the_cells_thread_reach_every_rank(method: str) -> None:
 def test_without_settings_ranks_have_torchs_defaults(method: str) -> None:
     run = notebook_launcher(_thread_settings, (), 2, use_port=0, start_method=method, panel=False)
     assert run.results == (("cpu", True, False, False, torch.bfloat16),) * 2
+
+
+@pytest.fixture
+def _set_up() -> Iterator[None]:
+    before = sys.getrecursionlimit(), os.umask(0o027), torch.multiprocessing.get_sharing_strategy()
+    sys.setrecursionlimit(4321)
+    socket.setdefaulttimeout(77.0)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    sys.setrecursionlimit(before[0])
+    os.umask(before[1])
+    socket.setdefaulttimeout(None)
+    torch.multiprocessing.set_sharing_strategy(before[2])
+
+
+def _process_settings() -> tuple[Any, ...]:
+    mask = os.umask(0)
+    os.umask(mask)
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    return sys.getrecursionlimit(), mask, socket.getdefaulttimeout(), strategy
+
+
+@pytest.mark.usefixtures("_set_up")
+@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_the_settings_of_the_process_reach_every_rank(method: str) -> None:
+    run = notebook_launcher(_process_settings, (), 2, use_port=0, start_method=method, panel=False)
+    assert run.results == ((4321, 0o027, 77.0, "file_system"),) * 2

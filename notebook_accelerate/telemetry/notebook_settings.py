@@ -1,0 +1,175 @@
+"""The notebook's warning filters and logging setup, for ranks that are not forked from the kernel.
+
+They are applied before the rank loads its function, whose imports may warn, and again afterwards, because libraries set
+up their loggers and filters when they are imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
+
+_NOT_CARRIED = ("lock", "stream")
+"""Attributes of handlers that belong to one process."""
+_STREAMS = ("stdout", "stderr")
+
+
+@dataclass
+class LoggerSettings:
+    """What a logger was set to.
+
+    Attributes:
+        level: Its level.
+        propagate: Whether its records reach the loggers above it.
+        disabled: Whether it drops its records.
+        handlers: Its handlers, each pickled.
+        imported: Whether it has the name of a module that the kernel has imported, which may set it up itself.
+    """
+
+    level: int
+    propagate: bool
+    disabled: bool
+    handlers: list[bytes] = field(default_factory=list)
+    imported: bool = False
+
+
+@dataclass
+class NotebookSettings:
+    """What the cells of a notebook have set for all modules.
+
+    Attributes:
+        filters: Action, message, pickled category, module and line of each warning filter, the first one first.
+        warnings_logged: Whether warnings are written to the log.
+        disabled_level: The level up to which all logging is disabled.
+        loggers: By name; "" for the root logger.
+    """
+
+    filters: list[tuple[str, str, bytes, str, int]]
+    warnings_logged: bool
+    disabled_level: int
+    loggers: dict[str, LoggerSettings]
+
+
+# ---- in the kernel
+
+
+def capture() -> bytes:
+    """Return the settings of this process, pickled. Handlers that cannot be pickled write to standard error instead."""
+    loggers: dict[str, LoggerSettings] = {"": _logger_settings("", logging.root)}
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger):
+            settings = _logger_settings(name, logger)
+            if settings != LoggerSettings(logging.NOTSET, propagate=True, disabled=False, imported=settings.imported):
+                loggers[name] = settings
+    logged = getattr(warnings.showwarning, "__module__", "") == "logging"
+    found = NotebookSettings(_filters(), logged, logging.root.manager.disable, loggers)
+    return dump_bytes(found, "the logging setup", "launch")
+
+
+def _logger_settings(name: str, logger: logging.Logger) -> LoggerSettings:
+    return LoggerSettings(
+        logger.level,
+        bool(logger.propagate),
+        logger.disabled,
+        [_pickled_handler(handler) for handler in logger.handlers if _writes(handler)],
+        name.partition(".")[0] in sys.modules,
+    )
+
+
+def _writes(handler: logging.Handler) -> bool:
+    """Return whether someone can read what a handler writes in a rank; the text of a StringIO is the rank's own."""
+    stream = getattr(handler, "stream", None)
+    return type(handler) is not logging.NullHandler and (not isinstance(stream, StringIO) or bool(_stream_name(stream)))
+
+
+def _pickled_handler(handler: logging.Handler) -> bytes:
+    stream = _stream_name(getattr(handler, "stream", None))
+    kept = {name: value for name, value in vars(handler).items() if name not in _NOT_CARRIED}
+    common = {name: kept.get(name) for name in ("_name", "level", "formatter", "filters")}
+    plain: dict[str, Any] = {"_name": None, "level": handler.level, "formatter": None, "filters": []}
+    ours = isinstance(handler, logging.FileHandler) or stream or not hasattr(handler, "stream")
+    choices = [(type(handler), kept, stream)] if ours else []
+    choices += [(logging.StreamHandler, common, stream or "stderr"), (logging.StreamHandler, plain, stream or "stderr")]
+    for choice in choices:
+        with suppress(SerializationError):
+            return dump_bytes(choice, "a logging handler", "launch")
+    raise AssertionError("levels can be pickled")
+
+
+def _stream_name(stream: Any) -> str:
+    """Return "stdout" or "stderr" for a standard stream of this process, or of its notebook; "" for others."""
+    for name in _STREAMS:
+        if stream is not None and (stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__")):
+            return name
+    name = getattr(stream, "name", "")
+    return name if type(stream).__module__.startswith("ipykernel") and name in _STREAMS else ""
+
+
+def _filters() -> list[tuple[str, str, bytes, str, int]]:
+    found = []
+    for action, message, category, module, line in warnings.filters:
+        with suppress(SerializationError):
+            pickled = dump_bytes(category, "the category of a warning filter", "launch")
+            found.append((action, _pattern(message), pickled, _pattern(module), line))
+    return found
+
+
+def _pattern(pattern: Any) -> str:
+    if pattern is None:
+        return ""
+    return str(pattern.pattern) if isinstance(pattern, re.Pattern) else re.escape(str(pattern)) + r"\Z"
+
+
+# ---- in the rank
+
+
+def apply(data: bytes) -> None:
+    """Set up this process as ``capture`` found another one; calling it again keeps handlers that exist."""
+    settings: NotebookSettings = load_bytes(data)
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(settings.filters):
+        with suppress(Exception):  # a module that this machine does not have
+            warnings.filterwarnings(action, message, load_bytes(category), module, line)  # type: ignore[arg-type]
+    logging.captureWarnings(settings.warnings_logged)
+    logging.disable(settings.disabled_level)
+    for name, found in settings.loggers.items():
+        if not name or not found.imported or name.partition(".")[0] in sys.modules:
+            _set_up(logging.getLogger(name), found)
+
+
+def _set_up(logger: logging.Logger, found: LoggerSettings) -> None:
+    logger.setLevel(found.level)
+    logger.propagate, logger.disabled = found.propagate, found.disabled
+    if logger is logging.root or not logger.handlers:
+        logger.handlers[:] = [_handler(data) for data in found.handlers]
+
+
+def _handler(data: bytes) -> logging.Handler:
+    try:
+        kind, attributes, stream = load_bytes(data)
+    except Exception:  # noqa: BLE001 - its class needs a module that this machine does not have
+        return logging.StreamHandler()
+    file = attributes.get("baseFilename")
+    if file is not None and not Path(file).parent.is_dir():  # on another machine
+        return logging.StreamHandler()
+    handler: Any = kind.__new__(kind)
+    vars(handler).update(attributes)
+    handler.createLock()
+    if file is not None:
+        handler.stream, handler.mode = None, "a"  # opened with the first record
+    elif stream:
+        handler.stream = getattr(sys, stream)
+    return handler  # type: ignore[no-any-return]
+
+
+__all__ = ["apply", "capture"]

@@ -1,0 +1,101 @@
+"""The notebook's logging setup and warning filters, applied to another process."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from notebook_accelerate.telemetry import notebook_settings
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """Restore the root logger, and the warning filters."""
+    handlers, level, disabled = list(logging.root.handlers), logging.root.level, logging.root.manager.disable
+    with warnings.catch_warnings():
+        yield
+    logging.root.handlers[:], logging.root.manager.disable = handlers, disabled
+    logging.root.setLevel(level)
+
+
+def _elsewhere(code: str, setup: str = "") -> str:
+    """Apply this process's settings in another one and run ``code`` there; return its output."""
+    script = f"from notebook_accelerate.telemetry import notebook_settings\nimport logging, sys, warnings\n{setup}\n"
+    script += f"data = bytes.fromhex({notebook_settings.capture().hex()!r})\n"
+    script += f"notebook_settings.apply(data)\nnotebook_settings.apply(data)\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def test_a_handler_writes_once_although_the_settings_are_applied_twice() -> None:
+    logging.root.handlers[:] = [logging.StreamHandler(sys.stdout)]
+    logger = logging.getLogger("own.part")
+    logger.handlers[:] = [logging.StreamHandler(sys.stderr)]
+    logger.propagate = False
+    try:
+        assert _elsewhere("logging.error('a'); logging.getLogger('own.part').error('b')") == "a\nb\n"
+    finally:
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def test_filters_keep_their_order_and_their_patterns() -> None:
+    warnings.resetwarnings()
+    warnings.filterwarnings("error", "x[0-9]", RuntimeWarning)
+    warnings.filterwarnings("ignore", "x1", RuntimeWarning, "shown.*", 7)
+    show = "[(f[0], f[1].pattern, f[2], f[3] and f[3].pattern, f[4]) for f in warnings.filters]"
+    expected = eval(show)
+    assert _elsewhere(f"print({show})").strip() == repr(expected)
+
+
+def test_a_library_that_is_not_imported_sets_up_its_own_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "some_library", types.ModuleType("some_library"))
+    logger = logging.getLogger("some_library.part")
+    logger.handlers[:] = [logging.StreamHandler()]
+    logger.setLevel(logging.ERROR)
+    show = "found = logging.getLogger('some_library.part'); print(len(found.handlers), found.level)"
+    imported = "sys.modules['some_library'] = sys"
+    try:
+        assert _elsewhere(show) == "0 0\n"
+        assert _elsewhere(show, imported) == "1 40\n"
+        own = f"{imported}; logging.getLogger('some_library.part').addHandler(logging.NullHandler())"
+        assert _elsewhere(show, own) == "1 40\n"
+    finally:
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
+
+
+def test_a_file_whose_folder_is_not_on_this_machine(tmp_path: Path) -> None:
+    handler = logging.FileHandler(tmp_path / "a" / ".." / "log.txt", delay=True)
+    handler.baseFilename = str(tmp_path / "missing" / "log.txt")
+    logging.root.handlers[:] = [handler]
+    assert _elsewhere("logging.error('not lost')") == "not lost\n"
+
+
+def test_text_in_memory_is_not_written_and_open_files_are_shown(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        logging.root.handlers[:] = [logging.StreamHandler(io.StringIO()), logging.StreamHandler(file)]
+        assert _elsewhere("logging.error('shown')") == "shown\n"
+
+
+def test_disabled_logging_and_warnings_in_the_log() -> None:
+    logging.root.handlers[:] = [logging.StreamHandler()]
+    logging.disable(logging.ERROR)
+    logging.captureWarnings(True)
+    try:
+        warnings.simplefilter("always")
+        code = (
+            "logging.error('hidden'); warnings.warn('w'); logging.critical('c'); print(warnings.showwarning.__module__)"
+        )
+        assert _elsewhere(code) == "logging\nc\n"
+    finally:
+        logging.captureWarnings(False)
+        logging.disable(logging.NOTSET)
