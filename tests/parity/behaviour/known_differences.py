@@ -233,6 +233,47 @@ _BY_REASON: dict[str, list[str]] = {
     ],
     "Accelerate does not count the samples of divided streams, and gathers padding as results": [
         "loaders.remainders_of_streams",
+        "loaders.results_of_a_stream_that_is_not_dispatched",
+    ],
+    "Accelerate cuts results by the length that a stream announces, also if it is wrong": [
+        "loaders.results_of_a_stream_with_a_wrong_length",
+    ],
+    "Accelerate cuts results of the last batch if batches differ in size": [
+        "loaders.results_of_batches_of_several_sizes",
+    ],
+    "Accelerate cuts results of the last batch if a batch sampler has dropped an incomplete one": [
+        "loaders.results_of_a_batch_sampler_that_drops",
+    ],
+    "Accelerate cuts results by the length of the dataset, also if the sampler is shorter": [
+        "loaders.results_of_a_sampler_that_is_shorter_than_the_dataset",
+    ],
+    "Accelerate fails on dispatched loaders without a batch": [
+        "loaders: _read({'dispatch_batches': True}, batch_size=20, drop_last=True)",
+    ],
+    "Accelerate gathers padding as results after skip_first_batches": [
+        "loaders.results_of_skipped_batches",
+    ],
+    "Accelerate reads samples twice, and others never, with a seedable sampler on ranks that were seeded differently": [
+        "loaders.results_of_ranks_that_were_seeded_apart",
+    ],
+    "Accelerate splits batches of one sample, and ranks get empty batches": [
+        "loaders.batches_of_one_sample_that_are_split",
+    ],
+    "Accelerate counts batches that a rank does not get, with split_batches and uneven ones": [
+        "loaders.lengths_of_split_batches_that_are_uneven",
+        "loaders: _shares(4, 9, split_batches=True, even_batches=False)",
+    ],
+    "Accelerate fails on texts in dispatched batches; here lists with one entry per sample are divided": [
+        "loaders.texts_of_dispatched_batches",
+    ],
+    "Accelerate draws the order of a dispatched loader on rank 0 only, and the ranks' random numbers differ from then on": [
+        "loaders.random_numbers_of_a_shuffled_dispatched_loader",
+    ],
+    "Accelerate drops the generator of a dispatched loader, which shuffles in another order than torch and draws from torch's generator": [
+        "loaders.random_numbers_of_a_dispatched_loader_with_a_generator",
+    ],
+    "the copy by skip_first_batches draws no random numbers here: a resumed training continues with the saved ones": [
+        "loaders.random_numbers_of_the_rest_of_a_pass",
     ],
     "Accelerate reports a negative length beyond the end": [
         "loaders: list(SkipBatchSampler(_batches(3), 20))",

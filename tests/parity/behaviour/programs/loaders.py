@@ -18,6 +18,7 @@ from accelerate.data_loader import (
     get_sampler,
     prepare_data_loader,
 )
+from accelerate.utils import set_seed
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from tests.parity.behaviour.program_table import program
@@ -111,6 +112,7 @@ CALLS = [
     "_read(dataset=Numbers())",
     "_read({'dispatch_batches': False}, dataset=Numbers())",
     "_read({'dispatch_batches': True})",
+    "_read({'dispatch_batches': True}, batch_size=20, drop_last=True)",
     "_read({'split_batches': True})",
     "_read({'even_batches': False})",
     "_read({'non_blocking': True})",
@@ -220,6 +222,164 @@ def remainders_of_streams() -> Any:
     loader = Accelerator(dataloader_config=config).prepare(DataLoader(Numbers(), batch_size=3))
     list(loader)
     return loader.remainder, loader.total_batch_size
+
+
+def _gathered(loader: Any, accelerator: Any) -> Any:
+    """Gather all results of a pass."""
+    return [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+
+
+def _results(settings: dict[str, Any] | None = None, skipped: int = 0, **arguments: Any) -> Any:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**(settings or {})))
+    loader = accelerator.prepare(DataLoader(**{"batch_size": 3, "dataset": torch.arange(11), **arguments}))
+    if skipped:
+        loader = accelerator.skip_first_batches(loader, skipped)
+    return _gathered(loader, accelerator)
+
+
+def _repeated(dataset: Any, **settings: Any) -> Any:
+    """Repeat the mean of each batch to the full batch size, as transformers' Trainer does with losses."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=4))
+    return [accelerator.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader]
+
+
+class Announced(Numbers):
+    """A stream with a wrong length."""
+
+    def __len__(self) -> int:
+        return 12
+
+
+class Uneven:
+    """A batch sampler with batches of several sizes."""
+
+    batch_size = 4
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def results_of_a_stream() -> Any:
+    return _repeated(Numbers(10)), _repeated(Numbers(8))
+
+
+def results_of_a_stream_that_is_not_dispatched() -> Any:
+    return _repeated(Numbers(10), dispatch_batches=False)
+
+
+def results_of_a_stream_with_a_wrong_length() -> Any:
+    return _repeated(Announced(10), dispatch_batches=False)
+
+
+def results_of_batches_of_several_sizes() -> Any:
+    return _results(batch_size=1, batch_sampler=Uneven(), dataset=torch.arange(10))
+
+
+def results_of_a_batch_sampler_that_drops() -> Any:
+    return _results(batch_size=1, batch_sampler=_batches(3, drop_last=True))
+
+
+@program(ranks=2)
+def results_of_a_sampler_that_is_shorter_than_the_dataset() -> Any:
+    return _results(sampler=SequentialSampler(range(11)), dataset=torch.arange(20))
+
+
+@program(ranks=2)
+def results_of_skipped_batches() -> Any:
+    return _results(skipped=1)
+
+
+@program(ranks=2)
+def results_of_ranks_that_were_seeded_apart() -> Any:
+    Accelerator()
+    set_seed(3, device_specific=True)
+    return sorted(_results({"use_seedable_sampler": True}, shuffle=True, dataset=torch.arange(12)))
+
+
+@program(ranks=2)
+def batches_of_one_sample_that_are_split() -> Any:
+    return _results({"split_batches": True, "dispatch_batches": True}, batch_size=1, dataset=torch.arange(4))
+
+
+@program(ranks=2)
+def lengths_of_split_batches_that_are_uneven() -> Any:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False))
+    loader = accelerator.prepare(DataLoader(torch.arange(9), batch_size=4))
+    return len(loader), len(list(loader))
+
+
+@program(ranks=2)
+def texts_of_dispatched_batches() -> Any:
+    config = DataLoaderConfiguration(split_batches=True, dispatch_batches=True)
+    rows = [{"number": number, "text": str(number)} for number in range(8)]
+    loader = Accelerator(dataloader_config=config).prepare(DataLoader(rows, batch_size=4))
+    return [(batch["number"], batch["text"]) for batch in loader]
+
+
+def _random_numbers(settings: dict[str, Any], between: int | None = None, skipped: int = 0, **arguments: Any) -> Any:
+    """Return a random number after preparing a loader, and after each batch."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+    loader = accelerator.prepare(DataLoader(**{"batch_size": 3, "dataset": torch.arange(11), **arguments}))
+    if skipped:
+        loader = accelerator.skip_first_batches(loader, skipped)
+    found = [torch.rand(1)]
+    if between is not None:
+        torch.manual_seed(between)
+    return found + [(batch, torch.rand(1)) for batch in loader] + [torch.rand(1) for _ in loader]
+
+
+@program(ranks=2)
+def random_numbers_of_a_dispatched_stream() -> Any:
+    return _random_numbers({}, dataset=Numbers())
+
+
+@program(ranks=2)
+def random_numbers_of_a_shuffled_dispatched_loader() -> Any:
+    return _random_numbers({"dispatch_batches": True}, shuffle=True)
+
+
+def random_numbers_of_a_dispatched_loader_with_a_generator() -> Any:
+    generator = torch.Generator().manual_seed(5)
+    return _random_numbers({"dispatch_batches": True}, shuffle=True, generator=generator)
+
+
+def random_numbers_of_the_rest_of_a_pass() -> Any:
+    return _random_numbers({}, skipped=1)
+
+
+@program(needs="torchdata")
+def random_numbers_of_a_stateful_loader() -> Any:
+    settings = {"use_stateful_dataloader": True}
+    shuffled = _random_numbers(settings, shuffle=True)
+    return shuffled, _random_numbers(settings, between=4, shuffle=True), _random_numbers(settings, dataset=Numbers())
+
+
+@program(needs="torchdata", ranks=2)
+def random_numbers_of_stateful_loaders_on_two_ranks() -> Any:
+    settings = {"use_stateful_dataloader": True}
+    return _random_numbers(settings, between=4, shuffle=True), _random_numbers(settings, dataset=Numbers())
+
+
+@program(ranks=2)
+def order_after_a_pass_that_was_left() -> Any:
+    loader = Accelerator().prepare(DataLoader(torch.arange(12), batch_size=2, shuffle=True))
+    for _ in loader:
+        break
+    return list(loader), list(loader)
+
+
+@program(needs="torchdata")
+def stateful_passes_after_a_state_of_the_last_batch() -> Any:
+    _, loader = _stateful()
+    for _ in loader:
+        state = dict(loader.state_dict())
+    _, again = _stateful()
+    again.load_state_dict(state)
+    return list(again), list(again)
 
 
 def _stateful(**settings: Any) -> tuple[Any, Any]:
