@@ -1,9 +1,27 @@
-"""One line about an exception of any class."""
+"""What can be said about an exception of any class, whose attributes and text may raise errors themselves."""
 
 from __future__ import annotations
 
+from typing import Any
+
 MAX_TEXT = 2000
 """Characters of an exception's text in an error about it."""
+
+
+def class_name(error: BaseException) -> str:
+    """Return the name of an exception's class, whatever its metaclass does."""
+    return str(type.__dict__["__name__"].__get__(type(error)))
+
+
+def attribute(error: BaseException | None, name: str, base: type[BaseException] = BaseException) -> Any:
+    """Return an attribute that an exception has from a built-in class, whatever its own class does.
+
+    Args:
+        error: The exception, an instance of ``base``.
+        name: The attribute, such as "__cause__".
+        base: The class that defines it.
+    """
+    return base.__dict__[name].__get__(error)
 
 
 def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
@@ -14,10 +32,10 @@ def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
         limit: Maximum number of characters.
     """
     try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - the user's class
-        return type(error).__name__
+        text = f"{class_name(error)}: {error}"
+    except BaseException:  # noqa: BLE001 - the user's class, which may exit
+        return class_name(error)
     return text if len(text) <= limit else text[:limit] + " …"
 
 
-__all__ = ["describe_error"]
+__all__ = ["attribute", "class_name", "describe_error"]

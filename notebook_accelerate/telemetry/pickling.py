@@ -370,7 +370,7 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
     except Exception as error:
         name = _unpicklable_name(value)
         part = f", because of {name!r}" if name else ""
-        raise SerializationError(f"{what} cannot be pickled{part}: {type(error).__name__}: {error}") from error
+        raise SerializationError(f"{what} cannot be pickled{part}: {describe_error(error)}") from error
 
 
 def _unpicklable_name(value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo
 from notebook_accelerate.telemetry.cell_sources import NAMED_CELL, is_cell
+from notebook_accelerate.telemetry.error_text import attribute, class_name
 
 MAX_FRAMES = 60
 """Frames kept of one exception: the first and the last half of a deeper one."""
@@ -39,26 +40,29 @@ def chain_of(error: BaseException) -> tuple[ExceptionInfo, ...]:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         chain.append(ExceptionInfo(_type_name(current), _message(current), _frames(current), link))
-        if current.__cause__ is not None:
-            link, current = "cause", current.__cause__
-        elif current.__context__ is not None and not current.__suppress_context__:
-            link, current = "context", current.__context__
+        cause, context = attribute(current, "__cause__"), attribute(current, "__context__")
+        if cause is not None:
+            link, current = "cause", cause
+        elif context is not None and not attribute(current, "__suppress_context__"):
+            link, current = "context", context
         else:
             break
     return tuple(reversed(chain))
 
 
 def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    name = type.__dict__["__qualname__"].__get__(type(error))
+    try:
+        module = type.__dict__["__module__"].__get__(type(error))
+    except AttributeError:  # of a class that code without a module has made
+        module = None
+    return name if type(module) is not str or module in ("builtins", "__main__") else f"{module}.{name}"
 
 
 def _message(error: BaseException) -> str:
     """Return the text of an exception, of the members of a group, and its notes; a class may define all of them."""
-    members = [part for part in _items(error, "exceptions") if isinstance(part, BaseException)]
-    text = error.msg if _is_located(error) else _text(error)
+    members: list[Any] = [part for part in _items(error, "exceptions") if issubclass(type(part), BaseException)]
+    text = attribute(error, "msg", SyntaxError) if _is_located(error) else _text(error)
     lines = [text, *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
     if len(members) > MAX_MEMBERS:
         lines.append(f"  … {len(members) - MAX_MEMBERS:,} more exceptions …")
@@ -69,31 +73,35 @@ def _text(value: object) -> str:
     try:
         return str(value)
     except BaseException as problem:  # noqa: BLE001 - a broken __str__, also one that exits, must not hide the error
-        return f"<its message cannot be shown: {type(problem).__name__}>"
+        return f"<its message cannot be shown: {class_name(problem)}>"
 
 
 def _items(error: BaseException, name: str) -> Sequence[object]:
     try:
         found = getattr(error, name, ())
-    except Exception:  # noqa: BLE001 - the same
+    except BaseException:  # noqa: BLE001 - the same
         return ()
-    return found if isinstance(found, (tuple, list)) else ()
+    return found if issubclass(type(found), (tuple, list)) else ()
 
 
 def _is_located(error: BaseException) -> TypeGuard[SyntaxError]:
     """Return whether an error names a place in a source, which is none of its frames: its text has the file's name."""
-    return isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int)
+    if not issubclass(type(error), SyntaxError):  # isinstance would ask the class
+        return False
+    places = attribute(error, "filename", SyntaxError), attribute(error, "lineno", SyntaxError)
+    return type(places[0]) is str and type(places[1]) is int
 
 
 def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
     frames = [
         FrameInfo(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame in traceback.extract_tb(error.__traceback__)
+        for frame in traceback.extract_tb(attribute(error, "__traceback__"))
     ]
     while frames and frames[0].filename.startswith(_OWN):
         frames.pop(0)
     if _is_located(error):
-        frames.append(FrameInfo(error.filename or "", error.lineno or 0, "<module>", (error.text or "").strip()))
+        filename, line, text = (attribute(error, name, SyntaxError) for name in ("filename", "lineno", "text"))
+        frames.append(FrameInfo(filename, line, "<module>", text.strip() if type(text) is str else ""))
     if len(frames) > MAX_FRAMES:
         half = MAX_FRAMES // 2
         skipped = FrameInfo("", 0, f"… {len(frames) - 2 * half} more frames …", "")

@@ -46,6 +46,7 @@ from notebook_accelerate.telemetry import (
 )
 from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.cell_sources import install_sources
+from notebook_accelerate.telemetry.error_text import attribute, class_name, describe_error
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.results import advice, dump_result
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
@@ -223,7 +224,8 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         sink.send(StatusEvent("running"))
         value = call(function, arguments)
     except SystemExit as stop:
-        if stop.code in (None, 0):
+        code = attribute(stop, "code", SystemExit)
+        if code is None or (type(code) in (int, bool) and not code):
             return returned(None, order.result_bytes)
         return Outcome(failure_event(stop, "exit"))
     except BdbQuit as stop:
@@ -233,9 +235,9 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
     except BaseException as error:  # noqa: BLE001 - the kernel handles what the user's function raises
         note_memory(error)
         event = failure_event(error, "exception")
-        if order.hold and error.__traceback__ is not None:
+        if order.hold and (place := attribute(error, "__traceback__")) is not None:
             state_resets.require_sink().send(event)
-            debugging.hold(error.__traceback__)
+            debugging.hold(place)
         return Outcome(event)
     return returned(value, order.result_bytes)
 
@@ -258,8 +260,9 @@ def end_child(error: BaseException | None) -> NoReturn:
     """End a process that the rank has forked; it runs no exit handlers of the rank."""
     code = 0
     try:
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if issubclass(type(error), SystemExit):
+            given = attribute(error, "code", SystemExit)
+            code = given if isinstance(given, int) else int(given is not None)
         elif error is not None:
             code = 1
             traceback.print_exception(error)
@@ -315,7 +318,7 @@ def returned(value: object, in_channel: int | None) -> Outcome:
 
 def note_memory(error: BaseException) -> None:
     """Add what the memory holds to an error that says that it is exhausted, while the frames still hold it."""
-    if isinstance(error, (MemoryError, RuntimeError)):
+    if issubclass(type(error), (MemoryError, RuntimeError)):  # isinstance would ask the class, which may fail
         from notebook_accelerate.worker import memory_report
 
         memory_report.note_failure(error)
@@ -327,9 +330,9 @@ def failure_event(error: BaseException, kind: str) -> FailureEvent:
     chain = tracebacks.chain_of(error)
     note, payload = "", b""
     try:
-        payload = dump_bytes(error, f"the exception (a {type(error).__name__})")
-    except (Exception, SystemExit) as problem:  # noqa: BLE001 - the same
-        note = str(problem)
+        payload = dump_bytes(error, f"the exception (a {class_name(error)})")
+    except BaseException as problem:  # noqa: BLE001 - the same
+        note = str(problem) if issubclass(type(problem), SerializationError) else describe_error(problem)
     return FailureEvent(chain, now, kind, note, payload)
 
 

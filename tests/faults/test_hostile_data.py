@@ -242,6 +242,20 @@ FAILURES = {
         "class E(Exception):\n    @property\n    def exceptions(self): raise KeyError\nraise E('reason')"
     ),
     "a group of 100,000": "raise ExceptionGroup('reason', [ValueError('x' * 1000) for _ in range(100_000)])",
+    "a class that raises": (
+        "class E(Exception):\n    @property\n    def __class__(self): raise KeyError\nraise E('reason')"
+    ),
+    "attributes that raise": (
+        "class E(Exception):\n    def __getattribute__(self, name): raise KeyError(name)\nraise E('reason')"
+    ),
+    "a metaclass that raises": (
+        "class M(type):\n    def __getattribute__(cls, name): raise KeyError(name)\n"
+        "class E(Exception, metaclass=M): pass\nraise E('reason')"
+    ),
+    "a class without a module": (
+        "made = {'__builtins__': __builtins__}\nexec(\"E = type('E', (Exception,), {})\", made)\n"
+        "raise made['E']('reason')"
+    ),
     "a chain of 5,000": (
         "e = None\nfor n in range(5000):\n    try:\n        raise ValueError(n) from e\n"
         "    except ValueError as x:\n        e = x\nraise e"

@@ -30,6 +30,7 @@ from notebook_accelerate.launch.state.run_events import (
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, steady_time, tracebacks
 from notebook_accelerate.telemetry.automatic_metrics import sampler
+from notebook_accelerate.telemetry.error_text import attribute
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.worker import state_resets
 
@@ -180,10 +181,11 @@ def _end(context: InlineContext, ended: RunEnded) -> None:
 @deferred_interrupts()
 def _fail(context: InlineContext, error: BaseException) -> None:
     chain = tracebacks.chain_of(error)
-    kind = "exit" if isinstance(error, SystemExit) else "exception"
+    is_exit = issubclass(type(error), SystemExit)  # isinstance would ask the class, which may fail
+    kind = "exit" if is_exit else "exception"
     message = f"{chain[-1].type}: {chain[-1].message}".rstrip(": ")
-    if isinstance(error, SystemExit):
-        message = f"the function called sys.exit({error.code!r})"
+    if is_exit:
+        message = f"the function called sys.exit({attribute(error, 'code', SystemExit)!r})"
     failure = RankFailure(0, kind, steady_time.now(), message, chain, error)
     context.journal.append(RankFailed(failure))
     context.journal.append(RankExited(0, "failed", ""))

@@ -14,7 +14,7 @@ from notebook_accelerate.errors import NotebookAccelerateError
 from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import FailureEvent, RankFailure, steady_time, tracebacks
 from notebook_accelerate.telemetry.cell_sources import is_cell
-from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.error_text import attribute, describe_error
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.sampler import machine_memory
 
@@ -64,7 +64,7 @@ def _unpickled(payload: bytes) -> tuple[BaseException | None, str]:
         value = load_bytes(payload)
     except BaseException as error:  # noqa: BLE001 - an exception class may refuse its own arguments
         return None, f"the exception cannot be unpickled: {describe_error(error)}"
-    return (value if isinstance(value, BaseException) else None), ""
+    return (value if issubclass(type(value), BaseException) else None), ""
 
 
 def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> RankFailure:
@@ -74,11 +74,15 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
     exception, note = exceptions.load(event.payload) if event.payload else (None, event.note)
     message = f"{last.type}: {last.message}".rstrip(": ")
     if event.kind == "exit":
-        code = repr(exception.code) if isinstance(exception, SystemExit) else last.message
+        is_exit = exception is not None and issubclass(type(exception), SystemExit)
+        code = repr(attribute(exception, "code", SystemExit)) if is_exit else last.message
         message = f"the function called sys.exit({code})"
     if note:
         message += f"  ({note})"
-    if isinstance(exception, NotebookAccelerateError):  # exceptions of the user keep their arguments
+    # isinstance would ask the class of the exception, which may fail.
+    if exception is not None and issubclass(
+        type(exception), NotebookAccelerateError
+    ):  # exceptions of the user keep their arguments
         exception.args = tuple(
             tracebacks.name_cells(part) if isinstance(part, str) else part for part in exception.args
         )
