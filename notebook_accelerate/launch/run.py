@@ -80,6 +80,7 @@ class Run(RunDebugging, RunDisplay):
         name: The run's name.
         folder: Where the run is kept; None where it is not.
         journal_file: The file of its journal in that folder; None where it is not kept.
+        environment: The versions and the machine of an opened run, as its report shows them; empty: those here.
         origin: The notebook, or the folder, that launched a detached run; "" for other runs.
         journal: The run's events, in order.
         commands: Commands to the supervisor.
@@ -100,6 +101,7 @@ class Run(RunDebugging, RunDisplay):
         self.name = name or config.name or default_name(function_name, self.id)
         self.folder: Path | None = None
         self.journal_file: Path | None = None
+        self.environment: Mapping[str, str] = {}
         self.origin = ""
         self.call: RunCall | None = None
         self.journal = Journal() if journal is None else journal
@@ -262,7 +264,8 @@ class Run(RunDebugging, RunDisplay):
             known = self._error() if self._error is not None else None
             if known is not None or not state.error:
                 return known
-            kind: type[WorkerError] = getattr(errors, state.error)
+            found = getattr(errors, state.error, None)  # a journal of another version may name another class
+            kind = found if isinstance(found, type) and issubclass(found, WorkerError) else WorkerError
             error = kind(state.message, self, state.failures if state.status == "failed" else ())
             error.__cause__ = state.cause
             self._error = weakref.ref(error)
@@ -537,7 +540,7 @@ class Run(RunDebugging, RunDisplay):
             "run = notebook_launcher(...)"
         )
         copied = Run(self.config, self.function_name, self.journal.without_results(why), number=self.id, name=self.name)
-        copied.folder, copied.journal_file = self.folder, self.journal_file
+        copied.folder, copied.journal_file, copied.environment = self.folder, self.journal_file, self.environment
         copied.origin, copied.call = self.origin, self.call
         return copied
 

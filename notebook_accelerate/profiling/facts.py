@@ -370,6 +370,8 @@ class RankReader:
         lengths = [(end - start) / 1e6 for start, end in steps]
         each = [self._lines.seconds_where(matches, start, end) for start, end in steps]
         usual = [index for index, length in enumerate(lengths) if length <= LONG * median(lengths)]
+        if not sum(lengths[i] for i in usual):  # of a damaged trace
+            return 0.0, None, 0.0
         share = max(sum(each) / sum(lengths), sum(each[i] for i in usual) / sum(lengths[i] for i in usual))
         found, recorded_steps = self._lines.lines_where(matches), each[: len(self._steps)]
         often = max(sum(s > 0 for s in row) / max(1, len(row)) for row in (recorded_steps, each))

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
+import io
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import isfinite
 from operator import add
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.profiling.timeline import CATEGORIES
+from notebook_accelerate.telemetry.channel import printable
+from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
 
+MAX_BYTES = 2 << 30
+"""Largest file of a trace."""
+MAX_RATIO = 64
+"""How many times larger than its file an unpacked trace may be: they shrink to a tenth, or a thirtieth."""
+MIN_UNPACKED_BYTES = 32 << 20
+"""The unpacked size that a trace of any size may have."""
 STEP = "ProfilerStep#"
 _CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _PLAIN = {
@@ -134,15 +145,44 @@ def read_trace(path: str | Path, rank: int | None = None) -> RankTrace:
     Raises:
         ValueError: The file is not a trace of torch's profiler.
     """
-    data = Path(path).read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        data = gzip.decompress(data)
     try:
-        loaded = json.loads(data)
+        data = guarded_files.read_file(Path(path), MAX_BYTES)
+        loaded = _json(data)
         rows = loaded["traceEvents"] if isinstance(loaded, dict) else loaded
         return parse(loaded if isinstance(loaded, dict) else {}, rows, rank)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{path} is not a trace of torch's profiler ({type(error).__name__}: {error})") from None
+    except FileNotFoundError:
+        raise
+    except _MALFORMED as error:
+        text = describe_error(error, 300)
+        raise ValueError(f"{path} is not a trace of torch's profiler ({text})") from None
+
+
+_GZIP = b"\x1f\x8b"
+_MALFORMED = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError, MemoryError,
+    OSError, EOFError, zlib.error,
+)  # fmt: skip
+
+
+def _json(data: bytes) -> Any:
+    """Return the value of JSON, which gzip may have compressed."""
+    data = _unpacked(data) if data[:2] == _GZIP else data
+    value = guarded_files.parse_json(data)
+    return printable(value) if b"\\ud" in data else value
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Return what gzip has compressed.
+
+    Raises:
+        ValueError: It is much more than a trace would be.
+    """
+    most = max(MIN_UNPACKED_BYTES, MAX_RATIO * len(data))
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        unpacked = file.read(most + 1)
+    if len(unpacked) > most:
+        raise ValueError(f"its {len(data):,} bytes unpack to more than {most:,}")
+    return unpacked
 
 
 def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int | None = None) -> RankTrace:
@@ -161,6 +201,8 @@ def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int 
     for row in complete:
         _add(trace, row, names, threads)
     trace.names, trace.threads = list(names), list(threads)
+    if not isfinite(trace.base) or not all(isfinite(row["ts"]) for row in rows if row.get("name") == "[memory]"):
+        raise ValueError("it has a time that is not a number")
     trace.memory = sorted(
         (float(row["ts"]), int(row["args"].get("Bytes", 0)), int(row["args"].get("Addr", 0)))
         for row in rows
@@ -169,11 +211,76 @@ def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int 
     return trace
 
 
+_FRAME = (str, int, str, str)
+_SAMPLES: dict[str, Any] = {
+    "frames": [_FRAME], "stacks": [[int]], "times": [int], "which": [int], "seconds": float, "blocked": float,
+    "lock": float, "cpu": float, "error": str,
+    "threads": [{"name": str, "cpu": float, "lock": float, "frame": _FRAME}],
+}  # fmt: skip
+_FACTS: dict[str, Any] = {
+    "version": int, "rank": int, "steps": int, "skipped": int, "seconds": float, "clock": float, "samples": dict,
+    "boundaries": [int], "collectives": [(str, int, str, int, float)], "asked": dict, "held": [dict], "marks": [dict],
+}  # fmt: skip
+"""The types of the facts: a list has items of one type, a tuple is a list with a type for each item."""
+_MARK = {"time": float, "delay": float}
+_HELD = {"id": int, "nodes": int, "count": int, "added": int, "bytes": int, "kept": bool}
+
+
 def _facts(value: object) -> Mapping[str, Any]:
-    """Return what a rank has added to its trace: JSON, compressed and in base64, which torch writes unchanged."""
+    """Return what a rank has added to its trace: JSON, compressed and in base64, which torch writes unchanged.
+
+    Raises:
+        ValueError: It is not what a rank adds.
+    """
     if isinstance(value, str):
-        value = json.loads(gzip.decompress(base64.b64decode(value)))
-    return value if isinstance(value, dict) else {}
+        value = _json(base64.b64decode(value))
+    if not isinstance(value, dict):
+        return {}
+    facts = _of_types(value, _FACTS)
+    if "held" in facts:
+        facts["held"] = [
+            {name: {"bytes": 0, **_of_types(row, _HELD)} for name, row in rows.items()} for rows in facts["held"]
+        ]
+    if "marks" in facts:
+        facts["marks"] = [{"time": 0.0, **_of_types(mark, _MARK)} for mark in facts["marks"]]
+    if "samples" not in facts:
+        return facts
+    samples = facts["samples"] = _of_types(facts["samples"], _SAMPLES)
+    which, stacks, frames = (samples.get(name, ()) for name in ("which", "stacks", "frames"))
+    stack_frames = {index for stack in stacks for index in stack}
+    if not all(0 <= index < len(stacks) for index in which) or not all(
+        0 <= each < len(frames) for each in stack_frames
+    ):
+        raise ValueError("its samples name a stack or a frame that it does not have")
+    if len(which) != len(samples.get("times", ())):
+        raise ValueError("its samples do not have a time each")
+    return facts
+
+
+def _of_types(values: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not None; raise ValueError if one does not have its type."""
+    found = {name: value for name, value in values.items() if value is not None}
+    for name in types.keys() & found.keys():
+        if not _fits(found[name], types[name]):
+            raise ValueError(f"its facts have another {name} than those of a rank")
+    return found
+
+
+def _fits(value: object, shape: Any) -> bool:
+    """Whether a value from JSON has the types of a shape."""
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
+    if isinstance(shape, tuple):
+        return isinstance(value, list) and len(value) == len(shape) and all(map(_fits, value, shape))
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(name in value and _fits(value[name], shape[name]) for name in shape)
+    if shape in (int, float):
+        return isinstance(value, (int, float)) and type(value) in (int, shape) and abs(value) < _LARGEST
+    return type(value) is shape
+
+
+_LARGEST = 2**63
+"""Numbers are below; so is no NaN."""
 
 
 def _add(trace: RankTrace, row: Mapping[str, Any], names: dict[str, int], threads: dict[Thread, int]) -> None:
@@ -181,19 +288,26 @@ def _add(trace: RankTrace, row: Mapping[str, Any], names: dict[str, int], thread
     arguments = row.get("args") or {}
     place = Thread(str(row.get("pid", "")), str(row.get("tid", "")), kind in _DEVICE)
     event = len(trace.start)
-    trace.start.append(float(row["ts"]))
-    trace.duration.append(float(row.get("dur", 0.0)))
+    start, duration = float(row["ts"]), float(row.get("dur", 0.0))
+    if not isfinite(start) or not isfinite(duration):
+        raise ValueError(f"its event {name[:80]!r} has no time")
+    trace.start.append(start)
+    trace.duration.append(duration)
     trace.name.append(names.setdefault(name, len(names)))
     trace.category.append(_CATEGORY[category_of(name, kind)])
     trace.thread.append(threads.setdefault(place, len(threads)))
     if arguments and any(part in name for part in _SHAPED):
-        trace.arguments[event] = {key: value for key, value in arguments.items() if key in _KEPT}
+        kept = {key: value for key, value in arguments.items() if key in _KEPT and _fits(value, _KEPT[key])}
+        if "Input Dims" in kept:  # of a list of tensors, the sizes are nested
+            kept["Input Dims"] = [each if _fits(each, [int]) else [] for each in kept["Input Dims"]]
+        trace.arguments[event] = kept
 
 
-_KEPT = (
-    "Input Dims", "Input type", "Process Group Name", "Seq", "Collective name", "dtype", "In msg nelems",
-    "Out msg nelems",
-)  # fmt: skip
+_KEPT: dict[str, Any] = {
+    "Input Dims": [list], "Input type": [str], "Process Group Name": str, "Seq": int, "Collective name": str,
+    "dtype": str, "In msg nelems": int, "Out msg nelems": int,
+}  # fmt: skip
+"""The arguments that findings use, with their types."""
 
 
 def category_of(name: str, kind: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from notebook_accelerate.telemetry.events import ShardingEvent
 
+MAX_RANKS = 1 << 14
+"""Most ranks of a mesh; tables and drawings take time in proportion."""
 KINDS = ("parameters", "gradients", "optimizer state")
 
 
@@ -64,7 +67,7 @@ def to_report(event: ShardingEvent) -> ShardReport | None:
     try:
         axes = {str(name): int(size) for name, size in event.axes.items()}
         place = {name: int(event.place[name]) for name in axes}
-        if not all(0 <= place[name] < size for name, size in axes.items()):
+        if not all(0 <= place[name] < size for name, size in axes.items()) or math.prod(axes.values()) > MAX_RANKS:
             return None
         held = {kind: _held(event.held[kind], axes) for kind in KINDS if kind in event.held}
         stages = event.stages if event.stages in axes else ""
@@ -82,4 +85,4 @@ def _held(given: Mapping[str, Any], axes: Mapping[str, int]) -> ShardSizes:
 
 
 def _bytes(given: Any) -> int | None:
-    return None if given is None else max(0, int(given))
+    return None if given is None else min(max(0, int(given)), 1 << 63)

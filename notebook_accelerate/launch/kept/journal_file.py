@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -11,11 +12,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from notebook_accelerate.errors import BrokenRunError
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_format import Frame, Points
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.rank_result import RankResult
-from notebook_accelerate.launch.state.run_events import RUN, RankReturned, RunEvent
+from notebook_accelerate.launch.state.run_events import (
+    RUN,
+    AttemptStarted,
+    RankReturned,
+    RunEvent,
+    RunLost,
+    RunPlanned,
+    WarningAdded,
+)
+from notebook_accelerate.launch.state.run_state import RunState
 from notebook_accelerate.telemetry import (
     CheckpointEvent,
     DroppedEvent,
@@ -40,8 +51,18 @@ KEPT_LOG_BYTES = 8 << 20
 """Bytes of output that stay of all ranks together when a journal is thinned; the newest ones."""
 MAX_READ_BYTES = 512 << 20
 """A larger file is not read: no journal of this package is."""
+MAX_WORK = 1_500_000_000
+"""References that may be copied to read the events of a run: each copies those to its ranks, notes and attempts. Takes
+five seconds; a run of 16,000 ranks needs two thirds of it."""
+_RANK_WORK = 600
+"""What creating the state of a rank takes, as references that are copied."""
+_WARNING_WORK = 6
+"""What comparing a warning with an earlier one takes."""
+_SECTIONS = frozenset({"code"})
+"""The sections that are kept, in addition to the header and the curves. Others, of a newer version, are left out."""
 MAX_LATEST = 20_000
 """Events of ranks, other than metrics and output, that stay when a journal is thinned; the newest ones."""
+_MAX_NAME_CHARS = 1000
 _POINT_BYTES = 24
 _POINTS_PER_FRAME = 100_000
 
@@ -159,11 +180,12 @@ class JournalContents:
         load_result: Returns the results of ranks.
         journal: The events.
         header: The section about the launch; empty before it was read.
-        sections: The other sections that are no curves, by kind.
+        sections: The other sections of `_SECTIONS`, by kind.
         stored: By rank, what its event says about the file of its result.
         latest: The events of ranks of which only the last is of use, by kind, rank and what else tells them apart.
         run_events: Number of the events of the run itself that were read.
         known: Number of those that the journal has, also from the process that writes the file.
+        work: What reading them took, which is limited to `MAX_WORK`.
         end: Bytes of the file that were read.
         identity: Device and inode of the file.
     """
@@ -176,6 +198,7 @@ class JournalContents:
     latest: dict[tuple[Any, ...], Record] = field(default_factory=dict)
     run_events: int = 0
     known: int = 0
+    work: int = 0
     end: int = 0
     identity: tuple[int, int] = (0, 0)
 
@@ -206,13 +229,15 @@ class JournalContents:
     def _take_section(self, section: dict[str, Any], payload: bytes) -> None:
         kind = section.get("kind")
         if not self.header:
+            guarded_files.check_depth(section)
             _check_header(section)
             self.header = section
         elif kind == "points":
             name, rank, tail = _points_of(section, payload)
             store = self.journal.store.automatic if section.get("automatic") is True else self.journal.store
             store.add_points(name, rank, tail, thinned=section.get("thinned") is True)
-        elif isinstance(kind, str):
+        elif kind in _SECTIONS:
+            guarded_files.check_depth(section)
             self.sections[kind] = section
 
     def _take_rows(self, rows: list[Any]) -> None:
@@ -250,6 +275,9 @@ class JournalContents:
     def _take_run_event(self, record: Record, values: dict[str, Any]) -> None:
         event = record.event
         assert isinstance(event, RunEvent)
+        self.work += _work_of(event, self.journal.state)
+        if self.work > MAX_WORK:
+            raise ValueError("it has more ranks and events than any run")
         if isinstance(event, RankReturned):
             self.stored[event.rank] = values.get("stored")
             event.result = self.load_result(event.rank, values.get("stored"))
@@ -282,6 +310,19 @@ class JournalContents:
             del self.latest[next(iter(self.latest))]
 
 
+def _work_of(event: RunEvent, state: RunState) -> int:
+    """Return how many references applying an event to a state copies; a small file could take hours otherwise."""
+    if isinstance(event, RunPlanned):
+        if not 0 <= event.count <= journal_format.MAX_RANKS:
+            raise ValueError(f"it has {event.count:,} ranks, at most {journal_format.MAX_RANKS:,} are read")
+        return _RANK_WORK * event.count
+    parts = (state.ranks, state.notes, state.warnings, state.diagnoses, state.attempts, state.prompts, state.paused)
+    copied = sum(map(len, parts))
+    if isinstance(event, WarningAdded):
+        return copied + _WARNING_WORK * len(state.warnings)
+    return _RANK_WORK * copied if isinstance(event, (AttemptStarted, RunLost)) else copied
+
+
 def distinguishing(event: Event) -> tuple[Any, ...]:
     """Return what tells events of one kind and rank apart, of which the last one each is of use."""
     if isinstance(event, ProgressEvent):
@@ -303,13 +344,16 @@ def _check_header(section: dict[str, Any]) -> None:
     for name, kind in {"name": str, "function": str, "config": dict, "process": dict, "arguments": dict}.items():
         if not isinstance(section.get(name), kind):
             raise ValueError(f"its header has no {name}")
+    for name in ("name", "function"):
+        if len(section[name]) > _MAX_NAME_CHARS:
+            raise ValueError(f"its header has a {name} of {len(section[name]):,} characters")
 
 
 def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, SeriesTail]:
     import numpy as np
 
     name, rank, count = section.get("name"), section.get("rank"), section.get("count")
-    if not (isinstance(name, str) and type(rank) is int and 0 <= rank <= journal_format.MAX_RANK):
+    if not (isinstance(name, str) and type(rank) is int and 0 <= rank < journal_format.MAX_RANKS):
         raise ValueError("a curve has no name or no rank")
     if type(count) is not int or count * _POINT_BYTES != len(payload):
         raise ValueError(f"the curve {name[:80]!r} does not have {count} points")
@@ -317,6 +361,8 @@ def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, Serie
         np.frombuffer(payload, dtype=kind, count=count, offset=8 * count * index)
         for index, kind in enumerate(("<i8", "<f8", "<f8"))
     ]
+    if not ((columns[1] >= 0) & (columns[1] <= journal_format.LATEST_TIME)).all():  # nor NaN
+        raise ValueError(f"the curve {name[:80]!r} has a point without a time")
     return name, rank, SeriesTail(columns[0], columns[1], columns[2], (0, 0), whole=True)
 
 
@@ -332,21 +378,40 @@ def read_journal(path: Path, load_result: ResultLoader | None = None) -> Journal
         BrokenRunError: The file is damaged, too large, or no journal.
     """
     contents = JournalContents() if load_result is None else JournalContents(load_result)
-    size = path.stat().st_size
-    if size > MAX_READ_BYTES:
-        raise BrokenRunError(
-            f"{path} is no journal of a run: it has {size:,} bytes, at most {MAX_READ_BYTES:,} are read"
-        )
-    with path.open("rb") as file:
+    with open_journal(path) as file:
         contents.identity = _identity(file)
         data = memoryview(file.read(MAX_READ_BYTES))
     if bytes(data[: len(journal_format.MAGIC)]) != journal_format.MAGIC:
-        raise BrokenRunError(f"{path} is no journal of a run: it does not begin with {journal_format.MAGIC.decode()}")
+        raise BrokenRunError(
+            f"{path} is not a journal of a run: it does not begin with {journal_format.MAGIC.decode()}"
+        )
     feed(contents, data[len(journal_format.MAGIC) :], path)
     contents.end += len(journal_format.MAGIC)
     if not contents.header:
         raise BrokenRunError(f"{path} has no header: the process that wrote it ended before it had begun")
     return contents
+
+
+def open_journal(path: Path) -> BinaryIO:
+    """Open the file of a journal for reading.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        BrokenRunError: It is not a regular file, or too large.
+    """
+    try:
+        file = os.fdopen(guarded_files.open_regular(path), "rb")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise BrokenRunError(f"{path} is not a journal of a run: {error.strerror}") from None
+    size = os.fstat(file.fileno()).st_size
+    if size > MAX_READ_BYTES:
+        file.close()
+        raise BrokenRunError(
+            f"{path} is not a journal of a run: it has {size:,} bytes, at most {MAX_READ_BYTES:,} are read"
+        )
+    return file
 
 
 def _identity(stream: BinaryIO) -> tuple[int, int]:
@@ -370,6 +435,7 @@ def feed(contents: JournalContents, data: bytes | memoryview, path: Path) -> Non
         AssertionError,
         ArithmeticError,
         RecursionError,
+        MemoryError,
     ) as error:
         raise BrokenRunError(f"{path} is damaged: {describe_error(error)}") from error
 
@@ -435,4 +501,4 @@ def last_lines(journal: Journal, most_bytes: int) -> Sequence[Record]:
     return found
 
 
-__all__ = ["JOURNAL_NAME", "JournalContents", "JournalFile", "feed", "read_journal", "write_file"]
+__all__ = ["JOURNAL_NAME", "JournalContents", "JournalFile", "feed", "open_journal", "read_journal", "write_file"]

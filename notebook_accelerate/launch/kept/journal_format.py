@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from notebook_accelerate.debugging.diagnosis import Diagnosis, RankPosition
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.launch.plan.planner import LaunchPlan
 from notebook_accelerate.launch.state import run_events
 from notebook_accelerate.launch.state.call_arguments import Plain
@@ -59,8 +60,14 @@ MAX_PAYLOAD_BYTES = 16 << 20
 """Largest payload of a frame."""
 MAX_ROWS = 500
 """Most events of a frame."""
-MAX_RANK = 1 << 20
-"""Highest rank that a journal may name."""
+MAX_RANKS = 1 << 14
+"""Most ranks of a run; the highest rank that a journal may name is one less."""
+MAX_CONTAINERS = 1 << 20
+"""Most lists and objects in the JSON of a frame: each takes 64 bytes of memory or more."""
+LATEST_TIME = 253_000_000_000.0
+"""A time in seconds since the epoch, in the year 9987: calendars end with 9999."""
+_TIMES = frozenset({"time", "since", "until"})
+"""Names of fields that are such times."""
 
 RANK_EVENTS: tuple[type[Event], ...] = (
     MetricEvent, AutomaticMetricEvent, LogEvent, ProgressEvent, StepTimeEvent, ResourceEvent, DeviceMemoryEvent,
@@ -74,7 +81,7 @@ _KINDS: dict[str, type[Event]] = {
         *(each for each in vars(run_events).values() if isinstance(each, type) and issubclass(each, RunEvent)),
     )
 }
-_OBJECTS = frozenset({"cause", "exception", "name_place", "result"})
+_OBJECTS = frozenset({"RunEnded.cause", "RankFailure.exception", "Diagnosis.name_place", "RankReturned.result"})
 """Fields whose values are objects of the writer's process: they are not stored."""
 _NAMES = {
     "Diagnosis": Diagnosis, "RankPosition": RankPosition, "LaunchPlan": LaunchPlan, "RankResult": RankResult,
@@ -172,7 +179,7 @@ def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:
 
 
 def _parse(text: bytes) -> Any:
-    content = json.loads(text)
+    content = guarded_files.parse_json(text, MAX_CONTAINERS)
     return printable(content) if b"\\ud" in text else content
 
 
@@ -204,10 +211,10 @@ def take_points(row: Any, points: Points) -> bool:
     try:
         kind, rank, time, fields_of_row = row
         numbers, step = fields_of_row["values"], fields_of_row["step"]
-        fits = kind == "MetricEvent" and type(rank) is int and 0 <= rank <= MAX_RANK and type(time) is float
+        fits = kind == "MetricEvent" and type(rank) is int and 0 <= rank < MAX_RANKS and type(time) is float
         if not fits or type(step) is not int or not _FLOATS.issuperset(map(type, numbers.values())):
             return False
-        if not -(2**63) <= step < 2**63:
+        if not 0.0 <= time <= LATEST_TIME or not -(2**63) <= step < 2**63:
             return False
         for name, value in numbers.items():
             steps, times, values = points.get((name, rank)) or points.setdefault((name, rank), ([], [], []))
@@ -232,10 +239,10 @@ def record_of(row: object) -> Record | None:
     if kind is None:
         return None
     lowest = RUN if issubclass(kind, RunEvent) else 0
-    if type(rank) is not int or not lowest <= rank <= (RUN if lowest == RUN else MAX_RANK):
+    if type(rank) is not int or not lowest <= rank <= (RUN if lowest == RUN else MAX_RANKS - 1):
         raise ValueError(f"{name} has the rank {_short(rank)}")
     try:
-        return Record(rank, _from_json(float, time, "time"), _build(kind, values))
+        return Record(rank, _checked_time(_from_json(float, time, "time"), "time"), _build(kind, values))
     except ValueError:
         if lowest == RUN:
             raise
@@ -254,7 +261,8 @@ def _to_json(value: object) -> object:
 
 @cache
 def _stored_fields(kind: Hashable) -> tuple[Any, ...]:
-    return tuple(each for each in fields(cast("Any", kind)) if each.name not in _OBJECTS)
+    name = cast("Any", kind).__name__
+    return tuple(each for each in fields(cast("Any", kind)) if f"{name}.{each.name}" not in _OBJECTS)
 
 
 @cache
@@ -269,7 +277,10 @@ def _build(kind: Any, values: object) -> Any:
     hints, found = _hints(kind), {}
     for each in _stored_fields(kind):
         if each.name in values:
-            found[each.name] = _from_json(hints[each.name], values[each.name], f"{kind.__name__}.{each.name}")
+            what = f"{kind.__name__}.{each.name}"
+            found[each.name] = _from_json(hints[each.name], values[each.name], what)
+            if each.name in _TIMES:
+                _checked_time(found[each.name], what)
         elif each.default is MISSING and each.default_factory is MISSING:
             raise ValueError(f"{kind.__name__} has no {each.name}")
     if kind is run_events.RankReturned:
@@ -277,14 +288,25 @@ def _build(kind: Any, values: object) -> Any:
     return kind(**found)
 
 
+def _checked_time(time: float, what: str) -> float:
+    if not 0.0 <= time <= LATEST_TIME:  # nor NaN
+        raise ValueError(f"{what} is {_short(time)}, which is not a time in seconds since the epoch")
+    return time
+
+
 def _from_json(hint: Any, value: object, what: str) -> Any:
     """Return a JSON value as the type ``hint``; raise ValueError where it is another one."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
+        guarded_files.check_depth(value)
         return value
     if hint is float and isinstance(value, (int, float)) and type(value) is not bool:
-        return float(value)
+        if (number := to_float(value)) is None:
+            raise ValueError(f"{what} is {_short(value)}, which is too large")
+        return number
     if hint in (int, str, bool) and type(value) is hint:
+        if hint is int and to_int64(value) is None:
+            raise ValueError(f"{what} is {_short(value)}, which needs more than 64 bits")
         return value
     if origin in (typing.Union, types.UnionType):
         return _of_union(parts, value, what)

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,8 +20,15 @@ from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identit
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient, warn
 from notebook_accelerate.launch.kept import journal_format
-from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalContents, feed, read_journal
-from notebook_accelerate.launch.kept.run_folder import config_from, given_folder, result_name
+from notebook_accelerate.launch.kept.journal_file import (
+    JOURNAL_NAME,
+    MAX_READ_BYTES,
+    JournalContents,
+    feed,
+    open_journal,
+    read_journal,
+)
+from notebook_accelerate.launch.kept.run_folder import config_from, environment_of, given_folder, result_name
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
@@ -42,6 +50,9 @@ if TYPE_CHECKING:
 
 FOLLOW_SECONDS = 0.25
 """Seconds between two looks at the journal of a run that goes on."""
+MAX_CELLS = 10_000
+MAX_CELL_CHARS = 1000
+"""Most names of cells that are taken from a journal, and the longest: they are kept until the kernel ends."""
 STALE_SECONDS = 60.0
 """Seconds without a write after which a run of another machine, whose processes cannot be seen here, is lost."""
 
@@ -82,7 +93,7 @@ def open_run(path: str | PathLike[str]) -> Run:
         _lose(contents)
     tracebacks.name_foreign_cells(_cells_of(header))
     run = Run(config_from(header["config"]), header["function"], journal, commands, name=header["name"])
-    run.folder, run.journal_file = file.parent, file
+    run.folder, run.journal_file, run.environment = file.parent, file, environment_of(header)
     if run.ended is None or run.held:
         follower = _Follower(contents, file, sent)
         weakref.finalize(run, follower.over.set)
@@ -99,8 +110,12 @@ def _report(journal: Journal, text: str) -> None:
 def _cells_of(header: dict[str, Any]) -> dict[str, str]:
     """Return the names of the cells of the writer's kernel, by file name."""
     cells = header.get("cells")
-    found = cells.items() if isinstance(cells, dict) else ()
-    return {filename: name for filename, name in found if isinstance(name, str) and cell_sources.is_cell(filename)}
+    found = islice(cells.items(), MAX_CELLS) if isinstance(cells, dict) else ()
+    return {
+        filename: name[:MAX_CELL_CHARS]
+        for filename, name in found
+        if isinstance(name, str) and len(filename) <= MAX_CELL_CHARS and cell_sources.is_cell(filename)
+    }
 
 
 def _commands(contents: JournalContents, folder: Path) -> ControlClient | _ReadOnly:
@@ -328,10 +343,10 @@ class _Follower:
 
 def _read_on(contents: JournalContents, file: Path) -> None:
     """Add what was appended since the last call; where the file was replaced by a thinned one, what is new in it."""
-    with file.open("rb") as stream:
+    with open_journal(file) as stream:
         if contents.same_file(stream):  # for a moment shorter than what was read, after an error of the writer's disk
             stream.seek(contents.end)
-            feed(contents, stream.read(), file)
+            feed(contents, stream.read(MAX_READ_BYTES), file)
             return
     again = read_journal(file, contents.load_result)
     _add_news(contents, again)

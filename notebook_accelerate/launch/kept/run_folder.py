@@ -7,7 +7,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,12 +19,13 @@ from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.hardware.guarded_files import check_depth, parse_json, read_file
 from notebook_accelerate.hardware.process_liveness import this_process
-from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_file import read_journal
+from notebook_accelerate.launch.report.run_report import environment
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.cell_sources import cell_sources
+from notebook_accelerate.telemetry.channel import printable
 
 _SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 _TEXT_CHARS = 1000
@@ -109,11 +109,7 @@ def header(
         "config": _stored_config(config),
         "arguments": call_arguments(function, arguments),
         "process": asdict(this_process()),
-        "versions": {
-            "python": sys.version.split()[0],
-            "torch": installed_version("torch") or "",
-            "notebook_accelerate": installed_version("notebook-accelerate") or "",
-        },
+        "environment": environment(),
         "folder": _working_folder(),
         "cells": {filename: tracebacks.cell_name(filename) for filename in cell_sources()},
     }
@@ -167,6 +163,13 @@ def config_from(stored: Mapping[str, Any]) -> LaunchConfig:
     return config
 
 
+def environment_of(header: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions and the machine that a header names, as the report shows them."""
+    found = header.get("environment")
+    texts = found.items() if isinstance(found, dict) else ()
+    return {name: text[:_TEXT_CHARS] for name, text in texts if isinstance(text, str)} or {"python": "not recorded"}
+
+
 def code_version(folder: Path) -> dict[str, Any]:
     """Return the section about the code's version: the commit of a git repository, and whether files differ from it.
 
@@ -211,6 +214,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     try:
         content = parse_json(read_file(folder / SUMMARY_NAME, MAX_SUMMARY_BYTES))
         check_depth(content)
+        content = printable(content)
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
@@ -269,6 +273,7 @@ __all__ = [
     "config_from",
     "create_folder",
     "delete",
+    "environment_of",
     "given_folder",
     "header",
     "read_summary",

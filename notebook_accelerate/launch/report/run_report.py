@@ -231,15 +231,19 @@ def _versions() -> dict[str, str]:
     return {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
 
 
-def environment_rows(run: RunView) -> Rows:
-    """Return the versions and the machine of a run."""
-    rows = [["environment", "version"], ["python", f"{platform.python_version()} on {platform.platform()}"]]
-    rows += [[name, version] for name, version in _versions().items()]
+def environment() -> dict[str, str]:
+    """Return the versions and the machine of this process, by their names in the report."""
+    found = {"python": f"{platform.python_version()} on {platform.platform()}", **_versions()}
     torch = sys.modules.get("torch")
     if torch is not None and getattr(torch, "version", None) is not None and torch.version.cuda:
-        rows.append(["cuda", str(torch.version.cuda)])
+        found["cuda"] = str(torch.version.cuda)
+    return {**found, "processors": str(os.cpu_count())}
+
+
+def environment_rows(run: RunView) -> Rows:
+    """Return the versions and the machine of a run."""
+    rows = [["environment", "version"], *map(list, (run.environment or environment()).items())]
     started = datetime.fromtimestamp(run.started).astimezone()
-    rows.append(["processors", str(os.cpu_count())])
     rows.append(["started", started.strftime("%Y-%m-%d %H:%M:%S %Z")])
     return rows
 

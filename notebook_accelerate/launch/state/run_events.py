@@ -80,7 +80,7 @@ class RunStalled(RunEvent):
     """No rank has made progress since ``since``, in seconds since the epoch; ``cause`` says why, in a sentence."""
 
     since: float
-    cause: str
+    cause: str = ""
 
     def shift(self, seconds: float) -> None:
         """See ``Event.shift``."""

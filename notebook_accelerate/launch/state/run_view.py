@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ class RunView(Protocol):
     id: int
     config: LaunchConfig
     function_name: str
+    environment: Mapping[str, str]
 
     @property
     def status(self) -> str:

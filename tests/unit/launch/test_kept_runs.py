@@ -26,8 +26,11 @@ from notebook_accelerate.errors import LaunchError, NotebookAccelerateError, Res
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
 from notebook_accelerate.launch.kept.run_writer import RunWriter
+from notebook_accelerate.launch.report.run_report import environment_rows
 from notebook_accelerate.launch.resumption import newest_checkpoint
 from notebook_accelerate.launch.state.journal import Journal
+from notebook_accelerate.launch.state.run_events import NoteAdded, RunStalled
+from notebook_accelerate.launch.state.run_state import Stall
 from notebook_accelerate.telemetry import CheckpointEvent, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.live_panel import close_all
@@ -267,7 +270,8 @@ HEADER: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("frames", "why"),
     [
-        ([b"[" * 100_000], "recursion"),
+        ([b"[" * 60_000], "nested too deeply"),
+        ([b"[" * 100_000], "lists and objects"),
         ([b"{}"], "header"),
         ([b'[["RankPaused", -1, 1.0, {"rank": 0}]]'], "header"),
         ([json.dumps(HEADER).encode(), b"17"], "section"),
@@ -389,6 +393,29 @@ def test_a_checkpoint_that_cannot_be_looked_for_is_none(tmp_path: Path) -> None:
     assert newest_checkpoint(open_run(write_journal(tmp_path / "made", records))) is None
 
 
+def test_the_report_shows_the_machine_of_the_run(tmp_path: Path) -> None:
+    folder = write_journal(tmp_path / "made", [])
+    path = folder / JOURNAL_NAME
+    frames = [frame for frame, _ in journal_format.read_frames(path.read_bytes()[8:])]
+    here = str(os.cpu_count())
+    assert ["processors", here] in environment_rows(open_run(folder))
+    other = {**frames[0].content, "environment": {"python": "3.12.1 on Plan 9", "torch": "9.9", "processors": "4096"}}
+    frames[0] = frames[0]._replace(content=other)
+    path.write_bytes(journal_format.MAGIC + b"".join(journal_format.encode_frame(*frame) for frame in frames))
+    opened = open_run(folder)
+    for run in (opened, opened.without_results()):
+        assert environment_rows(run)[1:4] == [["python", "3.12.1 on Plan 9"], ["torch", "9.9"], ["processors", "4096"]]
+    assert "Plan 9" in opened.report().html
+
+
+def test_every_event_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """A stall has a text as its cause; the end of a run has an error, which is not written."""
+    records = [Record(-1, START, RunStalled(START, "rank 1 waits")), Record(-1, START, NoteAdded("a note"))]
+    (run,) = [open_run(write_journal(tmp_path / "made", records))]
+    assert run.stall == Stall(START, "rank 1 waits")
+    assert run.notes == ["a note"]
+
+
 # ---- deleting
 
 
@@ -482,8 +509,11 @@ from pathlib import Path
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch.kept import journal_file, run_folder
 from notebook_accelerate.launch.kept.run_writer import RunWriter
+from notebook_accelerate.launch.report.run_report import environment_rows
 from notebook_accelerate.launch.resumption import newest_checkpoint
 from notebook_accelerate.launch.state.journal import Journal
+from notebook_accelerate.launch.state.run_events import NoteAdded, RunStalled
+from notebook_accelerate.launch.state.run_state import Stall
 from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.telemetry.store import Record
 from tests.support.runs import START, make_run

@@ -387,7 +387,7 @@ def test_facts_are_appended_to_a_trace_of_torch(tmp_path: Path) -> None:
         torch.ones(2) + 1
     profiler.export_chrome_trace(str(file))
     before = json.loads(file.read_text())
-    facts = {"rank": 3, "held": [{"né": 'a "quoted" \\ name'}]}
+    facts = {"rank": 3, "held": [{"né": {"bytes": 3, "name": 'a "quoted" \\ name'}}]}
     recorded_traces.append(file, facts)
     assert json.loads(file.read_text()) == {**before, KEY: facts}
     assert read_trace(file).facts == facts

@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from notebook_accelerate.profiling.timeline import Step, Timeline, Track
 from notebook_accelerate.profiling.trace import RankTrace, parse, read_trace
 from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
 from tests.support import perfetto
+from tests.support.odd_values import with_odd_values
 
 MAIN, GLOO = 100, 101
 
@@ -253,6 +257,60 @@ def test_files_are_read_and_written(tmp_path: Path) -> None:
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="there is no trace in"):
         Profile.load(empty)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_trace_with_odd_values_is_refused_or_read(tmp_path: Path, seed: int) -> None:
+    rng, read = random.Random(seed), 0
+    held = [{"losses": {"id": 1, "count": 2 + 2 * each, "bytes": 100}} for each in (0, 1)]
+    threads = [{"name": "t", "cpu": 0.1, "lock": 0.1, "frame": ["train.py", 5, "f", "x"]}]
+    marks = [{"time": at, "delay": 0.0} for at in (0, 20_000_000)]
+    added = facts(0, 0.0) | {"held": held, "marks": marks, "boundaries": [20_000_000, 30_000_000, 40_000_000]}
+    added["samples"]["threads"] = threads
+    added["collectives"] = [["0", 1, "all_reduce", 1_000_000, 0.004]]
+    memory = {"ph": "i", "name": "[memory]", "ts": 500.0, "args": {"Bytes": 100, "Addr": 7}}
+    world = {"rank": 0, "world_size": 2, "pg_count": 1, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}
+    content = {
+        KEY: added, "distributedInfo": world, "baseTimeNanoseconds": 0, "traceEvents": [*rank_events(0.0), memory],
+    }  # fmt: skip
+    for number in range(60):
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps(with_odd_values(rng, content) if number else content))
+        try:
+            profile = Profile.load(file)
+        except ValueError as error:
+            assert str(file) in str(error)  # noqa: PT017 - many are read
+        else:
+            read += 1
+            _ = repr(profile).encode(), profile.html.encode(), profile.findings, profile.timeline, profile.peaks()
+    assert 10 < read < 60
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\0" * 1000, b"[" * 60_000, b"[1]", b'{"traceEvents": 3}', b'{"traceEvents": [{"ph": "X"}]}',
+        gzip.compress(b"[]")[:15], gzip.compress(b"[]")[:-4] + b"????", b"\x1f\x8b" + b"x" * 100,
+        gzip.compress(b"[" * 400_000_000, 1),
+        json.dumps({KEY: base64.b64encode(gzip.compress(b" " * 100_000_000)).decode(), "traceEvents": []}).encode(),
+    ],
+    ids=[
+        "empty", "zeros", "deep", "number", "no list", "no name", "torn", "checksum", "no gzip", "400 MB", "facts",
+    ],
+)  # fmt: skip
+def test_a_damaged_trace_is_one_error_with_its_name(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "trace.json.gz"
+    file.write_bytes(data)
+    begin = time.process_time()
+    with pytest.raises(ValueError, match=f"{file} is not a trace of torch's profiler"):
+        Profile.load(file)
+    assert time.process_time() - begin < 10
+
+
+def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace.json")
+    with pytest.raises(ValueError, match="not a regular file"):
+        Profile.load(tmp_path)
 
 
 def test_events_that_overlap_have_threads_of_their_own_and_inexact_ends_have_not() -> None:

@@ -1,0 +1,40 @@
+"""JSON with values that nobody expects, for tests of readers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+ODD_VALUES: list[Any] = [
+    None, True, 0, -1, 2**31, 2**63, -(2**70), 10**400, 1.5, -0.0, 1e18, 1e300, float("nan"), float("inf"),
+    -float("inf"), "", "x", "x" * 10_000, "\ud800", "a\0b", "<script>alert(1)</script>", "\x1b[2J", [], {}, [[[]]],
+    {"a": {"b": 1}}, "../../etc", "~nobody",
+]  # fmt: skip
+"""What takes the place of a value."""
+
+
+def with_odd_values(rng: random.Random, value: Any, depth: int = 1) -> Any:
+    """Return a copy of JSON in which one to three values are others.
+
+    Args:
+        rng: Chooses them.
+        value: A list or an object.
+        depth: How deep in it the values are at least.
+    """
+    content = json.loads(json.dumps(value))
+    for _ in range(rng.randint(1, 3)):
+        *way, last = rng.choice([place for place in _places(content) if len(place) >= depth])
+        inside = content
+        for key in way:
+            inside = inside[key]
+        inside[last] = rng.choice(ODD_VALUES)
+    return content
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from _places(item, (*path, key))
