@@ -33,7 +33,7 @@ class DiskStore(Store):
 
     def is_checkpoint(self) -> bool:
         """See `Store.is_checkpoint`; on a disk only a complete checkpoint gets its name."""
-        return True
+        return self.target.is_dir()
 
     def is_occupied(self) -> bool:
         """See `Store.is_occupied`."""

@@ -87,7 +87,7 @@ def _remove_unfinished(target: Path, lock: SaveLock) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    if folder.is_symlink():  # a save creates no links: the target is left alone
+    if folder.is_symlink():  # the user's: its target is left alone
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)
@@ -230,12 +230,20 @@ def remove_numbered(project_dir: Path, surplus: Iterable[Path]) -> None:
 
     Args:
         project_dir: Folder of the project.
-        surplus: Folders of the checkpoints.
+        surplus: Folders of the checkpoints; of a link only the link is removed.
+
+    Raises:
+        OSError: Some could not be removed; the others have been.
     """
-    for left in project_dir.glob(checkpoint_layout.removal_name("*")):
-        shutil.rmtree(left)
-    for folder in surplus:
-        shutil.rmtree(folder.rename(project_dir / checkpoint_layout.removal_name(folder.name)))
+    failure: OSError | None = None
+    for folder in (*project_dir.glob(checkpoint_layout.removal_name("*")), *surplus):
+        try:
+            hidden = project_dir / checkpoint_layout.removal_name(folder.name)
+            _remove_folder(folder if folder.parent == project_dir else folder.rename(hidden))
+        except OSError as error:  # one that cannot be removed does not keep the others
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def sync_file(path: Path) -> None:

@@ -86,6 +86,7 @@ def save_state(
     if saves_own_state(accelerator.strategy):
         wait_for_all_ranks(_CALL)
     wait_for_saves(_CALL)
+    _warn_of_accumulated_gradients(accelerator)
     project = accelerator.project_configuration
     target = _open_target(accelerator, automatic_naming.next_target(project, output_dir))
     began = steady_time.now()
@@ -98,8 +99,7 @@ def save_state(
         return _prepare_save(accelerator, target, files, background, began)
 
     save = _capture_on_all_ranks(target, capture)
-    if project.automatic_checkpoint_naming:
-        project.iteration += 1
+    project.iteration += 1
     save.process_group = group
     _pending.append(save)
     if background:
@@ -111,6 +111,18 @@ def save_state(
     if blocking:
         wait_for_saves(_CALL)
     return _path_for_user(accelerator, output_dir, target)
+
+
+def _warn_of_accumulated_gradients(accelerator: PreparedObjects) -> None:
+    """Warn of gradients that a checkpoint does not contain: those of an accumulation window that is not complete."""
+    if accelerator.gradient_state.sync_gradients:
+        return
+    if any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters()):
+        warn_once(
+            "save_state() was called inside a window of gradient accumulation: the gradients accumulated so far are "
+            "not saved, so that a resumed training differs. Save after a step: if accelerator.sync_gradients: "
+            "accelerator.save_state(...)"
+        )
 
 
 def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
-from notebook_accelerate.state import AcceleratorState
+from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.strategies.strategy import Strategy
 
 
@@ -74,6 +74,7 @@ class PreparedObjects(HasStrategy, Protocol):
 
     scaler: torch.amp.GradScaler | None
     step: int
+    gradient_state: GradientState
     project_configuration: ProjectConfiguration
     _models: list[torch.nn.Module]
     _optimizers: list[AcceleratedOptimizer]

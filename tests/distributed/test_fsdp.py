@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.utils.fsdp_utils import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from tests.support.ranks import RankError, run_ranks
 
 
@@ -273,3 +280,29 @@ def alone() -> tuple[str, str]:
 def test_one_process_has_nobody_to_share_with() -> None:
     with pytest.warns(UserWarning, match="fsdp_plugin has no effect in a world of one process"):
         assert alone() == ("single", "whole")
+
+
+def saved_by_each_rank(folder: str) -> tuple[list[str], bool, list[float]]:
+    accelerator = accelerator_of(state_dict_type="SHARDED_STATE_DICT")
+    plugin = accelerator.state.fsdp_plugin
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    train(accelerator, model, optimizer)
+    save_fsdp_model(plugin, accelerator, model, folder, use_dcp=False)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, use_dcp=False)
+    expected = [train(accelerator, model, optimizer) for _ in range(2)]
+    load_fsdp_model(plugin, accelerator, model, folder, use_dcp=False)
+    load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, use_dcp=False)
+    found = [train(accelerator, model, optimizer) for _ in range(2)]
+    return sorted(path.name for path in Path(folder).iterdir()), found == expected, found
+
+
+def test_each_rank_writes_its_shards_without_distributed_checkpoints(tmp_path: Path) -> None:
+    for names, equal, losses in run_ranks(saved_by_each_rank, str(tmp_path / "out")):
+        assert names == [
+            "optimizer_0_rank0.bin",
+            "optimizer_0_rank1.bin",
+            "pytorch_model_fsdp_0_rank0.bin",
+            "pytorch_model_fsdp_0_rank1.bin",
+        ]
+        assert equal, losses

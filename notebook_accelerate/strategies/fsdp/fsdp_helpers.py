@@ -35,7 +35,10 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def _state_dict_kind(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> str:
-    return plugin.state_dict_kind if use_dcp else "FULL_STATE_DICT"
+    kind = plugin.state_dict_kind
+    if use_dcp or kind != "SHARDED_STATE_DICT":
+        return kind
+    return sharded_checkpoint.OWN_SHARDS if plugin.fsdp_version == 2 else "FULL_STATE_DICT"
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -60,7 +63,8 @@ def save_fsdp_model(
         output_dir: The folder; made where it does not exist.
         model_index: Number of the model, in the names of the files.
         adapter_only: Write only the adapter of a PEFT model.
-        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise in one file.
+        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise each rank writes a file
+            of its shards, without the others, which as many ranks can load; with FSDP 1 rank 0 writes one file.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     keep = _adapter_filter(model, adapter_only)
@@ -118,7 +122,8 @@ def save_fsdp_optimizer(
         model: The sharded model.
         output_dir: The folder; made where it does not exist.
         optimizer_index: Number of the optimizer, in the names of the files.
-        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise in one file.
+        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise each rank writes a file
+            of its shards, without the others, which as many ranks can load; with FSDP 1 rank 0 writes one file.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     kind = _state_dict_kind(fsdp_plugin, use_dcp)

@@ -68,6 +68,18 @@ def _file_name(name: str, index: int, rank: int | None = None) -> str:
     return f"{numbered}.bin" if rank is None else f"{numbered}_rank{rank}.bin"
 
 
+OWN_SHARDS = "own shards"
+"""A kind of files besides those of FSDP's `state_dict_type`: each rank writes its shards alone (FSDP 2)."""
+
+
+def _shards_name(name: str, index: int) -> str:
+    return f"{name}_{index}_rank{_rank()}.bin"
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
 Filter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -110,6 +122,9 @@ def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = N
     if kind == "SHARDED_STATE_DICT":
         state = {"model": keep(sharded_model_state(model, keep_vars=True))}
         return [make_part(f"{constants.FSDP_MODEL_NAME}_{index}", state)]
+    if kind == OWN_SHARDS:
+        own = {name: _detached(tensor) for name, tensor in keep(sharded_model_state(model)).items()}
+        return [StatePart(_shards_name(constants.FSDP_MODEL_NAME, index), own)]
     if kind == "LOCAL_STATE_DICT":
         local = {name: tensor.detach() for name, tensor in _local_tensors(model).items()}
         return [StatePart(_file_name(constants.FSDP_MODEL_NAME, index, _rank()), local)]
@@ -149,6 +164,9 @@ def load_model(
     if whole.is_file():
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
         return set_model_state_dict(model, _read_on_first_rank(whole), options=options)
+    own = folder / _shards_name(constants.FSDP_MODEL_NAME, index)
+    if own.is_file() and not isinstance(model, FullyShardedDataParallel):
+        return set_model_state_dict(model, read_torch(own), options=StateDictOptions(strict=strict))
     return _load_local(model, folder, index)
 
 
@@ -203,6 +221,9 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: i
     Returns:
         One part, or none on a rank that writes nothing.
     """
+    if kind == OWN_SHARDS:
+        own = sharded_optimizer_state(model, optimizer)
+        return [StatePart(_shards_name(constants.OPTIMIZER_NAME, index), own)]
     if kind == "SHARDED_STATE_DICT":
         state = sharded_optimizer_state(model, optimizer)
         return [make_part(f"{constants.OPTIMIZER_NAME}_{index}", {"optimizer": state}, optimizer)]
@@ -234,6 +255,8 @@ def load_optimizer(
     elif whole.is_file():
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(model, optimizer, _read_on_first_rank(whole), options=options)
+    elif (own := folder / _shards_name(constants.OPTIMIZER_NAME, index)).is_file():
+        set_optimizer_state_dict(model, optimizer, read_torch(own))
     else:
         raise CheckpointMismatchError(
             f"{folder} has no state of optimizer number {index}: neither {shards.name}/ nor {whole.name}. Prepare "

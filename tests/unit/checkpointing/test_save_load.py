@@ -467,3 +467,40 @@ def test_an_error_of_an_object_is_not_called_damage(tmp_path: Path) -> None:
     accelerator.save_state(tmp_path / "out")
     with pytest.raises(TypeError, match="sequence of integers"):
         accelerator.load_state(tmp_path / "out")
+
+
+def test_a_save_inside_an_accumulation_window_warns(tmp_path: Path) -> None:
+    accelerator, raw = Accelerator(cpu=True, gradient_accumulation_steps=2), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for batch in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if batch == 2:
+            with pytest.warns(UserWarning, match="inside a window of gradient accumulation"):
+                accelerator.save_state(tmp_path / "out")
+        else:
+            accelerator.save_state(tmp_path / "out") if batch % 2 else None
+
+
+def test_a_linked_checkpoint_does_not_stop_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "note").touch()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint_0").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints" / "checkpoint_1").symlink_to(tmp_path / "gone")
+    (tmp_path / ".checkpoint_7.removed").symlink_to(tmp_path / "elsewhere")
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=2, iteration=2))
+    for _ in range(4):
+        accelerator.save_state()
+    assert names_in(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_4", "checkpoint_5"]
+    assert names_in(tmp_path) == ["checkpoints", "elsewhere"]
+    assert names_in(tmp_path / "elsewhere") == ["note"]
+
+
+def test_every_save_is_counted(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    for count in range(2):
+        assert accelerator.save_iteration == count
+        accelerator.save_state(tmp_path / "out")
