@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 """Seconds that the process of a detached run has to begin: on a slow disk the imports take long."""
+FORK_SECONDS = 20.0
+"""Seconds to wait for the end of a process that did not start the run in time; then it is killed."""
 OPEN_SECONDS = 20.0
 """Seconds that the journal of a run that has just begun has for its first events."""
 CLAIM_SECONDS = 10.0
@@ -177,7 +180,11 @@ def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
             if answer is None:  # the launch was interrupted, or has taken too long
                 with suppress(OSError):
                     ours.send(b"cancel")
-            process.wait()  # it has forked the process that stays
+            try:
+                process.wait(FORK_SECONDS if answer is None else None)  # it has forked the process that stays
+            except subprocess.TimeoutExpired:  # it is suspended
+                process.kill()
+                process.wait()
         if answer is None:
             raise LaunchError(f"the process of the detached run did not start{log_tail(log)}")
         return answer

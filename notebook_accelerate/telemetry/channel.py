@@ -31,6 +31,8 @@ READ_BYTES = 1 << 16
 """Bytes of a read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
 MAX_ROWS = 500
 """Most events of a frame: parsing JSON holds the reader's GIL, half a millisecond for this many."""
+ROOM_SECONDS = 0.2
+"""Seconds to wait for room in the socket of a rank that has not read earlier messages."""
 _ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _WITHOUT_WAITING = int(socket.MSG_DONTWAIT) | _CLOSE_ON_EXEC
@@ -205,11 +207,14 @@ class Channel:
     Attributes:
         descriptors: Descriptors of files that were received, in order; None if this end receives none. Those that
             were not taken are closed with the channel.
+        patience: Seconds to wait for room before a message is sent; None: no limit. A rank that is suspended must not
+            block the threads of its kernel.
     """
 
     def __init__(self, connection: Connection, max_bytes: int = sys.maxsize) -> None:
         self._socket = connection
         self.descriptors: deque[int] | None = None
+        self.patience: float | None = None
         self._decoder = Decoder(max_bytes)
         self._send_lock = threading.Lock()
         self._unread: list[Stamped] = []
@@ -223,7 +228,7 @@ class Channel:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         channel = cls(ours)
-        channel.descriptors = deque()
+        channel.descriptors, channel.patience = deque(), ROOM_SECONDS
         return channel, theirs
 
     def fileno(self) -> int:
@@ -254,7 +259,7 @@ class Channel:
         if self._unread:
             unread, self._unread = self._unread, []
             return unread
-        return self.receive_available() if self._poll(timeout) else []
+        return self.receive_available() if self._poll(select.POLLIN, timeout) else []
 
     def put_back(self, messages: list[Stamped]) -> None:
         """Let the next ``receive`` return ``messages``, which arrived before the event that the caller waits for."""
@@ -262,11 +267,11 @@ class Channel:
 
     def readable(self) -> bool:
         """Whether there is something to read now: messages, a part of one, or the end of the stream."""
-        return not self._closed and self._poll(0)
+        return not self._closed and self._poll(select.POLLIN, 0)
 
-    def _poll(self, timeout: float | None) -> bool:
+    def _poll(self, events: int, timeout: float | None) -> bool:
         waiter = select.poll()  # select has a limit of 1024 descriptors
-        waiter.register(self._socket, select.POLLIN)
+        waiter.register(self._socket, events)
         return bool(waiter.poll(None if timeout is None else timeout * 1000))
 
     def receive_available(self) -> list[Stamped]:
@@ -312,15 +317,18 @@ class Channel:
         """Send encoded frames, with copies of ``descriptors`` over a local socket; safe from any thread.
 
         Raises:
-            ChannelClosedError: The other end has closed.
+            ChannelClosedError: The other end has closed, or does not read.
         """
         with self._send_lock:
             try:
+                # A local socket that is writable has room for 150 kB. A larger message waits until it is read.
+                if self.patience is not None and not self._poll(select.POLLOUT, self.patience):
+                    raise ChannelClosedError("the other end does not read")
                 if descriptors:
                     assert isinstance(self._socket, socket.socket)
                     data = data[socket.send_fds(self._socket, [data], list(descriptors)) :]
                 self._socket.sendall(data)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # a closed socket has no descriptor to wait on
                 raise ChannelClosedError(f"the other end has closed: {error}") from None
 
     def shut(self) -> None:

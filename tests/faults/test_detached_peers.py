@@ -20,10 +20,10 @@ from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import control_client, run_directory
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.detached.control_service import short_path
-from notebook_accelerate.telemetry import Event, LogEvent, MetricEvent, Stamped, encode
-from notebook_accelerate.telemetry.channel import _HEADER
+from notebook_accelerate.telemetry import Event, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.debug_protocol import AskRequest, DoneReply
 from tests.support.detached import processes_of, supervisor_of, user_folder
+from tests.support.peers import SENDS, THEN, frame, misbehaving_peer, raw
 from tests.support.waiting import until
 
 
@@ -57,82 +57,29 @@ def _socket_of(run: Run) -> Path:
 # ---- processes that send anything
 
 
-def _frame(*events: Event) -> bytes:
-    return encode([Stamped(1.0, event) for event in events])
-
-
-def _raw(text: bytes, payload: bytes = b"") -> bytes:
-    return _HEADER.pack(len(text), len(payload)) + text + payload
-
-
 def _relayed(*events: Event) -> bytes:
-    return _frame(protocol.RelayedEvent(0, _frame(*events)))
+    return frame(protocol.RelayedEvent(0, frame(*events)))
 
 
-STOP = _frame(protocol.StopCommand(60.0))
-SENDS = {
-    "nothing": b"",
-    "half a header": STOP[:5],
-    "half a frame": STOP[:-3],
-    "garbage": b"GET / HTTP/1.1\r\n\r\n" * 1000,
-    "JSON of two gigabytes": _HEADER.pack(1 << 31, 0),
-    "a payload of nine exabytes": _HEADER.pack(2, (1 << 63) - 1) + b"[]",
-    "deep JSON": _raw(b"[" * 100_000),
-    "no event": _raw(b'[["StopCommand"]]'),
-    "a text as the time": _raw(b'[["StopCommand","now",1.0]]'),
-    "a text as the grace": _frame(protocol.StopCommand("soon")),  # type: ignore[arg-type]
-    "a grace beyond the floats": _frame(protocol.StopCommand(10**400)),
-    "a grace that is no number": _raw(b'[["StopCommand",1.0,NaN]]'),
-    "ranks that are none": _frame(protocol.InterruptCommand({"a": 1})),  # type: ignore[arg-type]
-    "a rank as text": _frame(protocol.ClockCommand("0", held=True)),  # type: ignore[arg-type]
-    "a list as the answer": _frame(protocol.AnswerCommand(0, 1, [])),  # type: ignore[arg-type]
-    "a capture of nothing": _frame(protocol.CaptureCommand(None, None)),  # type: ignore[arg-type]
-    "a reply of another type": _raw(b'[["StacksReply",1.0,1,5,2.0]]'),
-    "garbage for a rank": _frame(protocol.RelayedEvent(0, b"garbage" * 100)),
+COMMANDS = {
+    "a text as the grace": frame(protocol.StopCommand("soon")),  # type: ignore[arg-type]
+    "a grace beyond the floats": frame(protocol.StopCommand(10**400)),
+    "a grace that is no number": raw(b'[["StopCommand",1.0,NaN]]'),
+    "ranks that are none": frame(protocol.InterruptCommand({"a": 1})),  # type: ignore[arg-type]
+    "a rank as text": frame(protocol.ClockCommand("0", held=True)),  # type: ignore[arg-type]
+    "a list as the answer": frame(protocol.AnswerCommand(0, 1, [])),  # type: ignore[arg-type]
+    "a capture of nothing": frame(protocol.CaptureCommand(None, None)),  # type: ignore[arg-type]
+    "garbage for a rank": frame(protocol.RelayedEvent(0, b"garbage" * 100)),
     "an event that is no request": _relayed(LogEvent("stdout", "x"), DoneReply(1)),
     "a request of another type": _relayed(AskRequest(1, 5)),  # type: ignore[arg-type]
-    "an event of a rank": _frame(MetricEvent({"loss": 1.0})),
+    "an event of a rank": frame(MetricEvent({"loss": 1.0})),
 }
-"""What a peer sends before it falls silent."""
-_PEER = """
-import socket, sys
-connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[1])
-connection.settimeout(5)
-data = sys.stdin.buffer.read()
-try:
-    connection.sendall(data)
-except OSError:
-    pass
-if sys.argv[2] == "closes":
-    connection.close()
-print("sent", flush=True)
-import time; time.sleep(600)
-"""
 
 
-@contextmanager
-def _peer(path: Path, data: bytes, then: str) -> Iterator[None]:
-    """Run a process that connects to a socket, sends bytes, and then falls silent, closes, or is suspended."""
-    command = [sys.executable, "-S", "-c", _PEER, str(path), then]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(data)
-        process.stdin.close()
-        assert process.stdout.readline() == b"sent\n"
-        if then == "suspended":
-            process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize("then", ["silent", "closes", "suspended"])
-@pytest.mark.parametrize("data", SENDS.values(), ids=SENDS)
+@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("data", [*SENDS.values(), *COMMANDS.values()], ids=[*SENDS, *COMMANDS])
 def test_a_peer_that_sends_anything_harms_nobody(shared: Run, data: bytes, then: str) -> None:
-    with _peer(_socket_of(shared), data, then):
+    with misbehaving_peer(str(_socket_of(shared)), data, then):
         assert shared.ask("1 + 1", timeout=10.0) == {0: 2}
         assert shared.status == "running"
     assert shared.status == "running"
