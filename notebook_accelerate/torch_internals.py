@@ -344,6 +344,24 @@ def compiled_module(module: nn.Module) -> Any:
     return module._orig_mod
 
 
+def uncompiled_name(name: str) -> str:
+    """Return the name of a tensor without the modules that `torch.compile` adds around others.
+
+    Args:
+        name: A name in a state dict.
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def compiled_name(name: str) -> str:
+    """Return the name that a tensor has in the module that `torch.compile` returns.
+
+    Args:
+        name: Its name in the module that was compiled.
+    """
+    return f"_orig_mod.{name}"
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether a module's own `compile` was called.
 
@@ -513,6 +531,7 @@ __all__ = [
     "before_profilers_start",
     "checkpoint_wrapper",
     "compiled_module",
+    "compiled_name",
     "count_scheduler_step",
     "default_device",
     "default_store",
@@ -553,6 +572,7 @@ __all__ = [
     "storage_key",
     "tensor_version",
     "trace_only",
+    "uncompiled_name",
     "viewed_tensor",
     "weights_only_globals",
 ]  # fmt: skip

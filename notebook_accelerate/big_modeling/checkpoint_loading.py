@@ -29,6 +29,7 @@ from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import path_of
 from notebook_accelerate.big_modeling.tensor_sources import FileSource, Source
 from notebook_accelerate.big_modeling.tied_parameters import device_of, find_tied_parameters, retie_parameters
+from notebook_accelerate.big_modeling.weight_files import safetensors_sources
 from notebook_accelerate.errors import CheckpointError, CheckpointMismatchError
 
 _LOG = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class _Loading:
 
     def load_all(self) -> None:
         """Check the files, then load them in order; if one is broken, report what was loaded before."""
-        shards = find_shards(self._checkpoint)
+        shards = find_shards(self._checkpoint, self._state)
         known: dict[str, Source] = {}
         for shard in shards:
             if shard.path.suffix == ".safetensors":
@@ -275,8 +276,10 @@ class _Loading:
         dtype = dtype or (self._tensors[name].dtype if source.dtype.is_floating_point else source.dtype)
         if isinstance(source, FileSource) and source.dtype == dtype:
             dtype_name = str(source.dtype).removeprefix("torch.")
+            in_file = safetensors_sources(source.path)
+            own = name if name in in_file else next(other for other, each in in_file.items() if each is source)
             self._index[name] = {
-                "safetensors_file": str(source.path.absolute()), "weight_name": name, "dtype": dtype_name,
+                "safetensors_file": str(source.path.absolute()), "weight_name": own, "dtype": dtype_name,
                 "shape": list(source.shape),
             }  # fmt: skip
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from notebook_accelerate.big_modeling.module_tree import fit_compiled_names
 from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.tensor_sources import MemorySource, Source
@@ -23,27 +24,35 @@ class Shard:
 
     Attributes:
         path: The file.
-        names: Names of the tensors to load; None: all.
+        names: Names of the tensors to load, as in the file; None: all.
+        wanted: Names of the model, which tensors get if theirs differ by `torch.compile` only.
     """
 
     path: Path
     names: set[str] | None = None
+    wanted: frozenset[str] = frozenset()
 
     def sources(self) -> dict[str, Source]:
-        """Return where each tensor is read from; of a safetensors file only the header is read.
+        """Return where each tensor of the model is read from; of a safetensors file only the header is read.
 
         Raises:
             CheckpointError: The file is broken, lacks tensors of the index, or contains more than data.
         """
-        is_safetensors = self.path.suffix == ".safetensors"
-        found: dict[str, Source] = dict(safetensors_sources(self.path)) if is_safetensors else self._torch()
+        found = self._all()
         if self.names is None:
-            return found
+            return {new: found[name] for name, new in self.renamed(found).items()}
         if missing := sorted(self.names - found.keys()):
             raise BrokenCheckpointError(
                 f"{self.path} lacks {', '.join(missing[:5])}, which its index lists; download it again"
             )
-        return {name: source for name, source in found.items() if name in self.names}
+        return {new: found[name] for name, new in self.renamed(name for name in found if name in self.names).items()}
+
+    def renamed(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the name in the model of each name in the file."""
+        return fit_compiled_names(names, self.wanted)
+
+    def _all(self) -> dict[str, Source]:
+        return dict(safetensors_sources(self.path)) if self.path.suffix == ".safetensors" else self._torch()
 
     def _torch(self) -> dict[str, Source]:
         state = read_torch(self.path, mmap=True) if _is_zip(self.path) else read_torch(self.path)
@@ -58,12 +67,13 @@ def _is_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def find_shards(checkpoint: str | os.PathLike[str]) -> list[Shard]:
+def find_shards(checkpoint: str | os.PathLike[str], wanted: Iterable[str] = ()) -> list[Shard]:
     """Find the files of a checkpoint.
 
     Args:
         checkpoint: A file of weights, an ``.index.json``, or a folder that contains one of either; or a URL of one,
             which is downloaded first (see `weights_on_disk`).
+        wanted: Names of the model; see `Shard`.
 
     Raises:
         ValueError: It contains no weights.
@@ -80,11 +90,11 @@ def find_shards(checkpoint: str | os.PathLike[str]) -> list[Shard]:
         )
     path = weights_on_disk(location)
     if path.suffix != ".json":
-        return [Shard(path)]
+        return [Shard(path, None, frozenset(wanted))]
     names: dict[Path, set[str]] = {}
     for name, file in read_index(path).items():
         names.setdefault(file, set()).add(name)
-    return [Shard(file, names[file]) for file in sorted(names)]
+    return [Shard(file, names[file], frozenset(wanted)) for file in sorted(names)]
 
 
 def _weights_in(folder: AnyPath) -> AnyPath:
@@ -105,9 +115,13 @@ def _weights_in(folder: AnyPath) -> AnyPath:
 
 
 def tensor_names(shards: Iterable[Shard]) -> set[str]:
-    """Return the names of all tensors, from the indexes and headers where possible.
+    """Return the names of all tensors in the model, from the indexes and headers where possible.
 
     Args:
         shards: The files.
     """
-    return {name for shard in shards for name in (shard.sources() if shard.names is None else shard.names)}
+    return {
+        name
+        for shard in shards
+        for name in (shard.sources() if shard.names is None else shard.renamed(shard.names).values())
+    }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+
+from notebook_accelerate.torch_internals import uncompiled_name
 
 
 @dataclass
@@ -82,6 +85,21 @@ def submodule(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]
     """
     path, _, last = name.rpartition(".")
     return module.get_submodule(path), last
+
+
+def fit_compiled_names(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+    """Rename tensors to a model's names where only the modules that `torch.compile` adds are different.
+
+    Args:
+        names: Names in a file, of a model that was compiled or not, as a whole or in parts.
+        wanted: The model's names.
+
+    Returns:
+        The new name of each; a name that fits already, or has no counterpart, is not changed.
+    """
+    exact = set(wanted)
+    by_plain = {uncompiled_name(name): name for name in exact}
+    return {name: name if name in exact else by_plain.get(uncompiled_name(name), name) for name in names}
 
 
 def find_tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:

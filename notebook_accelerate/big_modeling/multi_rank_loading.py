@@ -11,6 +11,7 @@ from notebook_accelerate.big_modeling.checkpoint_shards import Shard, find_shard
 from notebook_accelerate.big_modeling.tensor_sources import Source
 from notebook_accelerate.collectives import broadcast_object_list
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.torch_internals import uncompiled_name
 
 
 def load_on_ranks(
@@ -46,7 +47,7 @@ def load_on_ranks(
     shards: list[Shard] = []
 
     def find() -> int:
-        shards.extend(find_shards(checkpoint))
+        shards.extend(find_shards(checkpoint, model.state_dict()))
         check_names(tensor_names(shards))
         return len(shards)
 
@@ -57,9 +58,10 @@ def load_on_ranks(
         def read(index: int = index, part: dict[str, Any] = part) -> list[str]:
             sources = shards[index].sources()
             check(sources)
-            part.update((name, source.load(torch.device("cpu"))) for name, source in sources.items())
+            loaded = {name: source.load(torch.device("cpu")) for name, source in sources.items()}
             if not full_state_dict:
-                _check_divided(model, part)
+                _check_divided(model, loaded)
+            part.update((uncompiled_name(name), tensor) for name, tensor in loaded.items())  # as torch names them
             return list(sources)
 
         names += _on_all_ranks(read, reads, broadcasts)

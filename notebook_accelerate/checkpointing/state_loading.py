@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from notebook_accelerate.big_modeling.module_tree import fit_compiled_names
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, naming_file
 from notebook_accelerate.big_modeling.weight_files import plain_data_only, trusted_files
@@ -295,8 +296,14 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     with naming_file(path, _STRUCTURE if not options else (LookupError, AttributeError)):
-        state = dict(read(path))
+        state = _fitted(read(path), inner)
         inner.load_state_dict(add_tied_names(state, inner), **options)
+
+
+def _fitted(state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Return a state with the names of a model that was compiled when it was saved, or is compiled now, or both."""
+    names = fit_compiled_names(state, model.state_dict(keep_vars=True))
+    return {names[name]: value for name, value in state.items()}
 
 
 def _model_path(folder: Path, index: int, names: Sequence[str]) -> Path:
@@ -370,6 +377,8 @@ def _load_custom(accelerator: PreparedObjects, folder: Path, options: dict[str, 
         path = folder / state_files.custom_file(index)
         state = read(path, **options)
         with naming_file(path, () if verified else MALFORMED):  # of a verified file, an error is the object's own
+            if isinstance(custom, torch.nn.Module) and isinstance(state, dict):
+                state = _fitted(state, custom)
             custom.load_state_dict(state)
 
 

@@ -27,8 +27,11 @@ from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.telemetry import CheckpointEvent, steady_time
+from notebook_accelerate.torch_internals import compiled_name
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
 
 _CALL = "save_state"
@@ -213,13 +216,20 @@ def _peers_of(rank: int, views: list[_View]) -> dict[int, ProcessIdentity]:
     return {other: view[2] for other, view in enumerate(views) if together[other]}
 
 
+def _named_as_given(accelerator: PreparedObjects, model: nn.Module) -> dict[str, Any]:
+    """Return a model's state with the names that Accelerate writes: of the module that users passed to `prepare`."""
+    state = accelerator.get_state_dict(model)
+    compiled = model in accelerator.strategy.compiled_models
+    return {compiled_name(name): tensor for name, tensor in state.items()} if compiled else state
+
+
 def _collect_files(
     accelerator: PreparedObjects, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> list[StateFile]:
     """Run the hooks and collect the files that this rank writes."""
     target.store.prepare_folder()
     strategy, writes_own = accelerator.strategy, saves_own_state(accelerator.strategy)
-    weights = [] if writes_own else [accelerator.get_state_dict(model) for model in accelerator._models]
+    weights = [] if writes_own else [_named_as_given(accelerator, model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(accelerator._models, weights, str(target.staging))
     files = [state_files.rank_file(accelerator)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +18,7 @@ from notebook_accelerate.strategies.model_placement import check_values, is_on_s
 from notebook_accelerate.strategies.module_queries import compile_regions
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.strategy_setup import Setup
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
+from notebook_accelerate.strategies.unwrap import compiled_around, extract_model_from_parallel, is_compiled_module
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 Parameters = torch.Tensor | Sequence[torch.Tensor]
@@ -90,6 +91,8 @@ class Strategy:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.models: list[torch.nn.Module] = []
+        self.compiled_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Those of `models` that users compiled themselves."""
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[DataLoader[Any]] = []
@@ -142,6 +145,8 @@ class Strategy:
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         self.setup.precision.wrap_model(inner)
         if not evaluation_mode:
+            if compiled_around(model) is not None and not any(inner is known for known in self.models):
+                self.compiled_models.add(inner)
             add_once(self.models, inner)
         return self.compile_and_mark(model if evaluation_mode else self.wrap_model(model))
 

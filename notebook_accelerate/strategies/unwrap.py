@@ -76,8 +76,7 @@ def extract_model_from_parallel(
     Returns:
         The model.
     """
-    compiled = model if is_compiled_module(model) else None
-    inner = _unwrapped(model)
+    compiled, inner = compiled_around(model), _unwrapped(model)
     if recursive:
         for module in list(inner.modules()):
             for name, child in list(module.named_children()):
@@ -86,11 +85,27 @@ def extract_model_from_parallel(
         restore_forward(inner)
     if compiled is not None and keep_torch_compile:
         if compiled_module(compiled) is inner:
-            return compiled
+            return compiled  # type: ignore[no-any-return]
         # A second compiled module with the same settings, around the inner model; the prepared one does not change.
         again: Any = type(compiled)(inner, compiled.dynamo_ctx)
         return again  # type: ignore[no-any-return]
     return inner
+
+
+def compiled_around(model: torch.nn.Module) -> Any:
+    """Return the innermost of the compiled modules around a model, which can be inside other wrappers.
+
+    Args:
+        model: A model.
+
+    Returns:
+        What `torch.compile` returned; None if the model is not compiled.
+    """
+    compiled = None
+    while _is_wrapper(model) or is_compiled_module(model):
+        compiled = model if is_compiled_module(model) else compiled
+        model = compiled_module(model) if is_compiled_module(model) else model.module  # type: ignore[assignment]
+    return compiled
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

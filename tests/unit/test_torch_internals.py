@@ -178,6 +178,14 @@ def test_compiled_modules_are_known() -> None:
     assert torch_internals.is_compiled_in_place(model)
 
 
+def test_names_in_compiled_modules() -> None:
+    inner = nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1)))
+    compiled = torch.compile(inner)
+    assert [torch_internals.compiled_name(name) for name in inner.state_dict()] == list(compiled.state_dict())
+    plain = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [torch_internals.uncompiled_name(name) for name in compiled.state_dict()] == plain
+
+
 def test_checkpoint_wrappers_have_their_prefix() -> None:
     unit = torch_internals.checkpoint_wrapper(
         nn.Linear(2, 2), checkpoint_impl=torch_internals.CheckpointImpl.NO_REENTRANT
