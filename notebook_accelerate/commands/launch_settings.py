@@ -27,6 +27,11 @@ _FIELDS = {
 }  # fmt: skip
 """Fields of the configuration file by option."""
 _FP8_SECTION = "fp8_config"
+_EXCLUSIVE = (
+    ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp"),
+    ("use_deepspeed", "use_fsdp", "use_megatron_lm"),
+)
+"""Options of which at most one may be given."""
 
 
 def option(args: argparse.Namespace, name: str, default: Any = None) -> Any:
@@ -106,6 +111,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
         ValueError: An option is not supported, or a value is not allowed.
     """
     _check_supported(args)
+    _check_conflicts(args)
     arguments = cluster_config(args).to_launch_arguments()
     arguments["env"] = {**arguments.get("env", {}), **_threads(args)} or None
     for name in ("max_restarts", "monitor_interval"):
@@ -128,6 +134,20 @@ def _as_accelerate(args: argparse.Namespace) -> bool:
     if asked is None:
         return accelerate_alias.is_installed() or importlib.util.find_spec("accelerate") is None
     return bool(asked)
+
+
+def _check_conflicts(args: argparse.Namespace) -> None:
+    for names in _EXCLUSIVE:
+        given = [f"--{name}" for name in names if option(args, name, False)]
+        if len(given) > 1:
+            raise ValueError(f"{', '.join(given[:-1])} and {given[-1]} are mutually exclusive; pass one of them")
+    if not option(args, "multi_gpu", False):
+        return
+    if (processes := option(args, "num_processes", 2)) < 2:
+        raise ValueError(f"--multi_gpu needs at least 2 processes; got --num_processes {processes}")
+    gpus = str(option(args, "gpu_ids", "all"))
+    if gpus != "all" and "," not in gpus and option(args, "num_machines", 1) < 2:
+        raise ValueError(f"--multi_gpu needs at least 2 GPUs; got --gpu_ids {gpus}")
 
 
 def _check_supported(args: argparse.Namespace) -> None:

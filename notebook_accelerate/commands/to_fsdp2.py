@@ -56,7 +56,9 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         raise FileExistsError(f"{target} exists; pass --overwrite to replace it")
     contents = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
     if (contents.get("fsdp_config") or {}).get("fsdp_version") == 2:
-        print(f"{source} is for FSDP 2 already; nothing was written")
+        if target != source:
+            target.write_text(yaml.safe_dump(contents), encoding="utf-8")
+        print(f"{source} is for FSDP 2 already; its settings are unchanged in {target}")
         return
     target.write_text(yaml.safe_dump(convert_config_to_fsdp2(contents)), encoding="utf-8")
     print(f"{target} is for FSDP 2")

@@ -111,6 +111,9 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate joins ranks on GPUs only; CPU ranks are joined here, too": [
         "preparing.join_uneven_inputs_sets_even_batches",
     ],
+    "Accelerate counts a metric once per rank: ReduceLROnPlateau loses its patience as many times sooner": [
+        "preparing.a_plateau_on_two_ranks",
+    ],
     "Accelerate refuses AcceleratorState() before an Accelerator; here it reads the environment": [
         "preparing.reset_states_have_no_values",
     ],

@@ -316,6 +316,12 @@ def test_options_win_over_the_file(no_default_file: Path) -> None:
         (["--deepspeed_multinode_launcher", "pdsh"], "start this command on each machine"),
         (["--num_processes", "3", "--num_machines", "2"], "num_processes=3 is not a multiple of num_machines=2"),
         (["--config_file", "absent.yaml"], "absent.yaml does not exist"),
+        (["--use_fsdp", "--use_deepspeed"], "--use_deepspeed and --use_fsdp are mutually exclusive; pass one of them"),
+        (["--cpu", "--multi_gpu", "--tpu"], "--cpu, --multi_gpu and --tpu are mutually exclusive"),
+        (["--cpu", "--use_fsdp"], "--cpu and --use_fsdp are mutually exclusive; pass one of them"),
+        (["--use_fsdp", "--use_megatron_lm"], "--use_fsdp and --use_megatron_lm are mutually exclusive"),
+        (["--multi_gpu", "--num_processes", "1"], "--multi_gpu needs at least 2 processes; got --num_processes 1"),
+        (["--multi_gpu", "--gpu_ids", "3"], "--multi_gpu needs at least 2 GPUs; got --gpu_ids 3"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options: list[str], message: str) -> None:
@@ -424,6 +430,8 @@ def test_a_configuration_becomes_one_of_fsdp2(
     assert "exists; pass --overwrite" in command(tmp_path, *convert, "--output_file", "two.yaml").stderr
     again = command(tmp_path, "to-fsdp2", "--config_file", "two.yaml", "--overwrite")
     assert "is for FSDP 2 already" in again.stdout
+    command(tmp_path, "to-fsdp2", "--config_file", "two.yaml", "--output_file", "three.yaml")
+    assert yaml.safe_load((tmp_path / "three.yaml").read_text()) == yaml.safe_load((tmp_path / "two.yaml").read_text())
 
 
 def test_a_short_training_checks_a_configuration(command: Command, tmp_path: Path) -> None:

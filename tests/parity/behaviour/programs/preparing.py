@@ -142,6 +142,19 @@ def prepare_a_plateau_scheduler() -> Any:
     return rates, type(scheduler)
 
 
+@program(ranks=2)
+def a_plateau_on_two_ranks() -> Any:
+    accelerator = Accelerator()
+    net = model()
+    opt = optimizer(net)
+    plateau = accelerator.prepare(net, opt, torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=1))[2]
+    rates = []
+    for _ in range(5):
+        plateau.step(1.0)
+        rates.append(opt.param_groups[0]["lr"])
+    return rates
+
+
 def prepare_scheduler_alone() -> Any:
     accelerator = Accelerator()
     _, opt, _, scheduler = parts()
