@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 
@@ -43,7 +44,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Attributes:
         last_round: After an iteration, the samples of its last window without padding; 0 if it was full. None before,
-            and in the process that started a worker.
+            and in a process that has started workers, unless `share_last_round` was called.
 
     Raises:
         ValueError: With `split_batches`, the batch size is not a multiple of the number of processes.
@@ -66,7 +67,17 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
-        self.last_round: int | None = None
+        self._last_round = torch.full((), -1, dtype=torch.int64)
+
+    @property
+    def last_round(self) -> int | None:
+        """Samples of the last window; see the class."""
+        samples = int(self._last_round)
+        return None if samples < 0 else samples
+
+    def share_last_round(self) -> None:
+        """Let the process that starts a worker read `last_round` of its copy. Only for one worker."""
+        self._last_round.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def window(self) -> int:
@@ -88,7 +99,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return windows * (self.window // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
-        self.last_round = None
+        self._last_round.fill_(-1)
         window, part = self.window, self.window // self.num_processes
         first = part * self.process_index
         samples = iter(self.dataset)
@@ -96,7 +107,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         while len(current) == window:
             yield from current[first : first + part]
             current = list(itertools.islice(samples, window))
-        self.last_round = len(current)
+        self._last_round.fill_(len(current))
         if current and not self.drop_last:
             padded = itertools.islice(itertools.chain(current, itertools.cycle(opening)), first, first + part)
             yield from padded

@@ -64,6 +64,8 @@ class DataLoaderShard(PreparedDataLoader):
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.iteration = iteration
+        if self.num_workers == 1 and isinstance(dataset, IterableDatasetShard):
+            dataset.share_last_round()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return step_time.waiting(self._local_batches()) if step_time.running() else self._local_batches()
@@ -81,7 +83,7 @@ class DataLoaderShard(PreparedDataLoader):
         """Record that the next batch is the last one, and how many samples of its round are not padding."""
         super()._mark_last_batch(batch)
         shard = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batch_shard()
-        # A shard that is iterated in this process has reached its end; one in a worker process is not seen here.
+        # A shard in this process, or in the only worker, has reached its end; those of several workers are not seen.
         if isinstance(shard, IterableDatasetShard | BatchSamplerShard):
             if shard.last_round is not None:
                 self.remainder = -1 if self._drop_last else shard.last_round
