@@ -122,9 +122,10 @@ def put_into_main(value: Any, state: Reduced) -> None:
 
 def note_classes() -> None:
     """Give each class in ``__main__`` a token, before processes are forked that pickle instances of it."""
-    for value in list(_main().values()):
+    kinds = [value if is_class(value) else type(value) for value in list(_main().values())]
+    for kind in {id(kind): kind for kind in kinds}.values():  # a notebook may have 100,000 names, of few classes
         with suppress(Exception):  # metaclasses of the user
-            _note(value if is_class(value) else type(value))
+            _note(kind)
 
 
 def _note(kind: type) -> None:
