@@ -19,6 +19,12 @@ if TYPE_CHECKING:
         write_weights as write_weights,
     )
     from notebook_accelerate.checkpointing.sharded_state_dict import shard_checkpoint as shard_checkpoint
+    from notebook_accelerate.checkpointing.state_functions import (
+        load_accelerator_state as load_accelerator_state,
+        load_custom_state as load_custom_state,
+        save_accelerator_state as save_accelerator_state,
+        save_custom_state as save_custom_state,
+    )
     from notebook_accelerate.checkpointing.state_loading import load_model as load_model, load_state as load_state
     from notebook_accelerate.checkpointing.state_saving import (
         save_state as save_state,
@@ -26,6 +32,17 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.checkpointing.tied_tensors import (
         clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    )
+    from notebook_accelerate.config.constants import (
+        MODEL_NAME as MODEL_NAME,
+        OPTIMIZER_NAME as OPTIMIZER_NAME,
+        RNG_STATE_NAME as RNG_STATE_NAME,
+        SAFE_MODEL_NAME as SAFE_MODEL_NAME,
+        SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME,
+        SAMPLER_NAME as SAMPLER_NAME,
+        SCALER_NAME as SCALER_NAME,
+        SCHEDULER_NAME as SCHEDULER_NAME,
+        WEIGHTS_NAME as WEIGHTS_NAME,
     )
 else:
     __getattr__, __dir__, __all__ = reexport(__name__)

@@ -286,6 +286,36 @@ def _load_all(
             accelerator.scaler.load_state_dict(read(folder / constants.SCALER_NAME, **options))
 
 
+def load_files(
+    accelerator: PreparedObjects,
+    models: Sequence[torch.nn.Module],
+    folder: Path,
+    map_location: Any,
+    options: dict[str, Any],
+    model_options: dict[str, Any],
+) -> None:
+    """Load a folder of single files into objects, without comparing it with a manifest.
+
+    Args:
+        accelerator: The Accelerator, or an object with its lists; its `step` is set.
+        models: The models.
+        folder: The folder.
+        map_location: As for `load_state`.
+        options: Arguments of torch.load.
+        model_options: Arguments of ``model.load_state_dict``.
+    """
+    _check_map_location(map_location)
+    names = _names_in(folder)
+    for index, model in enumerate(models):
+        load_model(model, _model_path(folder, index, names), model_options)
+    _load_each(folder, constants.OPTIMIZER_NAME, accelerator._optimizers, options, verified=False)
+    _load_each(folder, constants.SCHEDULER_NAME, accelerator._schedulers, options, verified=False)
+    _load_loaders(accelerator, folder, names, options)
+    if accelerator.scaler is not None and constants.SCALER_NAME in names:
+        accelerator.scaler.load_state_dict(read(folder / constants.SCALER_NAME, **options))
+    _load_rank(accelerator, folder, names, options)
+
+
 def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> None:
     """Load a file of weights into a model, prepared or not.
 
@@ -389,7 +419,7 @@ def _load_rank(accelerator: PreparedObjects, folder: Path, names: Sequence[str],
         return
     state = read(folder / name, **options)
     with naming_file(folder / name, (*MALFORMED, RuntimeError)):
-        accelerator.step = int(state.get("step", accelerator.step))
+        accelerator.step = int(state["step"]) if "step" in state else accelerator.step
         restore_rng_state(state, accelerator.device.type)
 
 

@@ -117,7 +117,7 @@ def save_state(
 
 
 def _warn_of_accumulated_gradients(accelerator: PreparedObjects) -> None:
-    """Warn of gradients that a checkpoint does not contain: those of an accumulation window that is not complete."""
+    """Warn that a checkpoint does not contain the gradients of an incomplete accumulation window."""
     if accelerator.gradient_state.sync_gradients:
         return
     if any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters()):

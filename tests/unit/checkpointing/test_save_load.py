@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from notebook_accelerate import Accelerator, DataLoaderConfiguration
+from notebook_accelerate import Accelerator, DataLoaderConfiguration, checkpointing
 from notebook_accelerate.checkpointing import automatic_naming
 from notebook_accelerate.checkpointing.manifest import read_manifest
 from notebook_accelerate.config.training_config import ProjectConfiguration
@@ -504,3 +504,24 @@ def test_every_save_is_counted(tmp_path: Path) -> None:
     for count in range(2):
         assert accelerator.save_iteration == count
         accelerator.save_state(tmp_path / "out")
+
+
+def test_accelerates_functions_write_and_read_its_files(tmp_path: Path) -> None:
+    training = Training()
+    training.epoch()
+    accelerator = training.accelerator
+    objects = (accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    states = [accelerator.get_state_dict(model) for model in accelerator._models]
+    assert checkpointing.save_accelerator_state(str(tmp_path), states, *objects, 0, 5) == tmp_path
+    for index, custom in enumerate(accelerator._custom_objects):
+        checkpointing.save_custom_state(custom, str(tmp_path), index)
+    expected = training.everything()
+    assert names_in(tmp_path) == ALL_FILES[1:]
+    resumed = Training(seed=7)
+    accelerator = resumed.accelerator
+    objects = (accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    assert checkpointing.load_accelerator_state(str(tmp_path), accelerator._models, *objects, 0) == {"step": 5}
+    for index, custom in enumerate(accelerator._custom_objects):
+        checkpointing.load_custom_state(custom, str(tmp_path), index)
+    assert same(resumed.everything(), expected)
+    assert checkpointing.OPTIMIZER_NAME == "optimizer"

@@ -1,0 +1,135 @@
+"""Accelerate's functions that write and read the files of a checkpoint, without a manifest: `save_state` adds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.weight_files import read_torch
+from notebook_accelerate.checkpointing import state_files, state_loading, tensor_files
+from notebook_accelerate.checkpointing.atomic_files import atomic_write, is_writer
+from notebook_accelerate.state import PartialState
+
+
+def save_accelerator_state(
+    output_dir: str | os.PathLike[str],
+    model_states: Sequence[dict[str, Any]],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    step: int,
+    scaler: Any = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Write the files of a checkpoint into an existing folder; every rank must call this.
+
+    Args:
+        output_dir: The folder.
+        model_states: One state dict per model.
+        optimizers: The optimizers.
+        schedulers: The schedulers.
+        dataloaders: The prepared loaders.
+        process_index: The rank, in the name of the file of its random states.
+        step: The number of batches, as in `Accelerator.step`.
+        scaler: The scaler of losses, if there is one.
+        save_on_each_node: Write on the first rank of every machine.
+        safe_serialization: Write models as safetensors.
+
+    Returns:
+        The folder.
+    """
+    folder, state = Path(output_dir), PartialState()
+    objects: Any = _objects(optimizers, schedulers, dataloaders, scaler, process_index, step)
+    files = [state_files.rank_file(objects)]
+    if is_writer(folder, state, save_on_each_node):
+        files += state_files.model_files(model_states, safe_serialization)
+        files += state_files.training_files(objects, with_optimizers=True)
+    for file in files:
+        with atomic_write(folder / file.name) as temporary:
+            suffixed = temporary.with_suffix(Path(file.name).suffix)
+            tensor_files.write(file.value, suffixed)
+            suffixed.replace(temporary)
+    return folder
+
+
+def load_accelerator_state(
+    input_dir: str | os.PathLike[str],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    scaler: Any = None,
+    map_location: Any = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Read the files of a checkpoint into the same objects; every rank must call this.
+
+    Args:
+        input_dir: The folder.
+        models: The models.
+        optimizers: The optimizers.
+        schedulers: The schedulers.
+        dataloaders: The prepared loaders.
+        process_index: The rank whose random states are restored.
+        scaler: The scaler of losses, if there is one.
+        map_location: "cpu" or "on_device", which changes nothing.
+        load_kwargs: Arguments of torch.load.
+        load_model_func_kwargs: Arguments of ``model.load_state_dict``.
+
+    Returns:
+        The attributes of the Accelerator that the checkpoint contains: `step`.
+
+    Raises:
+        TypeError: `map_location` has another value.
+        CheckpointError: A file is missing or broken, or contains more than data.
+    """
+    objects: Any = _objects(optimizers, schedulers, dataloaders, scaler, process_index, None)
+    state_loading.load_files(objects, models, Path(input_dir), map_location, load_kwargs or {}, load_model_func_kwargs)
+    return {} if objects.step is None else {"step": objects.step}
+
+
+def _objects(
+    optimizers: Sequence[Any], schedulers: Sequence[Any], loaders: Sequence[Any], scaler: Any, rank: int, step: Any
+) -> SimpleNamespace:
+    """Return the objects under their names in an Accelerator."""
+    return SimpleNamespace(
+        _optimizers=optimizers, _schedulers=schedulers, _dataloaders=loaders, _custom_objects=[], scaler=scaler,
+        process_index=rank, step=step, device=PartialState().device,
+    )  # fmt: skip
+
+
+def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
+    """Write the state of an object to ``custom_checkpoint_{index}.pkl`` in a folder.
+
+    Args:
+        obj: The object, with a `state_dict`.
+        path: The folder.
+        index: The number of the object.
+        save_on_each_node: Write on the first rank of every machine.
+    """
+    if is_writer(Path(path), PartialState(), save_on_each_node):
+        with atomic_write(Path(path) / state_files.custom_file(index)) as temporary:
+            torch.save(obj.state_dict(), temporary)
+
+
+def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
+    """Load the state of an object from a folder, if it is plain data.
+
+    Args:
+        obj: The object, with a `load_state_dict`.
+        path: The folder.
+        index: The number of the object.
+
+    Raises:
+        CheckpointError: The file is broken, or contains more than data.
+    """
+    obj.load_state_dict(read_torch(Path(path) / state_files.custom_file(index)))
