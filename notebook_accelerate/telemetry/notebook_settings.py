@@ -88,16 +88,16 @@ def _logger_settings(name: str, logger: logging.Logger) -> LoggerSettings:
 
 def _writes(handler: logging.Handler) -> bool:
     """Return whether someone can read what a handler writes in a rank; the text of a StringIO is the rank's own."""
-    stream = getattr(handler, "stream", None)
+    stream = vars(handler).get("stream")
     return type(handler) is not logging.NullHandler and (not isinstance(stream, StringIO) or bool(_stream_name(stream)))
 
 
 def _pickled_handler(handler: logging.Handler) -> bytes:
-    stream = _stream_name(getattr(handler, "stream", None))
+    stream = _stream_name(vars(handler).get("stream"))
     kept = {name: value for name, value in vars(handler).items() if name not in _NOT_CARRIED}
     common = {name: kept.get(name) for name in ("_name", "level", "formatter", "filters")}
     plain: dict[str, Any] = {"_name": None, "level": handler.level, "formatter": None, "filters": []}
-    ours = isinstance(handler, logging.FileHandler) or stream or not hasattr(handler, "stream")
+    ours = isinstance(handler, logging.FileHandler) or stream or "stream" not in vars(handler)
     choices = [(type(handler), kept, stream)] if ours else []
     choices += [(logging.StreamHandler, common, stream or "stderr"), (logging.StreamHandler, plain, stream or "stderr")]
     for choice in choices:

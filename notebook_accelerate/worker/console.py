@@ -57,7 +57,8 @@ def _redirect(streams: Mapping[str, Any]) -> None:
     old = {id(getattr(sys, name)): stream for name, stream in streams.items()}
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
-            stream: Any = getattr(handler, "stream", None)
+            # A handler whose stream is a property, as logging's last resort, follows sys.stderr by itself.
+            stream: Any = vars(handler).get("stream")
             if kind is not None and type(stream) is kind:  # IPython would keep each line that is written to it
                 handler.stream = streams[stream.name]
             elif id(stream) in old:

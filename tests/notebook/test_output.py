@@ -180,6 +180,17 @@ def test_the_logging_setup_and_warning_filters_of_the_notebook(kernel: Kernel, m
     assert kernel.value("open('ranks.log').read()") == "info\n"
 
 
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_a_handler_whose_stream_cannot_be_assigned(kernel: Kernel, method: str) -> None:
+    kernel.check(
+        "import logging\nlonely = logging.getLogger('lonely')\nlonely.addHandler(logging._StderrHandler())\n"
+        "def warn():\n    logging.getLogger('lonely').warning('followed')\n"
+    )
+    cell = kernel.check(f"launch(warn, num_processes=1, start_method={method!r}, panel=False)")
+    kernel.check("lonely.handlers.clear()")
+    assert "followed" in cell.stdout + cell.stderr
+
+
 @pytest.mark.parametrize("way", ["magic", "redirected"])
 @pytest.mark.parametrize("configured", ["before", "in the cell"])
 def test_log_lines_of_ranks_in_a_cell_that_captures_its_output(kernel: Kernel, way: str, configured: str) -> None:
