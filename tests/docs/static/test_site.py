@@ -14,6 +14,7 @@ import notebook_accelerate
 from notebook_accelerate import errors
 from notebook_accelerate.widgets.fields import help_texts
 from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
+from tests.parity.random_programs.plans import APART
 from tests.parity.surface import compare
 from tests.support import pages
 
@@ -97,7 +98,8 @@ def test_the_differences_from_accelerate_are_those_that_are_tested() -> None:
     text = (pages.DOCS / "from_accelerate.md").read_text()
     table = text.partition("<!-- differences: begin -->")[2].partition("<!-- differences: end -->")[0]
     listed = [line.split("|")[2].strip() for line in table.strip().splitlines()[2:]]
-    tested = {reason[0].upper() + reason[1:] for reason in KNOWN_DIFFERENCES.values()}
+    reasons = {*KNOWN_DIFFERENCES.values(), *(each.reason for each in APART)}
+    tested = {reason[0].upper() + reason[1:] for reason in reasons}
     assert sorted(listed) == sorted(tested)
 
 
