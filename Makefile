@@ -32,6 +32,9 @@ DEEPSPEED_OPS := .build/torch-extensions/.ready
 DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.build/torch-extensions OMP_NUM_THREADS=1
 CLIENTS_VENV := .venv-clients
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
+# Versions of transformers that clients use, besides the one of requirements/clients.txt.
+TRANSFORMERS := 4.57.3 5.0.0
+TRANSFORMERS_BUILD := .build/transformers
 S3_VENV := .venv-s3
 S3_READY := $(S3_VENV)/.ready
 RAY_VENV := .venv-ray
@@ -72,7 +75,7 @@ help:
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device, and a table of what they measured"
 	@echo "                    PY=... SETUP=: an environment of your own; DRY=yes: all of it on the CPU, to try the tests"
-	@echo "make test-parity    behaviour, checkpoints, losses and weights against the real Accelerate; in an environment of its own"
+	@echo "make test-parity    behaviour, random programs, checkpoints, losses and weights against the real Accelerate; in an environment of its own"
 	@echo "make test-clients   training libraries in ranks, with this package as their accelerate; in an environment of its own"
 	@echo "make client-names   download the libraries that import accelerate; write the table of the names that they use"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
@@ -173,6 +176,12 @@ $(CLIENTS_READY): $(READY) requirements/clients.txt requirements/libraries.txt r
 		-r requirements/clients.txt -r requirements/libraries.txt
 	$(CLIENTS_VENV)/bin/python $(INSTALL) --no-deps --upgrade \
 		--target $(CLIENTS_VENV)/peer "$$(grep '^accelerate==' requirements/bench.txt)"
+	touch $@
+
+# A version of transformers, and what it pins, in a folder that precedes the clients' environment in the path.
+$(TRANSFORMERS_BUILD)/%/.ready: $(CLIENTS_READY) requirements/transformers-%.txt
+	$(CLIENTS_VENV)/bin/python $(INSTALL) --no-deps --upgrade \
+		--target $(@D) -r requirements/transformers-$*.txt
 	touch $@
 
 # Minutes of C++ compilation and 2 GB of memory; without it the test of that optimizer skips.
@@ -301,7 +310,7 @@ test-browser: $(BROWSER_READY)
 test-gpu: $(SETUP)
 	$(if $(DRY),TEST_GPU=dry) $(PY) -m pytest -m gpu -rs $(if $(DRY),tests/gpu,tests)
 
-test-clients: $(CLIENTS_READY)
+test-clients: $(CLIENTS_READY) $(TRANSFORMERS:%=$(TRANSFORMERS_BUILD)/%/.ready)
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
 
 client-names: $(SETUP)
@@ -341,7 +350,8 @@ test-tpu: $(TPU_READY)
 test-parity: $(PARITY_READY) $(BENCH_DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) $(BENCH_DEEPSPEED_VENV)/bin/python -m tests.parity.behaviour.both_sides deepspeed.
 	OMP_NUM_THREADS=1 $(PARITY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
-		tests/parity/behaviour tests/parity/checkpoints tests/parity/commands tests/parity/training/test_accelerate.py
+		tests/parity/behaviour tests/parity/random_programs tests/parity/checkpoints tests/parity/commands \
+		tests/parity/training/test_accelerate.py
 
 # Each cell has an environment of its own in .build/matrix, of 1 GB to 7 GB; the table is .build/matrix.md.
 test-matrix: $(DIST_READY)

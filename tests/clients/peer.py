@@ -1,11 +1,12 @@
-"""Runs programs in two processes on the real Accelerate: `python -m tests.clients.peer OUT [NAME ...]`.
+"""Runs programs in processes of their own, on the real Accelerate or on this package: `python -m tests.clients.peer`.
 
 The libraries are imported once, in the process from which each program's ranks are forked; the results go to a file.
-`accelerate` is what the caller's PYTHONPATH has: `run_on_accelerate` sets it.
+`accelerate`, and another version of transformers, are what the caller's PYTHONPATH has: `start` sets it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -24,6 +25,8 @@ from tests.support.ranks import reserved_port
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(sys.prefix) / "peer"
 """Where the environment has the real Accelerate: outside of the path, so that nothing else imports it."""
+VERSIONS = ROOT / ".build" / "transformers"
+"""Where make puts other versions of transformers, each with what it needs."""
 RANKS = 2
 SECONDS = 300
 """For one program; after that its ranks print their stacks and end."""
@@ -35,35 +38,49 @@ LIBRARIES = (
 
 
 def run_on_accelerate(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
-    """Run programs on the real Accelerate, in processes of their own.
+    """Run programs on the real Accelerate; see `start` and `results`."""
+    return results(start(folder, names, FOLDER), folder)
+
+
+def start(folder: Path, names: Iterable[str], *path: Path | str) -> subprocess.Popen[str]:
+    """Start programs in processes of their own.
 
     Args:
         folder: An empty folder.
-        names: The programs.
-
-    Returns:
-        For each program the results of its ranks, or the text of what they raised.
+        names: The programs, on two ranks; with "@1" after the name in one process.
+        path: What is imported before all else: the real Accelerate or this package as one, a version of transformers.
     """
     dropped = ("ACCELERATE_", "PYTEST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    # What Python runs when it starts is found by its place in the path: it comes first.
+    places = os.pathsep.join(map(str, (*path, ROOT)))
+    variables = {"PYTHONPATH": places, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     group = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    out = folder / "results.json"
-    command = [sys.executable, "-m", "tests.clients.peer", str(out), *names]
-    done = subprocess.run(
-        command, env={**kept, **path, **group}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"the programs on Accelerate ended with exit code {done.returncode}: {done.stdout[-4000:]}")
-    found: dict[str, list[Any]] = json.loads(out.read_text())
+    command = [sys.executable, "-m", "tests.clients.peer", str(folder / "results.json"), *names]
+    with (folder / "output").open("w") as output:
+        return subprocess.Popen(
+            command, env={**kept, **variables, **group}, cwd=folder, stdout=output, stderr=subprocess.STDOUT, text=True
+        )
+
+
+def results(process: subprocess.Popen[str], folder: Path) -> dict[str, list[Any]]:
+    """Wait for started programs; return for each the results of its ranks, or the text of what they raised."""
+    try:
+        code = process.wait(SECONDS * 4)
+    finally:
+        process.kill()
+        process.wait()
+    if code:
+        raise RuntimeError(f"the programs ended with exit code {code}: {(folder / 'output').read_text()[-4000:]}")
+    found: dict[str, list[Any]] = json.loads((folder / "results.json").read_text())
     return found
 
 
 def main(out: str, *names: str) -> None:
     """Run the programs one after the other and write their results, or what they raised, by name and rank."""
     for library in LIBRARIES:
-        importlib.import_module(library)
+        with contextlib.suppress(Exception):  # trl and diffusers demand a newer transformers than some have
+            importlib.import_module(library)
     gc.collect()
     gc.freeze()  # else collections in the children copy the parent's pages
     Path(out).write_text(json.dumps({name: run(name) for name in names or PROGRAMS}))
@@ -71,8 +88,10 @@ def main(out: str, *names: str) -> None:
 
 def run(name: str) -> list[Any]:
     """Run a program; return the results of its ranks, or the text of what they raised."""
+    program, _, count = name.partition("@")
+    ranks = int(count or RANKS)
     with reserved_port() as port:
-        ends = [_start(name, rank, port) for rank in range(RANKS)]
+        ends = [_start(program, rank, ranks, port) for rank in range(ranks)]
         found = [Path(f"/proc/self/fd/{end}").read_text() for _, end in ends]
         for pid, end in ends:
             os.waitpid(pid, 0)
@@ -80,7 +99,7 @@ def run(name: str) -> list[Any]:
     return [json.loads(text) if text else "died" for text in found]
 
 
-def _start(name: str, rank: int, port: int) -> tuple[int, int]:
+def _start(name: str, rank: int, ranks: int, port: int) -> tuple[int, int]:
     """Fork a rank; return its process and the end of the pipe that its result comes from."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -89,8 +108,8 @@ def _start(name: str, rank: int, port: int) -> tuple[int, int]:
         return pid, reading
     try:
         faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-        os.environ.update({variable: str(value) for variable, value in place.items()})
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        os.environ.update({variable: str(value) for variable, value in place.items() if ranks > 1})
         result: Any = _result(name)
         with os.fdopen(writing, "w") as file:
             json.dump(result, file)

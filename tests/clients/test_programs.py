@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.clients import peer
-from tests.clients.programs import PROGRAMS
+from tests.clients.programs import IN_ONE_PROCESS, PROGRAMS
 from tests.parity.behaviour.description import differences
 from tests.support.kernel import Cell, Kernel
 from tests.support.launching import ready_kernel
@@ -48,8 +48,11 @@ for library in LIBRARIES:
 @pytest.fixture(scope="session")
 def on_accelerate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Return the results on the real Accelerate of all programs that have tests in this session."""
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
-    names = {call.params["name"] for call in calls if call is not None and call.params.get("name") in PROGRAMS}
+    names = set()
+    for item in request.session.items:
+        name = getattr(item, "callspec", item).params.get("name") if hasattr(item, "callspec") else None
+        if name in PROGRAMS and "on_accelerate" in getattr(item, "fixturenames", ()):
+            names.add(f"{name}@1" if "one_process" in item.name else name)
     return peer.run_on_accelerate(tmp_path_factory.mktemp("on_accelerate"), sorted(names))
 
 
@@ -103,6 +106,16 @@ def check_launch(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str,
 @EACH
 def test_forked_ranks(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str) -> None:
     check_launch(kernel, on_accelerate, name, "fork")
+
+
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+def test_one_process(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str) -> None:
+    cell = kernel.check(
+        f"run = launch(PROGRAMS[{name!r}].train, num_processes=1, start_method='fork', panel=False, timeout={SECONDS})",
+        SECONDS,
+    )
+    check_results(name, on_accelerate[f"{name}@1"], kernel.value("run.results"))
+    check_cell(cell)
 
 
 @pytest.mark.nightly

@@ -38,7 +38,7 @@ SUITES = {
         "ray": ["ray"],
         "megatron": ["megatron"],
         "s3": ["s3"],
-        "parity": ["parity/behaviour", "parity/checkpoints", "parity/commands"],
+        "parity": ["parity/behaviour", "parity/random_programs", "parity/checkpoints", "parity/commands"],
         "clients": ["clients"],
         "docs": ["docs"],
     },

@@ -40,7 +40,11 @@ PROGRAMS = {
         Program(hugging_face.trainer_group_by_length, "loss"),
         Program(hugging_face.trainer_sharded_stream, "loss"),
         Program(hugging_face.sft_lora, "loss"),
+        Program(hugging_face.sft, "loss"),
         Program(hugging_face.dpo, "loss"),
+        Program(hugging_face.reward, "loss"),
+        Program(hugging_face.kto, "loss"),
+        Program(hugging_face.tied_weights, bar=False),
         Program(hugging_face.peft_loop, "loss", bar=False),
         Program(hugging_face.ddpm, "loss"),
         Program(hugging_face.device_maps, bar=False),
@@ -53,6 +57,15 @@ PROGRAMS = {
         Program(other_trainers.torchrun_fsdp2, bar=False),
     )
 }
+IN_ONE_PROCESS = ("trainer", "sft", "dpo", "reward", "kto", "tied_weights")
+"""Programs that are also run in one process, where nothing is padded and gathered."""
+WITH_OTHER_TRANSFORMERS = (
+    "trainer@1", "trainer_accumulation", "trainer_workers", "trainer_sharded_stream", "tied_weights", "tied_weights@1",
+)  # fmt: skip
+"""Programs that are also run with other versions of transformers, on two ranks or, with "@1", in one process.
+
+On several CPU ranks of the real Accelerate their Trainer cannot resume: torch loads nothing to the device "cpu:0".
+"""
 
 
 def run_several(names: Sequence[str]) -> dict[str, Any]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from tests.clients.programs.tiny import language_model, logged_losses, sentence, shared_folder, tokenizer, weight_sums
+from tests.clients.programs.tiny import (
+    TIED_MODELS,
+    language_model,
+    logged_losses,
+    sentence,
+    sequence_classifier,
+    shared_folder,
+    tied_config,
+    tokenizer,
+    weight_sums,
+)
 
 
 def _trainer(folder: str, data: Any, **options: Any) -> Any:
@@ -81,6 +92,78 @@ def trainer_sharded_stream() -> dict[str, Any]:
     return _trained(shared_folder(), rows.to_iterable_dataset(num_shards=4), max_steps=10)
 
 
+def _settings_of_trl(kind: Any, **options: Any) -> Any:
+    """Return the settings of one of trl's trainers."""
+    return kind(
+        output_dir=shared_folder(), per_device_train_batch_size=4, num_train_epochs=1, learning_rate=1e-2,
+        logging_steps=1, report_to="none", save_strategy="no", bf16=False, seed=1, **options,
+    )  # fmt: skip
+
+
+def _trained_by_trl(made: Any) -> dict[str, Any]:
+    """Train, evaluate where there are rows for it, and return what can be compared."""
+    made.train()
+    found = {"losses": logged_losses(made), "weights": weight_sums(made.model), "steps": made.state.global_step}
+    return {**found, "evaluated": made.evaluate()["eval_loss"]} if made.eval_dataset is not None else found
+
+
+def _preferences(count: int = 30) -> Any:
+    """Return rows of a prompt, a chosen and a rejected answer; the last batch of each rank is a short one."""
+    from datasets import Dataset
+
+    return Dataset.from_list(
+        [
+            {"prompt": sentence(number, 3), "chosen": sentence(number + 1, 3), "rejected": sentence(number + 2, 3)}
+            for number in range(count)
+        ]
+    )
+
+
+def sft() -> dict[str, Any]:
+    """Train all weights with trl's SFTTrainer; evaluate with a short last batch."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_dict({"text": [sentence(number, 4 + number % 5) for number in range(30)]})
+    return _trained_by_trl(
+        SFTTrainer(
+            language_model(), _settings_of_trl(SFTConfig, max_length=16), train_dataset=data,
+            eval_dataset=data.select(range(10)), processing_class=tokenizer(),
+        )
+    )  # fmt: skip
+
+
+def reward() -> dict[str, Any]:
+    """Train a classifier of answers with trl's RewardTrainer; evaluate with a short last batch."""
+    from trl import RewardConfig, RewardTrainer
+
+    data = _preferences()
+    return _trained_by_trl(
+        RewardTrainer(
+            sequence_classifier(), _settings_of_trl(RewardConfig, max_length=16), train_dataset=data,
+            eval_dataset=data.select(range(10)), processing_class=tokenizer(),
+        )
+    )  # fmt: skip
+
+
+def kto() -> dict[str, Any]:
+    """Train with trl's KTOTrainer; evaluate with a short last batch."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [
+        {"prompt": sentence(number, 3), "completion": sentence(number + 1, 3), "label": number % 3 > 0}
+        for number in range(30)
+    ]
+    data = Dataset.from_list(rows)
+    return _trained_by_trl(
+        KTOTrainer(
+            language_model(), language_model(), _settings_of_trl(KTOConfig, max_length=16), train_dataset=data,
+            eval_dataset=data.select(range(10)), processing_class=tokenizer(),
+        )
+    )  # fmt: skip
+
+
 def sft_lora() -> dict[str, Any]:
     """Train a LoRA of peft with trl's SFTTrainer."""
     from datasets import Dataset
@@ -102,25 +185,16 @@ def sft_lora() -> dict[str, Any]:
 
 
 def dpo() -> dict[str, Any]:
-    """Train with trl's DPOTrainer."""
-    from datasets import Dataset
+    """Train with trl's DPOTrainer; evaluate with a short last batch."""
     from trl import DPOConfig, DPOTrainer
 
-    rows = [
-        {"prompt": sentence(number, 3), "chosen": sentence(number + 1, 3), "rejected": sentence(number + 2, 3)}
-        for number in range(32)
-    ]
-    settings = DPOConfig(
-        output_dir=shared_folder(), per_device_train_batch_size=4, num_train_epochs=1, learning_rate=1e-2,
-        logging_steps=1, report_to="none", save_strategy="no", bf16=False, seed=1,
+    data = _preferences()
+    return _trained_by_trl(
+        DPOTrainer(
+            language_model(), language_model(), _settings_of_trl(DPOConfig), train_dataset=data,
+            eval_dataset=data.select(range(10)), processing_class=tokenizer(),
+        )
     )  # fmt: skip
-    torch.manual_seed(0)
-    made = DPOTrainer(
-        language_model(), language_model(), settings, train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
-    )  # fmt: skip
-    made.train()
-    return {"losses": logged_losses(made), "weights": weight_sums(made.model), "steps": made.state.global_step}
 
 
 def peft_loop() -> dict[str, Any]:
@@ -208,6 +282,37 @@ def ddpm() -> dict[str, Any]:
     averages = [each.double().sum().item() for each in ema.shadow_params]
     accelerator.load_state(f"{folder}/epoch-0")
     return {**found, "averages": averages, "loaded": weight_sums(model), "loaded rate": schedule.get_last_lr()}
+
+
+def tied_weights() -> dict[str, Any]:
+    """Save models with tied weights by save_model; load them whole, and as the models without a head."""
+    import transformers
+    from accelerate import Accelerator
+    from safetensors import safe_open
+
+    folder = shared_folder()
+    accelerator = Accelerator(cpu=True)
+    found: dict[str, Any] = {}
+    for name, (whole, base) in TIED_MODELS.items():
+        torch.manual_seed(0)
+        kind = getattr(transformers, whole)
+        model = kind(tied_config(name))
+        place = f"{folder}/{name}"
+        accelerator.save_model(accelerator.prepare(model), place)
+        if accelerator.is_main_process:
+            model.config.save_pretrained(place)
+        accelerator.wait_for_everyone()
+        with safe_open(f"{place}/model.safetensors", "pt") as file:
+            found[f"{name}: names"] = sorted(file.keys())
+        loaded, body = kind.from_pretrained(place), getattr(transformers, base).from_pretrained(place)
+        found[f"{name}: weights"] = weight_sums(loaded)
+        found[f"{name}: same"] = weight_sums(loaded) == weight_sums(model)
+        embedding = body.get_input_embeddings().weight
+        found[f"{name}: same embeddings"] = torch.equal(embedding, model.get_input_embeddings().weight)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        shutil.rmtree(folder)
+    return found
 
 
 def device_maps() -> dict[str, Any]:

@@ -26,14 +26,49 @@ def tokenizer() -> Any:
 
 def language_model(layers: int = 2) -> Any:
     """Return a tiny GPT-2, the same in each process."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(
+    return GPT2LMHeadModel(_gpt2(layers))
+
+
+def sequence_classifier() -> Any:
+    """Return a tiny GPT-2 that gives a sequence one score, the same in each process."""
+    from transformers import GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    return GPT2ForSequenceClassification(_gpt2(2, num_labels=1))
+
+
+def _gpt2(layers: int, **options: Any) -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(
         vocab_size=len(WORDS), n_embd=16, n_layer=layers, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=1,
-        pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+
+
+TIED_MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaModel"),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
+    "t5": ("T5ForConditionalGeneration", "T5EncoderModel"),
+}
+"""Models whose embeddings are also the weights of their head, and the models without a head."""
+
+
+def tied_config(name: str) -> Any:
+    """Return the configuration of a small model of `TIED_MODELS`."""
+    from transformers import LlamaConfig, T5Config
+
+    if name == "gpt2":
+        return _gpt2(1)
+    if name == "llama":
+        return LlamaConfig(
+            vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+    return T5Config(vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
 
 
 def sentence(number: int, length: int = 8) -> str:
@@ -55,7 +90,9 @@ def shared_folder() -> str:
     from accelerate.utils import broadcast_object_list
 
     PartialState(cpu=True)
-    return str(broadcast_object_list([tempfile.mkdtemp(dir=Path.cwd()) if os.environ["RANK"] == "0" else None])[0])
+    return str(
+        broadcast_object_list([tempfile.mkdtemp(dir=Path.cwd()) if os.environ.get("RANK", "0") == "0" else None])[0]
+    )
 
 
 def logged_losses(trainer: Any) -> list[float]:
