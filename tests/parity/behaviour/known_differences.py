@@ -19,6 +19,13 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate ignores ACCELERATE_USE_CPU where a PartialState is created first: every rank is alone": [
         "documentation.prompts_are_split_where_no_device_is_named",
     ],
+    "the tracker of ranks without trackers takes every call here; Accelerate's has no images, name or run": [
+        "trackers: raised(lambda: Accelerator().get_tracker('tensorboard'))",
+        "trackers, 2 ranks: type(_started(Kept('x')).get_tracker('kept')).__name__",
+        "trackers, 2 ranks: raised(lambda: type(_started(Kept('x')).get_tracker('absent')).__name__)",
+        "trackers, 2 ranks: raised(lambda: type(_started(Kept('x')).get_tracker('kept', unwrap=True)).__name__)",
+        "trackers, 2 ranks: _started(Everywhere('x')).get_tracker('everywhere').tracker",
+    ],
     "Accelerate drops tensors that are logged to MLflow": [
         "trackers.mlflow_in_files",
     ],
