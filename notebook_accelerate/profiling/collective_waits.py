@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ LEAST_AGREEMENT = 0.9
 CLOCKS = 100.0
 """Microseconds by which the clocks of torch's profiler and its flight recorder may differ."""
 _COLLECTIVE = CATEGORIES.index("collective")
+_DESCRIBED = "record_param_comms"
+"""torch's event around each collective of NCCL, with its group and sizes."""
 _BYTES = {
     "float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1,
     "unsigned char": 1, "signed char": 1, "short": 2, "Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Long": 8,
@@ -94,23 +97,45 @@ def calls_of(trace: RankTrace, clock: float) -> list[Call]:
     """
     found = []
     entered = _Entered(trace)
+    described = [event for event in range(len(trace)) if trace.text(event) == _DESCRIBED]
+    kernels = _kernels(trace, described)
     for event in range(len(trace)):
         if trace.category[event] != _COLLECTIVE:
             continue
         begin, _, operation = trace.text(event).partition(":")
         arguments = trace.arguments.get(event, {})
-        if trace.text(event) == "record_param_comms":
+        if trace.text(event) == _DESCRIBED:
             if "Collective name" not in arguments or "wait" in str(arguments["Collective name"]):
                 continue
             operation = str(arguments["Collective name"]).replace("allreduce", "all_reduce")
-        elif begin not in ("gloo", "nccl"):
+        elif begin != "gloo" and (begin != "nccl" or described):  # NCCL's own event is inside the one that describes it
             continue
-        start = clock + trace.start[event] / 1e6
         known, number = entered.take(operation, _elements(arguments), trace.start[event])
         name = str(arguments.get("Process Group Name", known))
         group = f"{name} {trace.members.get(name, '')}".strip()
-        end = start + trace.duration[event] / 1e6
-        found.append(Call(event, group, operation, _nbytes(arguments), start, end, number))
+        span = kernels.get(event, event)
+        start, end = clock + trace.start[span] / 1e6, clock + trace.end(span) / 1e6
+        found.append(Call(span, group, operation, _nbytes(arguments), start, end, number))
+    return found
+
+
+def _kernels(trace: RankTrace, described: Sequence[int]) -> dict[int, int]:
+    """Return NCCL's kernel of each collective, by the event that describes it: the longest if there are several.
+
+    The host queues a collective in some microseconds. A rank waits for the others in the kernel, on its device.
+    """
+    by_thread: dict[int, list[int]] = {}
+    for event in described:
+        by_thread.setdefault(trace.thread[event], []).append(event)
+    found: dict[int, int] = {}
+    for kernel in range(len(trace)):
+        if not trace.is_collective_kernel(kernel) or (launch := trace.launch_of(kernel)) is None:
+            continue
+        row = by_thread.get(trace.thread[launch], [])
+        place = bisect_right(row, trace.start[launch], key=lambda event: trace.start[event]) - 1
+        if place >= 0 and trace.start[launch] <= trace.end(event := row[place]):
+            longest = found.setdefault(event, kernel)
+            found[event] = max(longest, kernel, key=lambda each: trace.duration[each])
     return found
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from statistics import median
 from typing import Any
@@ -19,9 +20,11 @@ from notebook_accelerate.profiling.stack_kinds import is_logging, is_saving, is_
 from notebook_accelerate.profiling.timeline import CATEGORIES
 from notebook_accelerate.profiling.trace import RankTrace
 
-_LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME = (
-    CATEGORIES.index(name) for name in ("loader", "optimizer", "collective", "step", "runtime")
+_LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME, _BACKWARD = (
+    CATEGORIES.index(name) for name in ("loader", "optimizer", "collective", "step", "runtime", "backward")
 )
+SCALED = "aten::_amp_foreach_non_finite_check_and_unscale_"
+"""GradScaler's operation before it reads whether a gradient has overflowed."""
 SMALL = 50.0
 """Microseconds: a shorter operation is small."""
 LOOP = 500.0
@@ -72,7 +75,7 @@ class RankFacts:
         step: The time of a step.
         loader: Waiting for a DataLoader.
         loader_processes: Whether the DataLoader has worker processes.
-        compute: Operations of the main thread, without collectives, loading and the optimizer.
+        compute: Operations of the main thread, without collectives, loading and the optimizer; kernels on a device.
         optimizer: The optimizer.
         rows: The first dimension of the first matrix product's input in each step.
         ops: Outermost operations per step, without the optimizer's.
@@ -83,7 +86,8 @@ class RankFacts:
         item_seconds: Their time, with the line they are in.
         item_line: The line with most of them.
         kernels: Kernels per step on a device.
-        kernel_seconds: The device's busy time.
+        kernel_seconds: The device's busy time, without NCCL's kernels: these are busy while they wait for other ranks.
+        communicating: The time in which the device runs NCCL's kernels alone.
         synchronizing: Waiting for the device in ``item()`` and the like.
         barriers: Barriers per step.
         barrier_seconds: The main thread's time in them.
@@ -122,6 +126,7 @@ class RankFacts:
     item_line: Line | None = None
     kernels: float = 0.0
     kernel_seconds: float = 0.0
+    communicating: float = 0.0
     synchronizing: float = 0.0
     barriers: float = 0.0
     barrier_seconds: float = 0.0
@@ -144,7 +149,7 @@ class RankFacts:
     @property
     def idle(self) -> float:
         """The time in which nothing runs on the device; the time of a step where there is none."""
-        return max(0.0, self.step - self.kernel_seconds) if self.kernels else self.step
+        return max(0.0, self.step - self.kernel_seconds - self.communicating) if self.kernels else self.step
 
     @property
     def running(self) -> float:
@@ -176,6 +181,12 @@ class RankReader:
         self._steps = trace.steps() if trace.facts.get("steps", 1) else []
         self._sampled = trace.sampled_steps() if self._steps else []
         self._main = trace.main()
+        # A backward pass on a device runs on autograd's thread for it, while the main thread waits.
+        self._training = {self._main} | {
+            trace.thread[event] for event in range(len(trace)) if trace.category[event] == _BACKWARD
+        }
+        self._kernels = _LaunchedKernels(trace)
+        self._waits_in_barriers = 0.0
         self._per_step = 1e6 * max(1, len(self._steps))
         self.facts = RankFacts(trace.rank, len(self._steps))
 
@@ -201,17 +212,17 @@ class RankReader:
         return [
             event
             for event in range(len(trace))
-            if trace.thread[event] == self._main and trace.category[event] != _STEP and self._inside(event)
+            if trace.thread[event] in self._training and trace.category[event] != _STEP and self._inside(event)
         ]
 
     def _read_main_thread(self) -> None:
         trace, facts = self._trace, self.facts
         outside = {_LOADER: -1.0, _OPTIMIZER: -1.0, _COLLECTIVE: -1.0}
         sums = {_LOADER: 0.0, _OPTIMIZER: 0.0}
-        leaf_end = item_end = -1.0
+        leaf_end = item_end = matrix_end = -1.0
         busy = small = last_end = 0.0
-        count = smalls = optimizer_ops = items = 0
-        spans: list[tuple[float, float]] = []
+        count = smalls = optimizer_ops = 0
+        reads: list[int] = []
         rows: dict[int, int] = {}
         events = self._main_events()
         small_names = self._small_names(events)
@@ -226,15 +237,16 @@ class RankReader:
                 continue
             if category == _RUNTIME or not name.startswith("aten::"):
                 continue
-            self._read_matrix(event, name, rows)
+            if self._read_matrix(event, name, rows, inside=start < matrix_end):
+                matrix_end = end
             if start < outside[_OPTIMIZER]:
                 optimizer_ops += 1
                 continue
             if start < outside[_LOADER] or start < outside[_COLLECTIVE]:
                 continue
             if name == "aten::item" and start >= item_end:
-                item_end, items = end, items + 1
-                spans.append((start, end))
+                item_end = end
+                reads.append(event)
             if start < leaf_end:
                 continue
             leaf_end, count = end, count + 1
@@ -248,7 +260,8 @@ class RankReader:
         steps = max(1, facts.steps)
         facts.ops, facts.small_ops, facts.optimizer_ops = count / steps, smalls / steps, optimizer_ops / steps
         facts.rows = sum(rows.values()) / max(1, len(rows))
-        self._read_items(items, spans)
+        scaler = self._scaler_reads(events)
+        self._read_items([(trace.start[event], trace.end(event)) for event in reads if event not in scaler])
 
     def _small_names(self, events: Sequence[int]) -> dict[int, bool]:
         """Return which operations are small, by name: a single one may be long where the thread is interrupted."""
@@ -257,27 +270,43 @@ class RankReader:
             durations.setdefault(self._trace.name[event], []).append(self._trace.duration[event])
         return {name: median(each) < SMALL for name, each in durations.items()}
 
-    def _read_matrix(self, event: int, name: str, rows: dict[int, int]) -> None:
-        """Add a matrix product: its type of element, and the rows of the first one of each step."""
+    def _read_matrix(self, event: int, name: str, rows: dict[int, int], *, inside: bool) -> bool:
+        """Add a matrix product: its type of element, and the rows of the first one of each step.
+
+        Returns:
+            Whether its time was added; that of a product ``inside`` another one is in the other's.
+        """
         if not name.startswith(MATRIX) and name not in OUTER:
-            return
+            return False
         arguments = self._trace.arguments.get(event, {})
         kinds = [kind for kind in arguments.get("Input type", ()) if kind in ("float", "c10::BFloat16", "c10::Half")]
-        if kinds and name not in OUTER:
+        added = bool(kinds) and name not in OUTER and not inside
+        if added:
             # Statistics of a reduced attention are in float32.
             kind, matrix = next((each for each in kinds if each != "float"), "float"), self.facts.matrix
-            matrix[kind] = matrix.get(kind, 0.0) + self._trace.duration[event] / self._per_step
+            matrix[kind] = matrix.get(kind, 0.0) + self._kernels.duration(event) / self._per_step
         step = next((i for i, (a, b) in enumerate(self._steps) if a <= self._trace.start[event] < b), None)
         dims = next(
             (each for each in arguments.get("Input Dims", ()) if isinstance(each, list) and len(each) > 1), None
         )
         if name in OUTER and dims is not None and step is not None and all(isinstance(each, int) for each in dims):
             rows.setdefault(step, dims[0] if "conv" in name else prod(dims[:-1]))
+        return added
 
-    def _read_items(self, items: int, spans: Sequence[tuple[float, float]]) -> None:
+    def _scaler_reads(self, events: Sequence[int]) -> set[int]:
+        """Return the reads of GradScaler, which asks in each step whether a gradient has overflowed."""
+        found, scaled = set(), False
+        for event in events:
+            name = self._trace.text(event)
+            if scaled and name == "aten::item":
+                found.add(event)
+            scaled = (scaled and name != "aten::item") or name == SCALED
+        return found
+
+    def _read_items(self, spans: Sequence[tuple[float, float]]) -> None:
         """Add up the calls of ``item()``, with the time between two of them in a row: that of a loop over values."""
         facts = self.facts
-        facts.items = items / max(1, facts.steps)
+        facts.items = len(spans) / max(1, facts.steps)
         total, last = 0.0, -1e18
         for start, end in spans:
             total += min(end - start, LOOP) + (start - last if start - last < LOOP_OF_READS else 0.0)
@@ -292,33 +321,27 @@ class RankReader:
 
     def _read_device(self) -> None:
         trace, facts = self._trace, self.facts
-        busy = until = 0.0
-        count = 0
-        synchronizing = 0.0
-        for event in range(len(trace)):
-            if not self._inside(event):
-                continue
-            if trace.threads[trace.thread[event]].device:
-                start, end = max(trace.start[event], until), trace.end(event)
-                busy += max(0.0, end - start)
-                until = max(until, end)
-                count += 1
-            elif trace.category[event] == _RUNTIME and trace.text(event).endswith("Synchronize"):
-                synchronizing += trace.duration[event]
-        facts.kernels, facts.kernel_seconds = count / max(1, facts.steps), busy / self._per_step
-        facts.synchronizing = synchronizing / self._per_step
+        events = [event for event in range(len(trace)) if self._inside(event)]
+        on_device = [event for event in events if trace.on_device(event)]
+        computing = [event for event in on_device if not trace.is_collective_kernel(event)]
+        busy, either = (_union(trace, each) for each in (computing, on_device))
+        facts.kernels, facts.kernel_seconds = len(on_device) / max(1, facts.steps), busy / self._per_step
+        facts.communicating = (either - busy) / self._per_step
+        waits = [event for event in events if self._is_wait_for_device(event)]
+        facts.synchronizing = sum(trace.duration[event] for event in waits) / self._per_step
+        if on_device:
+            facts.compute = facts.kernel_seconds
+
+    def _is_wait_for_device(self, event: int) -> bool:
+        return self._trace.category[event] == _RUNTIME and self._trace.text(event).endswith("Synchronize")
 
     def _read_barriers(self) -> None:
         trace, facts = self._trace, self.facts
-        found = []
-        for event in range(len(trace)):
-            if trace.text(event) == "c10d::barrier" and self._inside(event):
-                ends = [
-                    trace.end(other)
-                    for other in range(event, min(len(trace), event + 2000))
-                    if trace.text(other) == "gloo:barrier" and trace.start[other] >= trace.start[event] - 100
-                ]
-                found.append((trace.start[event], max(trace.end(event), min(ends, default=0.0))))
+        found = [
+            (trace.start[event], max(trace.end(event), self._end_of_barrier(event)))
+            for event in range(len(trace))
+            if trace.text(event) == "c10d::barrier" and self._inside(event)
+        ]
         found += [
             (trace.start[event], trace.end(event))
             for event in range(0 if not found else len(trace), len(trace))
@@ -326,8 +349,24 @@ class RankReader:
         ]
         facts.barriers = len(found) / max(1, facts.steps)
         facts.barrier_seconds = sum(end - start for start, end in found) / self._per_step
+        facts.synchronizing = max(0.0, facts.synchronizing - self._waits_in_barriers / self._per_step)
         known = [line for start, end in found if (line := self._lines.at(start, end)) is not None]
         facts.barrier_line = max(known, key=known.count, default=None)
+
+    def _end_of_barrier(self, barrier: int) -> float:
+        """Return the end of gloo's operation, which another thread carries out, or of the wait for NCCL's kernel."""
+        trace = self._trace
+        for other in range(barrier, min(len(trace), barrier + 2000)):
+            if trace.text(other) == "gloo:barrier":
+                return trace.end(other)
+            if trace.thread[other] != trace.thread[barrier] or trace.start[other] < trace.start[barrier]:
+                continue
+            if self._is_wait_for_device(other):
+                self._waits_in_barriers += trace.duration[other]
+                return trace.end(other)
+            if trace.start[other] > trace.end(barrier) and trace.text(other).startswith("aten::"):
+                break  # the next operation of the function
+        return 0.0
 
     def _read_samples(self) -> None:
         facts, lines = self.facts, self._lines
@@ -412,7 +451,7 @@ def find_waits(
     """Return who waits for whom: for each last rank, the collective of each step in which the others wait longest."""
     rows: dict[int, dict[int, tuple[float, Joined]]] = {}
     for each in joined:
-        step = _step_of(traces[each.last], each.calls[each.last].start - clocks[each.last])
+        step = _step_of(traces[each.last], each.calls[each.last].event)
         longest = max(each.waits().values(), default=0.0)
         if step is not None and longest > rows.setdefault(each.last, {}).get(step, (0.0, each))[0]:
             rows[each.last][step] = longest, each
@@ -421,8 +460,10 @@ def find_waits(
     return sorted(found, key=lambda wait: -max(wait.seconds.values(), default=0.0))
 
 
-def _step_of(trace: RankTrace, seconds: float) -> int | None:
-    at = seconds * 1e6
+def _step_of(trace: RankTrace, event: int) -> int | None:
+    """Return the step in which the host has called a collective; its kernel may run in a later one."""
+    launch = trace.launch_of(event)
+    at = trace.start[event if launch is None else launch]
     return next((index for index, (start, end) in enumerate(trace.steps()) if start <= at < end), None)
 
 
@@ -451,14 +492,49 @@ def _wait(
     return Wait(label, culprit, seconds, line, len(steps) / count, busy / max(1e-9, whole))
 
 
+def _union(trace: RankTrace, events: Sequence[int]) -> float:
+    """Return the microseconds in which at least one of the events, in order of their start, runs."""
+    total = until = 0.0
+    for event in events:
+        total += max(0.0, trace.end(event) - max(trace.start[event], until))
+        until = max(until, trace.end(event))
+    return total
+
+
+class _LaunchedKernels:
+    """The kernels of a trace by when, and on which thread, they were launched."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self._trace = trace
+        rows: dict[int, list[tuple[float, float]]] = {}
+        for kernel in range(len(trace)):
+            if trace.on_device(kernel) and (launch := trace.launch_of(kernel)) is not None:
+                rows.setdefault(trace.thread[launch], []).append((trace.start[launch], trace.duration[kernel]))
+        self._starts = {thread: [start for start, _ in sorted(row)] for thread, row in rows.items()}
+        self._sums = {thread: [0.0, *accumulate(each for _, each in sorted(row))] for thread, row in rows.items()}
+
+    def duration(self, event: int) -> float:
+        """Return the microseconds of the kernels that an operation has launched; its own if it has launched none."""
+        trace, thread = self._trace, self._trace.thread[event]
+        if thread not in self._starts:
+            return trace.duration[event]
+        starts, sums = self._starts[thread], self._sums[thread]
+        first, last = bisect_left(starts, trace.start[event]), bisect_right(starts, trace.end(event))
+        return sums[last] - sums[first] if last > first else trace.duration[event]
+
+
 class _Operations:
-    """The outermost operations of a trace's main thread."""
+    """The times in which a rank computes: kernels on its device, else the outermost operations of its main thread."""
 
     def __init__(self, trace: RankTrace) -> None:
         self._starts, self._ends = array("d"), array("d")
         main, until = trace.main(), float("-inf")
-        for event in range(len(trace)):
-            inside = trace.thread[event] == main and trace.text(event).startswith("aten::")
+        kernels = [event for event in range(len(trace)) if trace.on_device(event)]
+        for event in kernels or range(len(trace)):
+            if kernels:
+                inside = not trace.is_collective_kernel(event)
+            else:
+                inside = trace.thread[event] == main and trace.text(event).startswith("aten::")
             if inside and trace.end(event) > until:
                 self._starts.append(max(trace.start[event], until))
                 self._ends.append(until := trace.end(event))

@@ -36,6 +36,9 @@ _PLAIN = {
 _REPEATED = ("Trace", "gpu_user_annotation")
 """Events that say again what others say: the whole recording, and a step's time on a stream of a device."""
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHING = ("cuda_runtime", "cuda_driver")
+_CPU = 0
+"""c10::DeviceType of main memory."""
 _NAMED = (
     (STEP, "step"), (AFTER_STEPS, "step"), ("enumerate(DataLoader)", "loader"), ("Optimizer.", "optimizer"),
     ("gloo:", "collective"), ("nccl:", "collective"), ("c10d::", "collective"), ("record_param_comms", "collective"),
@@ -69,7 +72,8 @@ class RankTrace:
         names: The names of events.
         threads: The threads and streams.
         arguments: By event, the arguments that torch has recorded of it, where they are of use.
-        memory: Allocations: time, bytes (negative: freed), address.
+        correlation: What a kernel and the call that has launched it have in common; 0 for other events.
+        memory: Allocations: time, bytes (negative: freed), address; those on accelerators where there are such.
         base: The time of the trace's 0, in seconds since the epoch.
         facts: What the rank has recorded besides: see ``worker.step_profiler``.
         groups: The number of process groups; 0 where it is not known.
@@ -86,6 +90,7 @@ class RankTrace:
     names: list[str] = field(default_factory=list)
     threads: list[Thread] = field(default_factory=list)
     arguments: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    correlation: array[int] = field(default_factory=lambda: array("q"))
     memory: list[tuple[float, int, int]] = field(default_factory=list)
     base: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +98,7 @@ class RankTrace:
     world: int = 0
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _steps: list[tuple[float, float]] | None = None
+    _launches: dict[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.start)
@@ -104,6 +110,21 @@ class RankTrace:
     def text(self, event: int) -> str:
         """Return the name of an event."""
         return self.names[self.name[event]]
+
+    def on_device(self, event: int) -> bool:
+        """Return whether an event ran on a device: a kernel, or a copy."""
+        return self.threads[self.thread[event]].device
+
+    def is_collective_kernel(self, event: int) -> bool:
+        """Return whether an event is a kernel of NCCL, which occupies the device while it waits for other ranks."""
+        return self.category[event] == _CATEGORY["collective"] and self.on_device(event)
+
+    def launch_of(self, kernel: int) -> int | None:
+        """Return the event of the call that has launched a kernel; None where the trace does not have it."""
+        if self._launches is None:
+            found = (event for event in range(len(self)) if self.correlation[event] and not self.on_device(event))
+            self._launches = {self.correlation[event]: event for event in found}
+        return self._launches.get(self.correlation[kernel]) if self.correlation[kernel] else None
 
     def main(self) -> int:
         """Return the index of the thread that trains: the one with the steps, else the one with most events."""
@@ -203,10 +224,11 @@ def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int 
     trace.names, trace.threads = list(names), list(threads)
     if not isfinite(trace.base) or not all(isfinite(row["ts"]) for row in rows if row.get("name") == "[memory]"):
         raise ValueError("it has a time that is not a number")
+    allocations = [row for row in rows if row.get("name") == "[memory]" and row.get("args")]
+    on_devices = [row for row in allocations if row["args"].get("Device Type", _CPU) != _CPU]
     trace.memory = sorted(
         (float(row["ts"]), int(row["args"].get("Bytes", 0)), int(row["args"].get("Addr", 0)))
-        for row in rows
-        if row.get("name") == "[memory]" and row.get("args")
+        for row in on_devices or allocations
     )
     return trace
 
@@ -296,6 +318,8 @@ def _add(trace: RankTrace, row: Mapping[str, Any], names: dict[str, int], thread
     trace.name.append(names.setdefault(name, len(names)))
     trace.category.append(_CATEGORY[category_of(name, kind)])
     trace.thread.append(threads.setdefault(place, len(threads)))
+    shared = arguments.get("correlation") if kind in _DEVICE or kind in _LAUNCHING else 0
+    trace.correlation.append(shared if isinstance(shared, int) and abs(shared) < 1 << 63 else 0)
     if arguments and any(part in name for part in _SHAPED):
         kept = {key: value for key, value in arguments.items() if key in _KEPT and _fits(value, _KEPT[key])}
         if "Input Dims" in kept:  # of a list of tensors, the sizes are nested
