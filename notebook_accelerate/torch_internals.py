@@ -169,8 +169,8 @@ def process_groups() -> list[Any]:
     return list(getattr(world, "pg_map", None) or ())
 
 
-def group_timeout(group: Any) -> timedelta:
-    """Return the shortest time limit of a group's back ends.
+def group_timeouts(group: Any) -> dict[str, timedelta]:
+    """Return the time limits of a group's back ends, by name, as "gloo" and "nccl".
 
     Args:
         group: The group.
@@ -178,8 +178,8 @@ def group_timeout(group: Any) -> timedelta:
     Raises:
         Exception: A back end has no options, or this rank is not in the group.
     """
-    limit: timedelta = min(group._get_backend(device).options._timeout for device in group._device_types)
-    return limit
+    backends = [group._get_backend(device) for device in group._device_types]
+    return {backend.name().lower(): backend.options._timeout for backend in backends}
 
 
 def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
@@ -256,9 +256,14 @@ def greet_in_one_dtype(stage: Any) -> None:
     stage._get_init_p2p_neighbors_ops = floats
 
 
-def flight_recorder() -> Callable[[bool, bool], bytes] | None:
-    """Return the function that dumps torch's flight recorder as JSON; None in a torch without one, or not loaded."""
-    return getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
+    """Return the functions that dump torch's flight recorders as JSON, by name; empty until torch is loaded.
+
+    NCCL's operations are in a recorder of their own, which only a torch built for CUDA or ROCm has.
+    """
+    module = sys.modules.get("torch._C._distributed_c10d")
+    names = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    return {name: dump for name, function in names.items() if (dump := getattr(module, function, None)) is not None}
 
 
 # -- Devices, meshes and tensors ---------------------------------------------------------------------------------------
@@ -542,11 +547,11 @@ __all__ = [
     "flat_parameter_sizes",
     "flatten_dense_tensors",
     "flatten_mesh",
-    "flight_recorder",
+    "flight_recorders",
     "foreach_copy",
     "greet_in_one_dtype",
     "group_of_sharded_tensor",
-    "group_timeout",
+    "group_timeouts",
     "has_own_names",
     "hybrid_zero2",
     "import_inductor",

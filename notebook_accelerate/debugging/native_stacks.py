@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-SECONDS = 1.0
-"""Time limit of py-spy, which stops the process while it runs."""
+SECONDS = 5.0
+"""Time limit of py-spy, which stops the process while it runs: it reads the symbols of torch's libraries, which takes
+0.8 s with a build for CUDA, and more if the main thread is inside them."""
 _FRAME = re.compile(r"^\s+.+ \(.*\)$")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ class DeviceRow:
         """Make the device with ``index`` the current one of this process and return it."""
         device = self.device(index)
         module = self.load()
-        _selected.add(self.type)
+        _selected[self.type] = index
         if self.type not in _ONE_PER_PROCESS and hasattr(module, "set_device"):
             module.set_device(device)
         return device
@@ -150,8 +151,8 @@ def _check_world(found: int) -> None:
 # Types with exactly one device per process, without an index.
 _ONE_PER_PROCESS = frozenset(("cpu", "mps", "tpu", "xla", "hpu", "neuron"))
 
-_selected: set[str] = set()
-"""Types of which this process has selected a device: torch.mps and torch.accelerator have no ``is_initialized``."""
+_selected: dict[str, int] = {}
+"""The selected device of each type; torch.mps and torch.accelerator have no ``is_initialized``."""
 
 # In order of preference on a machine with several types: specialised devices first, the CPU last.
 ROWS: tuple[DeviceRow, ...] = (
@@ -235,6 +236,38 @@ ROWS: tuple[DeviceRow, ...] = (
     DeviceRow(type="cpu", backend="gloo", distributed_type=DistributedType.MULTI_CPU),
 )
 _BY_TYPE = {entry.type: entry for entry in ROWS}
+
+
+def select_again() -> None:
+    """Make the devices that this process has selected the calling thread's current ones.
+
+    The current device belongs to a thread, and is the first one in a new thread: without this, a thread of rank 1 would
+    create its streams, and a context of half a gigabyte, on the device of rank 0.
+    """
+    for name, index in list(_selected.items()):
+        entry = _BY_TYPE[name]
+        if name not in _ONE_PER_PROCESS and entry.is_initialized():
+            entry.select(index)
+
+
+def share_devices(visible: Mapping[str, str], others: Mapping[str, str]) -> bool:
+    """Return whether processes with these variables may use the same devices.
+
+    Args:
+        visible: The variables that restrict the devices of one process, as CUDA_VISIBLE_DEVICES.
+        others: Those of the other process.
+    """
+    names = visible.keys() & others.keys()
+    return all(_listed(visible[name]) & _listed(others[name]) for name in names)
+
+
+def _listed(devices: str) -> set[str]:
+    return {each.strip() for each in devices.split(",")}
+
+
+def accelerator_in_use() -> bool:
+    """Return whether this process uses an accelerator; asking imports nothing and starts no driver."""
+    return any(entry.is_accelerator and entry.is_initialized() for entry in ROWS)
 
 
 def row(device_type: str) -> DeviceRow:

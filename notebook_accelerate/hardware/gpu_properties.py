@@ -11,6 +11,8 @@ from notebook_accelerate.hardware.detection import detect
 # GeForce 40 cards have no peer-to-peer access; drivers before this one report that they have, and hang.
 # Source: NVIDIA driver 550.40.07, release highlights.
 _PEER_TO_PEER_DRIVER = "550.40.07"
+WITHOUT_PEER_TO_PEER = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+"""Variables with which NCCL works on such a machine."""
 
 
 def get_gpu_info() -> tuple[list[str], int]:

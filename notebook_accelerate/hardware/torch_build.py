@@ -51,10 +51,19 @@ def _read_file() -> TorchBuild:
     )
 
 
-FLIGHT_RECORDER_ENTRIES = "100"
-"""Operations that torch's flight recorder keeps; only the open ones and the last one are read."""
+FLIGHT_RECORDER_ENTRIES = "2000"
+"""Operations that each of torch's flight recorders keeps, torch's own default for NCCL.
+
+A host queues NCCL's operations ahead of its device: hundreds may follow the one in which the device waits.
+"""
 
 
-def flight_recorder_variables() -> dict[str, str]:
-    """Return the variable that turns on torch's flight recorder in a rank."""
-    return {} if read().version is None else {"TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES}
+def watched_rank_variables() -> dict[str, str]:
+    """Return torch's variables in a rank that a kernel watches.
+
+    They turn the flight recorders on, and NCCL's own watch of its threads off: that would abort a rank which was
+    suspended for eight minutes, with its machine or by Ctrl-Z.
+    """
+    if read().version is None:
+        return {}
+    return {"TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES, "TORCH_NCCL_ENABLE_MONITORING": "0"}

@@ -16,9 +16,12 @@ import torch.distributed as dist
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.config import environ
+from notebook_accelerate.hardware import gpu_properties
 from notebook_accelerate.state.gloo_threads import wait_for_idle
+from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.state.world import World
-from notebook_accelerate.torch_internals import drop_process_groups, set_group_timeout
+from notebook_accelerate.torch_internals import drop_process_groups
+from notebook_accelerate.worker import collective_timeouts
 
 # Whether the default group was inherited by a fork. The child has its handles then, and must never use them: their
 # sockets and threads belong to the parent.
@@ -51,6 +54,7 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     timeout = kwargs.get("timeout") or DEFAULT_TIMEOUT
     if device.type == "cuda":
         kwargs.setdefault("device_id", device)
+        _avoid_peer_to_peer()
     number = next(_numbers)
     folder = environ.text(environ.STORE) if telemetry.current_sink() is not None else None
     if folder and not {"store", "init_method"} & set(kwargs):
@@ -59,7 +63,19 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     if _is_launched() and backend != "mpi":  # mpi has no store
         _wait_for_all(number, world)
     if telemetry.current_sink() is not None:
-        _let_kernel_time_out(timeout)
+        _let_kernel_time_out()
+
+
+def _avoid_peer_to_peer() -> None:
+    """Keep NCCL from hanging on GPUs whose driver promises an access to each other's memory that they do not have."""
+    missing = gpu_properties.WITHOUT_PEER_TO_PEER.items() - os.environ.items()
+    if missing and not gpu_properties.check_cuda_p2p_ib_support():
+        os.environ.update(missing)
+        warn_once(
+            f"These GPUs cannot access each other's memory, and the driver {gpu_properties.get_driver_version()} says "
+            f"that they can: {' and '.join(f'{name}={value}' for name, value in sorted(missing))} was set for NCCL. A "
+            "driver from 550.40.07 on needs no such setting."
+        )
 
 
 _numbers = itertools.count()
@@ -100,11 +116,12 @@ def _wait_for_all(number: int, world: World) -> None:
             store.wait([f"{key}/all"])
 
 
-def start_group_of_one(backend: str) -> None:
+def start_group_of_one(backend: str, device: torch.device) -> None:
     """Start a default process group with one rank, for libraries that require a group.
 
     Args:
         backend: gloo, nccl, xccl, ...
+        device: The rank's device; a group on an accelerator is bound to it.
     """
     global _group_of_one  # noqa: PLW0603 - one default group per process
     # Imported before the group exists: its functions have the current group as a default, and would keep it open.
@@ -112,7 +129,8 @@ def start_group_of_one(backend: str) -> None:
     from notebook_accelerate.torch_internals import HashStore
 
     store = HashStore()
-    dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(backend=backend, store=store, rank=0, world_size=1, device_id=bound)
     _group_of_one = weakref.ref(dist.group.WORLD)
 
 
@@ -126,18 +144,16 @@ def end_group_of_one() -> None:
 
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-NATIVE_TIMEOUT = timedelta(days=7)
-"""Torch's own time limit of collectives, in a rank that a kernel supervises."""
 
 
-def _let_kernel_time_out(requested: timedelta) -> None:
+def _let_kernel_time_out() -> None:
     """Let the kernel enforce the time limit of collectives, which it pauses at a breakpoint.
 
-    torch cannot extend the limit of an operation that already waits, so its own limit is set to `NATIVE_TIMEOUT`. The
-    rendezvous was still under the requested limit.
+    torch cannot extend the limit of an operation that already waits, so its own limit is raised before the first one.
+    The rendezvous was still under the requested limit.
     """
-    set_group_timeout(NATIVE_TIMEOUT)
-    telemetry.emit(telemetry.GroupTimeoutEvent(requested.total_seconds()))
+    if (requested := collective_timeouts.lengthen(dist.group.WORLD)) is not None:
+        telemetry.emit(telemetry.GroupTimeoutEvent(requested))
 
 
 def end_group(group: Any = None) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from datetime import timedelta
 from typing import Any
 
-from notebook_accelerate.torch_internals import group_timeout, process_groups, set_group_timeout
+from notebook_accelerate.torch_internals import group_timeouts, process_groups, set_group_timeout
 
 TORCH_LIMIT = timedelta(days=7)
 """Torch's limit in ranks. A waiting operation keeps the limit it started with, so torch's must always be long."""
-_ALREADY_LONG = timedelta(days=1)
-"""The limit of a group above this has already been replaced."""
+NCCL_FACTOR = 3
+"""NCCL's limit in ranks, in multiples of the requested one.
+
+The kernel sees a rank that waits for NCCL through torch's flight recorder. Should that ever fail, NCCL's own limit ends
+the ranks, which would otherwise occupy their devices for a week.
+"""
+_replaced: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Groups whose limit has been replaced."""
 
 
 class GroupTimeouts:
@@ -37,19 +44,25 @@ class GroupTimeouts:
         requested = None
         for group in found:
             if not any(group is known for known in self._seen):
-                limit = _lengthen(group)
+                limit = lengthen(group)
                 requested = limit if group is default else requested
         self._seen = found
         return requested
 
 
-def _lengthen(group: Any) -> float | None:
-    """Replace a group's limit and return the previous one, in seconds; None where it stays."""
+def lengthen(group: Any) -> float | None:
+    """Replace a group's limit by a long one and return the previous one, in seconds; None where it stays.
+
+    Args:
+        group: The group.
+    """
+    if group in _replaced:
+        return None
     try:
-        limit = group_timeout(group)
-        if limit > _ALREADY_LONG:
-            return None
-        set_group_timeout(TORCH_LIMIT, group)
+        limits = group_timeouts(group)
+        requested = min(limits.values())
+        set_group_timeout(NCCL_FACTOR * requested if "nccl" in limits else TORCH_LIMIT, group)
     except Exception:  # noqa: BLE001 - not an option of this backend, or not this rank's group: torch's limit stays
         return None
-    return limit.total_seconds()
+    _replaced.add(group)
+    return requested.total_seconds()

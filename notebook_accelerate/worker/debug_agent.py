@@ -1,8 +1,8 @@
 """The debugging part of a rank's agent: serves the kernel's requests without help from the running function.
 
 Requests that need the main thread are served where that is safe: at a step boundary (an optimizer step, ``log``); if
-there is none, at the main thread's next bytecode (a signal handler); and if the thread waits in C, from the agent's
-thread, which reads its frames.
+there is none, at the main thread's next bytecode (a signal handler); and if the thread waits in C, on a thread of their
+own, which reads its frames. That thread may wait in C, too: a tensor has no value before its device has computed it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.telemetry import GroupTimeoutEvent, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import (
     HEARTBEAT_SECONDS,
@@ -58,9 +59,17 @@ if TYPE_CHECKING:
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
 BYTECODE_SECONDS = 0.5
-"""How long the request then waits for the next bytecode, before the agent's thread serves it."""
+"""How long the request then waits for the next bytecode, before another thread serves it."""
 LOCKED_SECONDS = 5.0
-"""How long the agent's thread may then keep the interpreter lock, unless an operation releases it."""
+"""How long that thread may keep the interpreter lock, unless an operation releases it."""
+BUSY_SECONDS = 0.3
+"""How long that thread may take before the device counts as busy, where the rank uses one."""
+WAITING_REQUESTS = 4
+"""Threads that may wait for a busy device at the same time: each may occupy a core."""
+DEVICE_BUSY = (
+    "the device is busy: the main thread waits for it, and so does this value; ask for one that is not on a device, or "
+    "see run.diagnose()"
+)
 STUCK_SECONDS = 2.0
 """The heartbeat names the open collective of a main thread that has not moved for this long."""
 
@@ -70,16 +79,67 @@ cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
 
 
 class _Pending:
-    """A request that waits for the main thread."""
+    """A request that waits for the main thread.
+
+    Attributes:
+        serve: Called with the main thread's frame and a note for the reply.
+        refuse: Replies with an error instead; None if only the main thread can serve the request.
+        key: What it asks for; a second one is refused while the first one waits for a busy device.
+        at_step: Whether to serve it at the end of an optimizer's step only, where there are such steps.
+        deadline: When the next way of serving it is tried.
+        signalled: Whether the main thread has been interrupted for it.
+    """
 
     def __init__(
-        self, serve: Callable[[FrameType | None, str], None], *, from_agent: bool = False, at_step: bool = False
+        self,
+        serve: Callable[[FrameType | None, str], None],
+        refuse: Callable[[str], None] | None,
+        *,
+        key: object,
+        at_step: bool,
+        patience: float,
     ) -> None:
         self.serve = serve
-        self.from_agent = from_agent
+        self.refuse = refuse
+        self.key = key
         self.at_step = at_step
-        self.deadline = time.monotonic() + BOUNDARY_SECONDS
+        self.deadline = time.monotonic() + patience
         self.signalled = False
+
+
+class _RequestThread(threading.Thread):
+    """Serves a request while the main thread waits in C. Should that return, it waits for the interpreter lock first.
+
+    A process may end with a segmentation fault where one thread reads ``parameter.grad`` while another sets it
+    (torch 2.13).
+
+    Args:
+        pending: The request.
+        interval: The interpreter's switch interval, to be restored.
+    """
+
+    def __init__(self, pending: _Pending, interval: float) -> None:
+        super().__init__(name="notebook-accelerate-request", daemon=True)
+        self.pending, self.interval = pending, interval
+        self.deadline = time.monotonic() + BUSY_SECONDS
+        self.refused = False
+
+    def run(self) -> None:
+        device_table.select_again()
+        sys.setswitchinterval(LOCKED_SECONDS)
+        try:
+            self.pending.serve(main_frame(), "read by another thread: the main thread waits in C")
+        finally:
+            sys.setswitchinterval(self.interval)
+
+    def refuse_if_busy(self) -> None:
+        """Refuse the request once it has waited for a device for too long."""
+        if self.refused or time.monotonic() < self.deadline or not device_table.accelerator_in_use():
+            return
+        self.refused = True
+        sys.setswitchinterval(self.interval)
+        if self.pending.refuse is not None:
+            self.pending.refuse(DEVICE_BUSY)
 
 
 class DebugAgent:
@@ -96,6 +156,7 @@ class DebugAgent:
         # main thread queues replies and never sends them: the handler may interrupt it in the middle of a frame.
         self._lock = threading.RLock()
         self._pending: list[_Pending] = []
+        self._request_threads: list[_RequestThread] = []
         self._interruptible = math.inf  # from this time on: without a handler, the signal would end the process
         self._traceback: TracebackType | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -207,40 +268,43 @@ class DebugAgent:
         with self._lock:
             due = [pending for pending in self._pending if now >= max(pending.deadline, self._interruptible)]
             for pending in due:
-                if pending.signalled and pending.from_agent:
+                if pending.signalled and pending.refuse is not None:
                     self._pending.remove(pending)
         for pending in due:
             if not pending.signalled:
                 pending.signalled, pending.deadline = True, now + BYTECODE_SECONDS
                 signal.pthread_kill(self._main, signal.SIGUSR2)
-            elif pending.from_agent:
-                self._serve_from_here(pending)
+            elif pending.refuse is not None:
+                self._serve_aside(pending)
+        self._request_threads = [thread for thread in self._request_threads if thread.is_alive()]
+        for thread in self._request_threads:
+            thread.refuse_if_busy()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
 
-    def _serve_from_here(self, pending: _Pending) -> None:
-        """Serve while the main thread waits in C; should it return, it waits for the interpreter lock until then.
-
-        A process may end with a segmentation fault where one thread reads ``parameter.grad`` while another sets it
-        (torch 2.13).
-        """
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(LOCKED_SECONDS)
-        try:
-            pending.serve(main_frame(), "read by another thread: the main thread waits in C")
-        finally:
-            sys.setswitchinterval(interval)
+    def _serve_aside(self, pending: _Pending) -> None:
+        waiting = [thread for thread in self._request_threads if thread.is_alive()]
+        again = any(thread.refused and thread.pending.key == pending.key for thread in waiting)
+        if (again or len(waiting) >= WAITING_REQUESTS) and pending.refuse is not None:
+            pending.refuse(DEVICE_BUSY)
+            return
+        # While one of them runs, the interval is a long one.
+        interval = waiting[0].interval if waiting else sys.getswitchinterval()
+        thread = _RequestThread(pending, interval)
+        self._request_threads.append(thread)
+        thread.start()
 
     def _record_movement(self) -> None:
-        """Record when the main thread moves: it is at another bytecode, has used processor time, or ended a step.
+        """Record when the main thread moves: it is at another bytecode, has computed, or ended a step.
 
-        A thread that sleeps in each of its steps is at the same bytecode whenever it is looked at.
+        A thread that sleeps in each of its steps is at the same bytecode whenever it is looked at. Processor time is a
+        sign of progress only where no accelerator is used: a thread that waits for a CUDA device spins.
         """
         frame = main_frame()
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
         cpu = time.clock_gettime(self._cpu_clock)
-        if position != self._position or cpu - self._cpu > 0.01:
+        if position != self._position or (cpu - self._cpu > 0.01 and not device_table.accelerator_in_use()):
             self._moved = steady_time.now()
         self._moved = max(self._moved, self._agent.sink.last_step)
         self._position, self._cpu = position, cpu
@@ -254,10 +318,17 @@ class DebugAgent:
         self._agent.sink.emit(HeartbeatEvent(self._moved, waiting))
 
     def _queue(
-        self, serve: Callable[[FrameType | None, str], None], *, from_agent: bool = False, at_step: bool = False
+        self,
+        serve: Callable[[FrameType | None, str], None],
+        refuse: Callable[[str], None] | None = None,
+        *,
+        key: object = None,
+        at_step: bool = False,
     ) -> None:
+        # A main thread that has stood still for as long as a boundary is awaited will not reach one now.
+        patience = 0.0 if steady_time.now() - self._moved > BOUNDARY_SECONDS else BOUNDARY_SECONDS
         with self._lock:
-            self._pending.append(_Pending(serve, from_agent=from_agent, at_step=at_step))
+            self._pending.append(_Pending(serve, refuse, key=key, at_step=at_step, patience=patience))
         self._agent.sink.on_step = self._at_boundary
         step_time.at_end.add(self._at_step)
 
@@ -290,16 +361,29 @@ class DebugAgent:
         if "torch" not in sys.modules:
             self._agent.sink.send(MemoryReply(request.number, error="it has not imported torch"))
             return
-        self._in_frame(lambda _frame, _note: self._agent.sink.emit(_memory_reply(request)))
+        emit = self._agent.sink.emit
+        self._in_frame(
+            lambda _frame, _note: emit(_memory_reply(request)),
+            lambda error: emit(MemoryReply(request.number, error=error)),
+            MemoryRequest,
+        )
 
     def _end_profile(self) -> None:
         self._profiler = None
 
     def _on_ask(self, request: AskRequest) -> None:
-        self._in_frame(lambda frame, note: self._answer(request, frame, note))
+        self._in_frame(
+            lambda frame, note: self._answer(request, frame, note),
+            lambda error: self._agent.sink.emit(AskReply(request.number, error)),
+            (request.expression, request.frame),
+        )
 
     def _on_complete(self, request: CompleteRequest) -> None:
-        self._in_frame(lambda frame, _: self._complete(request, self._find(request.frame, frame)))
+        self._in_frame(
+            lambda frame, _: self._complete(request, self._find(request.frame, frame)),
+            lambda _: self._agent.sink.emit(CompleteReply(request.number, [])),
+            (request.text, request.frame),
+        )
 
     def _complete(self, request: CompleteRequest, frame: FrameType | None) -> None:
         found: list[str] = []
@@ -307,12 +391,14 @@ class DebugAgent:
             found = stacks.completions(breakpoints.variables(frame), request.text) if frame is not None else []
         self._agent.sink.emit(CompleteReply(request.number, found))
 
-    def _in_frame(self, serve: Callable[[FrameType | None, str], None]) -> None:
+    def _in_frame(
+        self, serve: Callable[[FrameType | None, str], None], refuse: Callable[[str], None], key: object
+    ) -> None:
         """Serve now if the main thread is paused for the user, else at a step boundary."""
         if breakpoints.stopped_frame() is not None or self._traceback is not None or self._paused:
             serve(main_frame(), "")
         else:
-            self._queue(serve, from_agent=True)
+            self._queue(serve, refuse, key=key)
 
     def _find(self, name: str, frame: FrameType | None) -> FrameType | None:
         """Return the requested frame: by name, else that of the debugger or the failure, else the function's."""
@@ -348,7 +434,7 @@ class DebugAgent:
         self._resumes += 1
         self._resume.set()
         with self._lock:
-            self._pending = [pending for pending in self._pending if pending.from_agent]
+            self._pending = [pending for pending in self._pending if pending.refuse is not None]
         self._agent.sink.send(DoneReply(request.number, "resumed"))
 
     def _on_break(self, request: Request) -> None:

@@ -1,17 +1,18 @@
-"""Reads torch's flight recorder: the collectives that this rank has entered and not left.
+"""Reads torch's flight recorders: the collectives that this rank has entered and not left.
 
-gloo and NCCL fill the recorder if TORCH_FR_BUFFER_SIZE is set before the first operation.
+gloo and NCCL fill one each if TORCH_FR_BUFFER_SIZE is set before the first operation.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
 from notebook_accelerate.telemetry.debug_protocol import Collective
-from notebook_accelerate.torch_internals import flight_recorder
+from notebook_accelerate.torch_internals import flight_recorders
 
 _DTYPES = {
     "Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Long": "i64", "Int": "i32", "Short": "i16",
@@ -21,8 +22,7 @@ _DTYPES = {
 
 def read() -> tuple[tuple[Collective, ...], dict[str, int]]:
     """Return the open collectives of this rank and, by process group, the number of the last one entered."""
-    dump = flight_recorder()
-    return _parse(json.loads(dump(True, False))) if dump is not None and _has_group() else ((), {})
+    return _parse(_entries())
 
 
 def entered(begin: float, end: float) -> list[tuple[str, int, str, int, float]]:
@@ -32,9 +32,6 @@ def entered(begin: float, end: float) -> list[tuple[str, int, str, int, float]]:
         begin: Seconds since the epoch.
         end: The same.
     """
-    dump = flight_recorder()
-    if dump is None or not _has_group():
-        return []
     return [
         (
             entry["process_group"][0],
@@ -43,9 +40,15 @@ def entered(begin: float, end: float) -> list[tuple[str, int, str, int, float]]:
             sum(map(prod, entry["input_sizes"])),
             at,
         )
-        for entry in json.loads(dump(True, False)).get("entries", [])
+        for entry in _entries()
         if not entry.get("is_p2p") and begin <= (at := entry["time_created_ns"] / 1e9) <= end
     ]
+
+
+def _entries() -> Iterator[dict[str, Any]]:
+    if _has_group():
+        for dump in flight_recorders().values():
+            yield from json.loads(dump(True, False)).get("entries", [])
 
 
 def _has_group() -> bool:
@@ -55,13 +58,15 @@ def _has_group() -> bool:
     return bool(initialised is not None and distributed.is_available() and initialised())
 
 
-def _parse(trace: dict[str, Any]) -> tuple[tuple[Collective, ...], dict[str, int]]:
+def _parse(entries: Iterable[dict[str, Any]]) -> tuple[tuple[Collective, ...], dict[str, int]]:
     waiting: list[Collective] = []
     last: dict[str, int] = {}
-    for entry in trace.get("entries", []):
+    for entry in entries:
         if entry.get("is_p2p"):
             continue
-        group = entry["process_group"][1] or entry["process_group"][0]
+        # A group with a backend for each type of device counts the collectives of each backend separately.
+        backend = str(entry["profiling_name"]).partition(":")[0]
+        group = f"{entry['process_group'][1] or entry['process_group'][0]}/{backend}"
         number = int(entry["collective_seq_id"])
         last[group] = max(number, last.get(group, 0))
         if not entry.get("retired") and entry.get("state") != "completed":

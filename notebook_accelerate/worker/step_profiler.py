@@ -231,6 +231,7 @@ class StepProfiler:
             schedule=plan,
             record_shapes=True,
             profile_memory=self.request.memory,
+            acc_events=True,  # there is one cycle: without it, torch 2.11 warns in the user's cell that it clears them
             **torch_internals.trace_only(),
         )
 

@@ -80,7 +80,7 @@ def launched(size: tuple[int, int, int], *, recorder: bool) -> list[list[list[fl
     from notebook_accelerate import notebook_launcher
     from notebook_accelerate.hardware import torch_build
 
-    off = dict.fromkeys(torch_build.flight_recorder_variables(), "0")
+    off = dict.fromkeys(torch_build.watched_rank_variables(), "0")
     run: Any = notebook_launcher(
         train,
         (size,),

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
+UNKILLABLE_SECONDS = 20.0
+"""How long a rank may take to end after SIGKILL: a driver that frees a device's memory takes seconds."""
 ABANDON_SECONDS = 5.0
 """Seconds to wait for the end of a killed rank."""
 LONGEST_WAIT = 1.0
@@ -183,6 +185,8 @@ class RankGroup:
         for rank in list(self._ranks.polled):
             self.events.take_end(rank)
         self.stops.signal_when_due(rank.process for rank in self._ranks.living.values())
+        if self.stops.killed_at is not None and time.monotonic() - self.stops.killed_at > UNKILLABLE_SECONDS:
+            self._leave_unkillable()
         if self.on_step is not None:
             self.on_step()
 
@@ -233,6 +237,19 @@ class RankGroup:
         self.events.record()
         self._selector.close()
 
+    def _leave_unkillable(self) -> None:
+        """Give up ranks that SIGKILL has not ended: their system calls do not return, as in a driver that hangs."""
+        for rank in list(self._ranks.living.values()):
+            process = rank.process
+            where = f" on {process.host}" if process.host else ""
+            text = (
+                f"rank {process.rank} (process {process.pid}{where}) has not ended {UNKILLABLE_SECONDS:g} s after "
+                "SIGKILL and is left to the system: it waits in a system call, usually of a device's driver. It still "
+                "holds its device; see dmesg, and nvidia-smi for a GPU"
+            )
+            self.events.warn([text])
+            self._kill(rank)
+
     def _kill(self, rank: SupervisedRank) -> None:
         process = rank.process
         process.send_signal(signal.SIGKILL, group=True)
@@ -253,7 +270,7 @@ def _launch_environment(context: RunContext, plan: LaunchPlan, attempt: int) -> 
         "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{context.id}",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
-        **torch_build.flight_recorder_variables(),
+        **{name: value for name, value in torch_build.watched_rank_variables().items() if name not in os.environ},
         **_display_variables(),
     }
 

@@ -63,6 +63,7 @@ class StopSequence:
         failures: The failures, in the order in which they were reported.
         reason: Why the ranks are stopped, when no failure is the cause.
         on_hold: Called when the ranks are held for the debugger after a failure.
+        killed_at: When SIGKILL was sent, by ``time.monotonic``; None before.
     """
 
     def __init__(self, journal: Journal, prompts: PromptQueue, *, hold: bool) -> None:
@@ -76,6 +77,7 @@ class StopSequence:
         self.failures: list[RankFailure] = []
         self.reason: StopReason | None = None
         self.on_hold: Callable[[], None] | None = None
+        self.killed_at: float | None = None
 
     # ---- causes of a stop
 
@@ -164,6 +166,8 @@ class StopSequence:
             _, phase = self._steps.pop(0)
             self._signalled = True
             self._enter(phase)
+            if phase == "killing":
+                self.killed_at = time.monotonic()
             for rank in ranks:
                 rank.send_signal(SIGNALS[phase], group=phase == "killing")
 

@@ -110,7 +110,7 @@ def start_communication(state: AcceleratorState) -> Any:
     global _communication_group  # noqa: PLW0603 - DeepSpeed's communication is one per process
     deepspeed = import_deepspeed(state.device)
     if not process_group.group_exists():
-        process_group.start_group_of_one(device_table.row(state.device.type).backend)
+        process_group.start_group_of_one(device_table.row(state.device.type).backend, state.device)
     # DeepSpeed reads it during training too; in a world of one it may not be set.
     os.environ.setdefault("LOCAL_RANK", str(state.local_process_index))
     if _communication_group is dist.group.WORLD:

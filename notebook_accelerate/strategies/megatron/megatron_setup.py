@@ -89,7 +89,7 @@ def initialize_groups(state: AcceleratorState, plugin: MegatronLMPlugin) -> None
     check_degrees(plugin, state.num_processes)
     groups = import_parallel_state()
     if not process_group.group_exists():
-        process_group.start_group_of_one(device_table.row(state.device.type).backend)
+        process_group.start_group_of_one(device_table.row(state.device.type).backend, state.device)
     degrees = (plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.expert_model_parallel_size or 1)
     now = (dist.group.WORLD, degrees)
     if groups.model_parallel_is_initialized():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from notebook_accelerate.worker import collective_timeouts
 from notebook_accelerate.worker.collective_timeouts import GroupTimeouts
 
 
@@ -41,3 +42,28 @@ def test_a_group_in_the_place_of_another_has_its_own_limit() -> None:
     assert timeouts.poll() == 9
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)
+
+
+class _Group:
+    """A process group of another backend than this machine has."""
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"gloo": timedelta(minutes=30)}, timedelta(days=7)),
+        ({"nccl": timedelta(minutes=10)}, timedelta(minutes=30)),
+        ({"gloo": timedelta(minutes=30), "nccl": timedelta(minutes=10)}, timedelta(minutes=30)),
+    ],
+)
+def test_nccl_keeps_a_limit_that_ends_ranks_which_nobody_watches(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, timedelta], expected: timedelta
+) -> None:
+    found: list[timedelta] = []
+    monkeypatch.setattr(collective_timeouts, "group_timeouts", lambda _group: limits)
+    monkeypatch.setattr(collective_timeouts, "set_group_timeout", lambda limit, _group: found.append(limit))
+    group = _Group()
+    assert collective_timeouts.lengthen(group) == min(limits.values()).total_seconds()
+    assert found == [expected]
+    assert collective_timeouts.lengthen(group) is None, "it is replaced once"
+    assert found == [expected]

@@ -78,25 +78,24 @@ def test_a_rank_that_still_imports_torch_has_no_group(monkeypatch: pytest.Monkey
 
 def test_the_flight_recorder_tells_open_calls_and_the_last_one() -> None:
     open_call = _entry(3, "nccl:broadcast", retired=False, state="started")
-    waiting, last = flight_recorder._parse(
-        {"entries": [_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)]}
-    )
-    assert waiting == (Collective("default_pg", 3, "broadcast", ((2, 3),), ("f32",), 5.0),)
+    waiting, last = flight_recorder._parse([_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)])
+    assert waiting == (Collective("default_pg/nccl", 3, "broadcast", ((2, 3),), ("f32",), 5.0),)
     assert waiting[0].text() == "broadcast #3 (f32 [2, 3])"
-    assert last == {"default_pg": 3}
-    assert flight_recorder._parse({}) == ((), {})
+    assert last == {"default_pg/gloo": 2, "default_pg/nccl": 3}
+    assert flight_recorder._parse([]) == ((), {})
 
 
 def test_an_unknown_type_keeps_its_name() -> None:
-    waiting, _ = flight_recorder._parse(
-        {"entries": [_entry(1, retired=False, state="scheduled", input_dtypes=["Float8_e4m3"])]}
-    )
+    waiting, _ = flight_recorder._parse([_entry(1, retired=False, state="scheduled", input_dtypes=["Float8_e4m3"])])
     assert waiting[0].dtypes == ("float8_e4m3",)
 
 
-def test_the_recorders_variable_is_known_for_this_torch() -> None:
-    variables = torch_build.flight_recorder_variables()
-    assert variables == {"TORCH_FR_BUFFER_SIZE": torch_build.FLIGHT_RECORDER_ENTRIES}
+def test_a_watched_rank_records_its_collectives_and_nccl_does_not_abort_it_after_a_suspension() -> None:
+    variables = torch_build.watched_rank_variables()
+    assert variables == {
+        "TORCH_FR_BUFFER_SIZE": torch_build.FLIGHT_RECORDER_ENTRIES,
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
 
 
 def test_without_torch_distributed_nothing_waits() -> None:

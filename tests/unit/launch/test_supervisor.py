@@ -12,6 +12,7 @@ from selectors import EVENT_READ
 
 import pytest
 
+from notebook_accelerate.errors import RunStoppedError
 from notebook_accelerate.launch.processes.rank_process import (
     PIPE_BYTES,
     Ends,
@@ -22,7 +23,9 @@ from notebook_accelerate.launch.processes.rank_process import (
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.run_events import AttemptStarted
+from notebook_accelerate.launch.supervisor import rank_group
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent, inherited_state
 from notebook_accelerate.telemetry.channel import READ_BYTES
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
@@ -134,6 +137,19 @@ def test_what_ranks_send_in_one_turn_is_appended_at_once(started: tuple[Run, Ran
     group._wait(5.0)
     assert batches == [[0, 0, 1]]
     assert run.metrics["loss"].rank(0).values.tolist() == [1.0, 2.0]
+
+
+def test_a_rank_that_sigkill_does_not_end_is_given_up(
+    started: tuple[Run, RankGroup, _Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose system call does not return from a driver: its process stays, and the run ends."""
+    run, group, _ = started
+    monkeypatch.setattr(rank_group, "UNKILLABLE_SECONDS", 0.3)
+    monkeypatch.setattr(rank_group, "ABANDON_SECONDS", 0.1)
+    group.stop(0.1, StopReason(RunStoppedError, "stopped by the test"))
+    group.supervise()
+    assert [info.state for info in run.ranks] == ["stopped", "stopped"]
+    assert sum("has not ended 0.3 s after SIGKILL" in text for text in run.warnings) == 2
 
 
 def test_changes_of_the_run_come_after_what_ranks_sent_before(started: tuple[Run, RankGroup, _Backend]) -> None:

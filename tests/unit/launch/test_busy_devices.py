@@ -1,0 +1,136 @@
+"""Ranks whose main thread waits for a device: a thread that spins in C stands for CUDA's, torch.cuda is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.errors import RunTimeoutError
+from notebook_accelerate.launch import Run
+from notebook_accelerate.launchers import notebook_launcher
+from tests.support import spin
+
+SECONDS = 60.0
+"""How long a rank would wait by itself: longer than any test."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return spin.build(tmp_path_factory.mktemp("spin"))
+
+
+def _wait_for_device(library: Path) -> None:
+    from tests.support.counted_cuda import CountedCuda
+
+    wait = spin.load(library)
+    CountedCuda().install()
+    wait(SECONDS)
+
+
+def _wait_in_collective(library: Path) -> None:
+    """Rank 0 waits in its third all_reduce, rank 1 waits for its device before that."""
+    from notebook_accelerate import PartialState
+    from tests.support.counted_cuda import CountedCuda
+
+    wait, rank = spin.load(library), PartialState(cpu=True).process_index
+    CountedCuda().install()
+    spin.record_nccl(3 - rank, 2)
+    wait(SECONDS)
+
+
+def _hold_value(library: Path) -> None:
+    from tests.support.counted_cuda import CountedCuda
+
+    wait = spin.load(library)
+    CountedCuda().install()
+
+    class OnDevice:
+        def __repr__(self) -> str:
+            wait(SECONDS)
+            return "unreachable"
+
+    loss, step = OnDevice(), 7  # noqa: F841 - the test asks for them
+    wait(SECONDS)
+
+
+def _launch(function: Callable[..., Any], library: Path, ranks: int = 1, **options: Any) -> Run:
+    run = notebook_launcher(function, (library,), num_processes=ranks, use_port=0, block=False, **options)
+    assert isinstance(run, Run)
+    return run
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_hang_timeout_ends_a_rank_that_waits_for_its_device(library: Path) -> None:
+    begin = time.monotonic()
+    run = _launch(_wait_for_device, library, hang_timeout=3)
+    run.wait()
+    assert isinstance(run.error, RunTimeoutError)
+    assert "hang_timeout" in str(run.error)
+    assert time.monotonic() - begin < SECONDS / 2
+
+
+def test_a_rank_without_a_device_computes_while_it_uses_the_processor(library: Path) -> None:
+    run = _launch(_compute, library, hang_timeout=2)
+    run.wait()
+    assert run.results == ("computed",), run.error
+
+
+def _compute(library: Path) -> str:
+    spin.load(library)(5.0)
+    return "computed"
+
+
+def test_the_diagnosis_names_the_collective_of_nccl_and_who_is_missing(library: Path) -> None:
+    run = _launch(_wait_in_collective, library, 2)
+    try:
+        _wait_until(lambda: "never reached" in run.diagnose().verdict)
+        found = run.diagnose()
+        assert "rank 1 never reached all_reduce #3" in found.verdict, found.text
+        assert "wait(SECONDS)" in found.text
+    finally:
+        run.stop(grace=0.5)
+
+
+def test_a_stall_in_nccl_is_reported_by_itself(library: Path) -> None:
+    run = _launch(_wait_in_collective, library, 2)
+    try:
+        _wait_until(lambda: run.journal.state.stall is not None, 40.0)
+        assert run.journal.state.stall is not None
+        assert "all_reduce #3" in run.journal.state.stall.cause
+    finally:
+        run.stop(grace=0.5)
+
+
+def test_a_value_on_a_busy_device_is_refused_and_the_agent_goes_on(library: Path) -> None:
+    run = _launch(_hold_value, library)
+    try:
+        _wait_until(lambda: run.ask("step", timeout=5.0) == {0: 7})
+        time.sleep(1.0)
+        begin = time.monotonic()
+        answer = run.ask("loss", timeout=10.0)[0]
+        seconds = time.monotonic() - begin
+        assert "the device is busy" in str(answer)
+        assert seconds < 2.5, "the device counts as busy after about a second; a machine may be loaded"
+        assert run.ask("step + 1", timeout=5.0) == {0: 8}
+        for _ in range(9):
+            run.ask("loss", timeout=5.0)
+        assert run.ask("step + 2", timeout=5.0) == {0: 9}, "questions that wait are bounded"
+        assert "_hold_value" in str(run.stacks())
+    finally:
+        pid = run.ranks[0].pid
+        run.stop(grace=0.5)
+    run.wait()
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
