@@ -16,8 +16,10 @@ storage is gone, and on an accelerator after the computations that were queued w
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ _WINDOW = 2
 """How many of the largest blocks the window holds: one computes while the next is read."""
 _IDLE = 0.25
 """Seconds without anything to read after which the thread ends; the next forward starts another."""
+_EXIT_SECONDS = 2.0
+"""How long an exiting interpreter waits for a read."""
 
 
 @dataclass
@@ -70,6 +74,7 @@ class Prefetcher:
         self._transfer = transfer_to(self.device)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._exiting = False
         self._order: list[Unit] = []
         self._last_order: list[Unit] = []
         self._passes_are_marked = False
@@ -213,11 +218,22 @@ class Prefetcher:
         if thread is None or not thread.is_alive():
             self._thread = threading.Thread(target=self._read_ahead, name="weights-ahead", daemon=True)
             self._thread.start()
+            _prefetchers.add(self)
+
+    def end_thread(self) -> None:
+        """End the reading thread; called when the interpreter exits."""
+        with self._changed:
+            self._exiting = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_EXIT_SECONDS)
 
     def _read_ahead(self) -> None:
         while True:
             with self._changed:
-                if not self._changed.wait_for(self._can_read, timeout=_IDLE):
+                self._changed.wait_for(lambda: self._exiting or self._can_read(), timeout=_IDLE)
+                if self._exiting or not self._can_read():
                     self._thread = None
                     return
                 step = self._reading = self._next_read
@@ -262,3 +278,13 @@ def _window_bytes(order: Sequence[Unit]) -> int:
     for unit in {id(unit): unit for unit in order}.values():
         sizes[unit.block] = sizes.get(unit.block, 0) + unit.nbytes
     return max(max(sizes.values()) * _WINDOW, *(unit.nbytes for unit in order))
+
+
+_prefetchers: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the reading threads: one that is inside torch when the interpreter exits terminates the process."""
+    for prefetcher in list(_prefetchers):
+        prefetcher.end_thread()

@@ -13,6 +13,8 @@ import torch
 
 from notebook_accelerate.big_modeling.empty_init import like
 from notebook_accelerate.big_modeling.tensor_sources import Source
+from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.telemetry.sampler import machine_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class StreamTransfer:
             sources = [slot.source for unit in order for slot in unit.slots]
             known: dict[int, torch.Tensor] = {}
             try:
+                _check_room([source for source in sources if source.pinned is None])
                 for source in sources:
                     source.pin(known)
             except RuntimeError as error:
@@ -155,6 +158,19 @@ class StreamTransfer:
         event = self._backend.Event()
         event.record(self._backend.current_stream(self._device))
         return event
+
+
+def _check_room(sources: Sequence[Source]) -> None:
+    """Check that main memory has room for what pinning adds: torch rounds each pinned tensor up to a power of two.
+
+    Raises:
+        RuntimeError: It has not: the system would end the process rather than refuse the memory.
+    """
+    sizes = [source.nbytes for source in sources if source.nbytes]
+    added = sum((1 << (size - 1).bit_length()) - size for size in sizes) + max(sizes, default=0)
+    _, available = machine_memory()
+    if added > available // 2:
+        raise RuntimeError(f"that takes {convert_bytes(added)} more, and {convert_bytes(available)} are free")
 
 
 def can_prefetch(device: torch.device) -> bool:

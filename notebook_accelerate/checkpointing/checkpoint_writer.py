@@ -24,6 +24,7 @@ from notebook_accelerate.checkpointing.rank_agreement import gather_failures
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.checkpointing.state_files import StateFile
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.state.warn_once import warn_once
 
@@ -109,6 +110,8 @@ class PendingSave:
     def run(self) -> None:
         """Write this rank's files, report, and commit if this rank commits; errors are stored in `error`."""
         try:
+            if self.thread is not None:
+                device_table.select_again()
             self._fill_snapshot()
             self._write_files()
             delivered = self.target.store.deliver(self.target.rank, self._records)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.state.warn_once import warn_once
 
 _ALIGNMENT = 64
 _HUGE_PAGE = 1 << 21
+_FOR_ALL_DEVICES = 1
+"""cudaHostRegisterPortable."""
 
 
 @dataclass
@@ -54,25 +59,24 @@ class Snapshot:
             CheckpointError: A tensor was changed in place before it was copied.
         """
         try:
-            if any(job.source.device.type == "cuda" for job in self._deferred):
-                self._run_on_own_stream()
-            else:
-                self._run()
+            self._run()
             for job in self._deferred:
                 _check_unchanged(job)
         finally:
             self._deferred = []
             self.copied.set()
 
-    def _run_on_own_stream(self) -> None:
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            self._run()
-        stream.synchronize()
-
     def _run(self) -> None:
+        """Run the copies, those of each CUDA device on a stream of that device: training has the default streams."""
+        streams: dict[torch.device, Any] = {}
         for job in self._deferred:
-            job.run()
+            device = job.source.device
+            if device.type == "cuda" and device not in streams:
+                streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(streams[device]) if device in streams else nullcontext():
+                job.run()
+        for stream in streams.values():
+            stream.synchronize()
 
 
 def _check_unchanged(job: _CopyJob) -> None:
@@ -91,11 +95,12 @@ def _version(tensor: torch.Tensor) -> int:
 class SnapshotBuffers:
     """Copies nested states into buffers that stay allocated: fresh memory costs ten times the copying itself.
 
-    A snapshot is valid until the next one is taken. Tensors that share memory share it in the copy too.
+    A snapshot is valid until the next one is taken. Tensors that share memory share it in the copy too. Copies of CUDA
+    tensors are in page-locked memory, which devices reach at the full speed of their bus.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[bool, memoryview] = {}
+        self._buffers: dict[bool, _Pages] = {}
 
     def take(self, values: Sequence[Any], deferred: Sequence[Any] = ()) -> Snapshot:
         """Copy nested states.
@@ -114,15 +119,16 @@ class SnapshotBuffers:
         jobs = self._plan_copies({**now, **later})
         for key in now:
             jobs[key].run()
-        if any(tensor.device.type == "cuda" for tensor in (*now.values(), *later.values())):
-            torch.cuda.synchronize()  # deferred copies run on a stream of their own: queued work must be done by then
+        for device in {tensor.device for tensor in (*now.values(), *later.values()) if tensor.device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # deferred copies run on another stream: queued work must be done by then
         storages = {key: job.target.untyped_storage() for key, job in jobs.items()}
         copied = [map_tensors(value, lambda tensor: _view(tensor, storages[_storage_key(tensor)])) for value in values]
         return Snapshot(copied, _deferred=[jobs[key] for key in later])
 
     def release(self) -> None:
         """Free the buffers, once no snapshot refers to them."""
-        self._buffers.clear()
+        for locked in list(self._buffers):
+            self._buffers.pop(locked).unlock()
 
     def _plan_copies(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, _CopyJob]:
         """Assign every storage a place in a buffer, as a storage of its own: torch.save writes whole storages."""
@@ -140,22 +146,65 @@ class SnapshotBuffers:
             target = torch.empty(0, dtype=torch.uint8)
             if count:
                 buffer = self._buffers[tensor.device.type == "cuda"]
-                target = torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=offsets[key])
+                target = torch.frombuffer(buffer.memory, dtype=torch.uint8, count=count, offset=offsets[key])
             jobs[key] = _CopyJob(tensor, target, _version(tensor))
         return jobs
 
-    def _reserve(self, pinned: bool, size: int) -> None:
-        if not size or len(self._buffers.get(pinned, b"")) >= size:
+    def _reserve(self, locked: bool, size: int) -> None:
+        before = self._buffers.get(locked)
+        if not size or (before is not None and len(before.memory) >= size):
             return
-        self._buffers.pop(pinned, None)
-        if pinned:  # page-locked memory: the device copies into it at the full speed of its bus
-            self._buffers[pinned] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
-        else:
-            # Private: a process forked during the save must not change what a thread here writes to the disk.
-            pages = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # 512 times fewer page faults during the first copy
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            self._buffers[pinned] = memoryview(pages)
+        if before is not None:
+            self._buffers.pop(locked).unlock()
+            del before
+        self._buffers[locked] = _Pages(size, locked=locked)
+
+
+class _Pages:
+    """Memory of whole pages, which are locked in main memory on request.
+
+    torch's own page-locked memory is rounded up to a power of two and kept by its allocator: 9 GB of state take 16 GiB,
+    until the process ends. Registered memory has the requested size and is returned.
+
+    Args:
+        size: Bytes.
+        locked: Whether to register the memory with CUDA. Where the system locks no more memory, it stays pageable.
+    """
+
+    def __init__(self, size: int, *, locked: bool) -> None:
+        # Private: a process forked during the save must not change what a thread here writes to the disk.
+        pages = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # 512 times fewer page faults during the first copy
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(pages)
+        self._unlock: weakref.finalize[..., Any] | None = None
+        if locked and (address := self._register()):
+            self._unlock = weakref.finalize(self, _unregister, address)
+            self._unlock.atexit = False  # the system frees everything; CUDA may have ended before
+
+    def _register(self) -> int:
+        """Register the memory for all devices of the process; return its address, or 0 where that is not possible."""
+        address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        error = int(_cuda_runtime().cudaHostRegister(address, len(self.memory), _FOR_ALL_DEVICES))
+        if error:
+            warn_once(
+                f"save_state(blocking=False) could not lock {len(self.memory) >> 20} MiB of main memory (CUDA error "
+                f"{error}): copies from the device are slower. ulimit -l shows the limit."
+            )
+        return 0 if error else address
+
+    def unlock(self) -> None:
+        """Undo the registration; the memory is freed with the last reference."""
+        if self._unlock is not None:
+            self._unlock()
+
+
+def _unregister(address: int) -> None:
+    _cuda_runtime().cudaHostUnregister(address)
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _align(size: int) -> int:

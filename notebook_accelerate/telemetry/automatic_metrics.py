@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accelerate.telemetry.events import Event
 from notebook_accelerate.telemetry.sink import emit
+
+if TYPE_CHECKING:
+    import torch
 
 PERIOD = 0.25
 """Least seconds between two samples; most samples come within twice as long."""
@@ -45,7 +48,7 @@ class _Reading:
     step: int
     names: list[str]
     host: Any
-    arrival: Any
+    arrivals: list[Any]
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Sampler:
         """Start to sample a new run, or stop."""
         self._armed, self._due, self._step, self._stride = enabled, math.inf, None, 1
         self._before = perf_counter()
+        self._send_readings()  # those of the run that ends
         self._numbers, self._readings = {}, []
 
     def loss(self, loss: Any) -> None:
@@ -105,20 +109,39 @@ class Sampler:
 
     def _read_devices(self, step: int) -> None:
         """Send the numbers that have arrived from a CUDA device, and start to copy those of this step."""
-        while self._readings and self._readings[0].arrival.query():
-            reading = self._readings.pop(0)
-            emit(AutomaticMetricEvent(dict(zip(reading.names, reading.host.tolist(), strict=True)), reading.step))
         found = {name: number for name, number in self._numbers.items() if _is_cuda(number)}
-        if not found or len(self._readings) > 1:
+        if not (found or self._readings):
             return
         import torch
 
+        if torch.cuda.is_current_stream_capturing():
+            return  # a CUDA graph of the user's: these calls would break it
+        self._send_readings()
+        if not found or len(self._readings) > 1:
+            return
         host = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
         for place, number in zip(host, found.values(), strict=True):
             place.copy_(number.reshape(()), non_blocking=True)
-        arrival: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrival.record()
-        self._readings.append(_Reading(step, list(found), host, arrival))
+        arrivals = [event_on(device) for device in {number.device for number in found.values()}]
+        self._readings.append(_Reading(step, list(found), host, arrivals))
+
+    def _send_readings(self) -> None:
+        while self._readings and all(arrival.query() for arrival in self._readings[0].arrivals):
+            reading = self._readings.pop(0)
+            emit(AutomaticMetricEvent(dict(zip(reading.names, reading.host.tolist(), strict=True)), reading.step))
+
+
+def event_on(device: torch.device) -> Any:
+    """Record an event on the current stream of a CUDA device, which need not be the thread's current device.
+
+    Args:
+        device: The device.
+    """
+    import torch
+
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:

@@ -116,7 +116,10 @@ def apply(state: InheritedState) -> None:
         np.seterr(**state.numpy_errors)
     if state.torch_rng is not None:
         torch: Any = import_module("torch")
-        torch.set_rng_state(torch.frombuffer(bytearray(state.torch_rng), dtype=torch.uint8))
+        numbers = torch.frombuffer(bytearray(state.torch_rng), dtype=torch.uint8)
+        torch.set_rng_state(numbers)
+        torch.manual_seed(torch.initial_seed())  # seeds all devices, once they are used, as the kernel's seed does
+        torch.set_rng_state(numbers)
         _apply_process_settings(torch, state.settings)
         _apply_thread_settings(torch, state.thread)
 

@@ -124,13 +124,24 @@ def _rebuild_tensor(
     offset, size, stride, device = layout
     tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
     if device != "cpu":
-        tensor = tensor.to(device)
+        tensor = tensor.to(_own_device(device))
     if kind is torch.nn.Parameter:
         tensor = torch.nn.Parameter(tensor, requires_grad)
     else:
         tensor.requires_grad_(requires_grad)
     tensor.__dict__.update(extra)
     return tensor
+
+
+def _own_device(device: str) -> str:
+    """Return the device of this rank for a tensor that was on the kernel's.
+
+    On the kernel's own device, the tensors of all ranks would need a context there of every rank.
+    """
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    kind, _, index = device.partition(":")
+    return device if alone or not index or not local_rank.isdigit() else f"{kind}:{local_rank}"
 
 
 class Writer(Protocol):

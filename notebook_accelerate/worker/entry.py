@@ -353,6 +353,7 @@ def report(outcome: Outcome, agent: Agent) -> int:
     if wait:
         exit_handlers.join_threads()
     if not failed:
+        sampler.start(enabled=False)  # sends what has arrived from devices
         leave_process_group()
     exit_handlers.run(wait=wait)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

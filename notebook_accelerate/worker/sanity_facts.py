@@ -20,6 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from notebook_accelerate import telemetry
+from notebook_accelerate.telemetry.automatic_metrics import event_on
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -219,6 +220,8 @@ class _DeviceReadings:
 
     def add(self, check: str, number: int, value: torch.Tensor) -> list[tuple[str, int, list[float]]]:
         """Start the copy of a number; return the copied numbers that are not finite."""
+        if torch.cuda.is_current_stream_capturing():
+            return []  # a CUDA graph of the user's: these calls would break it
         found = []
         while self._pending and (len(self._pending) == self.SIZE or self._pending[0][3].query()):
             name, key, slot, event = self._pending.popleft()
@@ -227,10 +230,8 @@ class _DeviceReadings:
                 found.append((name, key, [got]))
         slot = self._count % self.SIZE
         self._count += 1
-        arrival: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._host[slot].copy_(value.detach().reshape(()), non_blocking=True)
-        arrival.record()
-        self._pending.append((check, number, slot, arrival))
+        self._pending.append((check, number, slot, event_on(value.device)))
         return found
 
 

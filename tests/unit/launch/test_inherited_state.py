@@ -60,3 +60,20 @@ def _process_settings() -> tuple[Any, ...]:
 def test_the_settings_of_the_process_reach_every_rank(method: str) -> None:
     run = notebook_launcher(_process_settings, (), 2, use_port=0, start_method=method, panel=False)
     assert run.results == ((4321, 0o027, 77.0, "file_system"),) * 2
+
+
+def _queued_seed() -> tuple[int, bool]:
+    # The seed that CUDA's generators get once the device is used.
+    return torch.initial_seed(), bool(torch.cuda._lazy_seed_tracker.call_order)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_the_kernels_seed_reaches_the_devices_of_every_rank(method: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        run = notebook_launcher(lambda: (*_queued_seed(), torch.rand(3)), (), 1, use_port=0, start_method=method)
+    seed, queued, numbers = run.results[0]
+    assert (seed, queued) == (5, True)
+    assert torch.equal(numbers, expected)
