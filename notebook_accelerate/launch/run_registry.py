@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import threading
+import traceback
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
@@ -39,12 +41,14 @@ class _Entry:
 
     Attributes:
         run: The run while it lasts, and while it is among the last ones.
+        has_cleared_frames: Whether `clear_frames` has been called since the run ended.
     """
 
     def __init__(self, run: Run) -> None:
         self.run: Run | None = run
         self._known = weakref.ref(run)
         self._summary: Run | None = None
+        self.has_cleared_frames = False
 
     @property
     def living(self) -> Run | None:
@@ -56,6 +60,26 @@ class _Entry:
         """Keep everything but the results; the caller still refers to the run."""
         if self.run is not None:
             self._summary, self.run = self.run.without_results(), None
+
+    def clear_frames(self) -> bool:
+        """Forget the variables in the frames of a failed run's errors; return whether there were frames.
+
+        The frames of a run in the kernel itself are the function's own: after an out-of-memory error they hold the
+        memory that the next launch needs. The tracebacks stay.
+        """
+        run = self.run
+        if run is None or run.ended is None:
+            return False
+        self.has_cleared_frames = True
+        errors: dict[int, BaseException] = {}
+        for failure in run.failures:
+            error = failure.exception
+            while error is not None and id(error) not in errors:
+                errors[id(error)] = error
+                error = error.__cause__ or error.__context__
+        for error in errors.values():
+            traceback.clear_frames(error.__traceback__)
+        return any(error.__traceback__ is not None for error in errors.values())
 
     def current(self) -> Run:
         """Return the run, or what is kept of it if the user no longer refers to it."""
@@ -226,10 +250,15 @@ def shutdown(all: bool = False) -> None:
 
 
 def release_held() -> None:
-    """Release the ranks that failed runs keep for inspection: a new launch needs their resources."""
+    """Release what failed runs keep for inspection, ranks and variables of frames: a new launch needs the memory."""
     for run in _living():
         if run.held:
             run.stop(grace=1.0)
+    with _lock:
+        entries = [entry for entry in _entries if not entry.has_cleared_frames]
+    cleared = [entry.clear_frames() for entry in entries]
+    if any(cleared):
+        gc.collect()  # an Accelerator and its models refer to each other
 
 
 def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
@@ -241,15 +270,15 @@ def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
     accelerator = launch_plan.accelerator
     if accelerator == "cpu" or launch_plan.where:  # a cluster assigns its devices itself
         return
+    visible = visible_devices(accelerator, run.config.env)
     for other in _living():
-        if other is run or other.ended is not None or other.plan is None:
+        if other is run or other.ended is not None or other.plan is None or other.plan.accelerator != accelerator:
             continue
-        if other.plan.accelerator == accelerator:
+        if device_table.share_devices(visible, visible_devices(accelerator, other.config.env)):
             raise DeviceBusyError(
                 f"run {other.id} ({other.function_name}) holds the {accelerator} devices; "
                 f"wait for it, or end it with notebook_accelerate.runs()[{runs().index(other)}].stop()"
             )
-    visible = visible_devices(accelerator, run.config.env)
     for entry in attaching.running_entries():
         if entry.shares_devices(accelerator, visible):
             raise DeviceBusyError(

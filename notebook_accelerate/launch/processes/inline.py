@@ -60,7 +60,8 @@ class _Tee:
     """A standard stream that also keeps what passes for ``run.logs()``."""
 
     def __init__(self, stream: Any, name: str, journal: Journal) -> None:
-        self._stream, self._name, self._journal, self._rest = stream, name, journal, ""
+        self._stream, self._name, self._rest = stream, name, ""
+        self._journal: Journal | None = journal
         self._shown = StandardStream(stream, name)
 
     def write(self, text: str) -> int:
@@ -74,12 +75,17 @@ class _Tee:
         """Do nothing: each write is flushed."""
 
     def _keep(self, text: str) -> None:
-        self._journal.add([Record(0, steady_time.now(), LogEvent(self._name, text))])
+        if self._journal is not None:
+            self._journal.add([Record(0, steady_time.now(), LogEvent(self._name, text))])
 
     def finish(self) -> None:
-        """Keep an unfinished last line too."""
+        """Keep an unfinished last line too, then let go of the run.
+
+        Libraries that saved ``sys.stdout`` during the run refer to this object for as long as they are loaded.
+        """
         if self._rest:
             self._keep(self._rest)
+        self._journal = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -6,15 +6,17 @@ import io
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import notebook_accelerate
-from notebook_accelerate import Run, WorkerError, hardware, notebook_launcher, telemetry
+from notebook_accelerate import Accelerator, Run, WorkerError, hardware, notebook_launcher, runs, telemetry
 from notebook_accelerate.telemetry import MetricEvent, current_sink, install_sink
 
 
@@ -86,7 +88,7 @@ def test_virtual_xla_devices_are_one_process(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
     machine = replace(hardware.detect(), accelerator="xla", count=4)
-    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    monkeypatch.setattr(hardware, "detect", lambda _environment: machine)
     run = notebook_launcher(os.getpid, start_method="inline")
     assert run.results == (os.getpid(),)
     assert run.plan is not None
@@ -186,3 +188,26 @@ def test_shared_state_of_the_kernel_is_put_aside() -> None:
 
     assert notebook_launcher(build).results == (1,)
     assert dict(state.PartialState._shared_state) == before
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_memory_of_a_failed_run_is_free_in_the_next_launch(prepared: bool) -> None:
+    """As after an out-of-memory error on the only GPU: the error's frames refer to all tensors of the function."""
+    held: list[weakref.ref[Any]] = []
+
+    def fail() -> None:
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if prepared:
+            model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)
+        block = torch.ones(1 << 10)
+        held.extend(weakref.ref(each) for each in (block, model))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    with pytest.raises(WorkerError):
+        notebook_launcher(fail)
+    saved = sys.stdout  # as a library keeps it that is imported during a run
+    run = notebook_launcher(lambda: [reference() is not None for reference in held])
+    assert run.results == ([False, False],)
+    assert runs()[-2].failures[0].exception.__traceback__ is not None, "the lines of the error stay"
+    del saved
