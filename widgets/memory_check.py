@@ -169,6 +169,8 @@ def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str
     """Return the available bytes, and the device if each process has its own; "" if the processes share them."""
     if plan.accelerator in ("cpu", "mps"):
         return machine.memory_bytes, ""
-    if plan.accelerator == "cuda" and (gpus := nvml.gpus()):
-        return min(gpu.memory_bytes for gpu in gpus), "on a GPU of its own"
+    if plan.accelerator == "cuda":
+        gpus = [nvml.visible_gpu(rank) for rank in range(plan.num_processes)]
+        if known := [gpu.memory_bytes for gpu in gpus if gpu is not None]:
+            return min(known), "on a GPU of its own"
     return None, ""

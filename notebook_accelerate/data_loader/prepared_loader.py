@@ -18,6 +18,7 @@ from notebook_accelerate.data_loader.pass_order import PassOrder, RecordedSource
 from notebook_accelerate.data_loader.persistent_workers import follow_epochs, send_epoch, separate_worker_seed
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, innermost
 from notebook_accelerate.data_loader.stream_skipping import advance
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.state import GradientState
 from notebook_accelerate.telemetry import EpochEvent
 
@@ -413,7 +414,7 @@ def _length(loader: DataLoader[Any]) -> int:
 
 
 def _must_be_moved(device: torch.device | None) -> bool:
-    """Return whether batches may have to be moved; on a machine without accelerators they are on the CPU already."""
+    """Return whether batches may have to be moved; in a process without an accelerator they are on the CPU already."""
     if device is None:
         return False
-    return torch.device(device).type != "cpu" or torch.accelerator.is_available()
+    return torch.device(device).type != "cpu" or device_table.accelerator_in_use()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,13 @@ class HardwareInfo:
     """Generation of the TPU, as "v5e"; "" without torch_tpu or if it is not known."""
 
 
-def detect() -> HardwareInfo:
-    """Detect this machine's properties; creates no context on a device and does not import torch."""
-    accelerator, number = _accelerators()
+def detect(environment: Mapping[str, str] | None = None) -> HardwareInfo:
+    """Detect this machine's properties; creates no context on a device and does not import torch.
+
+    Args:
+        environment: Environment variables of the processes that use the devices; None means those of this one.
+    """
+    accelerator, number = _accelerators(environment)
     return HardwareInfo(
         accelerator=accelerator,
         count=number,
@@ -47,10 +51,10 @@ def detect() -> HardwareInfo:
     )
 
 
-def _accelerators() -> tuple[str, int]:
+def _accelerators(environment: Mapping[str, str] | None) -> tuple[str, int]:
     """Return the preferred type of the devices here, and their number."""
     for row in ROWS:
-        if row.is_accelerator and (number := device_counts.count(row.type)):
+        if row.is_accelerator and (number := device_counts.count(row.type, environment)):
             return row.type, number
     return "cpu", 0
 

@@ -12,7 +12,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,34 +25,38 @@ _PROBE_SECONDS = 60
 _OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
 
 
-def count(device_type: str) -> int:
-    """Return how many devices of a type this process can use; 0 without their software.
+def count(device_type: str, environment: Mapping[str, str] | None = None) -> int:
+    """Return how many devices of a type a process can use; 0 without their software.
 
     Args:
         device_type: Name of the type, as in ``torch.device(...).type``; a machine has one "cpu".
+        environment: Environment variables of the process; None means those of this one.
 
     Returns:
-        The number; it is cached until one of the variables that restrict it changes.
+        The number; it is cached for each combination of the variables that restrict it.
     """
+    if device_type == "cpu":
+        return 1
+    variables = os.environ if environment is None else environment
     names = [*(name for row in device_table.ROWS for name in row.visible_variables), *_OTHER_VARIABLES]
-    return 1 if device_type == "cpu" else _cached_count(device_type, tuple(os.environ.get(name) for name in names))
+    return _cached_count(device_type, tuple((name, variables[name]) for name in names if name in variables))
 
 
 @lru_cache(maxsize=64)
-def _cached_count(device_type: str, _variables: tuple[str | None, ...]) -> int:
-    return COUNTERS[device_type]()
+def _cached_count(device_type: str, variables: tuple[tuple[str, str], ...]) -> int:
+    return COUNTERS[device_type](dict(variables))
 
 
-def _cuda() -> int:
+def _cuda(env: Mapping[str, str]) -> int:
     build = torch_build.read()
     if build.hip:
-        return _rocm()
+        return _rocm(env)
     if not build.cuda or not _nvidia_driver():
         return 0
     physical = nvml.count()
     if physical is None:  # Jetson boards have a driver, but on older releases no management library
-        return _probe(_CUDA_PROBE)
-    return _visible_cuda(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
+        return _probe(_CUDA_PROBE, env)
+    return _visible_cuda(env.get("CUDA_VISIBLE_DEVICES"), physical)
 
 
 def _nvidia_driver() -> bool:
@@ -94,83 +98,83 @@ def _visible_uuids(entries: list[str]) -> int:
     return len(seen)
 
 
-def _rocm() -> int:
+def _rocm(env: Mapping[str, str]) -> int:
     """Count the nodes of AMD's kernel driver with a GPU; CPUs are nodes with gpu_id 0."""
     ids = [_read_line(path) for path in _paths("/sys/class/kfd/kfd/topology/nodes/*/gpu_id")]
     physical = sum(identifier not in {"", "0"} for identifier in ids)
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        physical = _count_listed(os.environ.get(name), physical)
+        physical = _count_listed(env.get(name), physical)
     return physical
 
 
-def _xpu() -> int:
+def _xpu(env: Mapping[str, str]) -> int:
     if not torch_build.read().xpu or not _pci_vendor("0x8086", "/sys/class/drm/renderD*/device/vendor"):
         return 0
-    return _probe("import torch; print(torch.xpu.device_count())")
+    return _probe("import torch; print(torch.xpu.device_count())", env)
 
 
 def _pci_vendor(vendor: str, pattern: str) -> bool:
     return any(_read_line(path) == vendor for path in _paths(pattern))
 
 
-def _mps() -> int:
+def _mps(_env: Mapping[str, str]) -> int:
     if platform.system() != "Darwin" or platform.machine() != "arm64":
         return 0
     return int(torch_build.read().installed)
 
 
-def _xla() -> int:
+def _xla(env: Mapping[str, str]) -> int:
     if not _installed("torch_xla"):
         return 0
-    runtime = os.environ.get("PJRT_DEVICE", "").upper()
+    runtime = env.get("PJRT_DEVICE", "").upper()
     if runtime == "CPU":
-        return _number(os.environ.get("CPU_NUM_DEVICES")) or 1
+        return _number(env.get("CPU_NUM_DEVICES")) or 1
     if runtime and runtime != "TPU":
-        return _probe("import torch_xla.runtime as r; print(r.addressable_device_count())")
-    return _tpu_chips()
+        return _probe("import torch_xla.runtime as r; print(r.addressable_device_count())", env)
+    return _tpu_chips(env)
 
 
-def _tpu() -> int:
+def _tpu(env: Mapping[str, str]) -> int:
     """Count TPUs as torch_tpu does, and in a container that hides the bus by the type that Colab and Kaggle set."""
     if not _installed("torch_tpu"):
         return 0
-    return _visible_chips(len(tpu_environment.pci_generations()) or xla_environment.chips_of_host(os.environ))
+    return _visible_chips(len(tpu_environment.pci_generations()) or xla_environment.chips_of_host(env), env)
 
 
-def _tpu_chips() -> int:
+def _tpu_chips(env: Mapping[str, str]) -> int:
     google = _paths("/sys/class/accel/accel*/device/vendor")
     chips = sum(_read_line(path) == "0x1ae0" for path in google)
-    if not chips and Path("/dev/vfio/vfio").exists() and os.environ.get("TPU_ACCELERATOR_TYPE"):
+    if not chips and Path("/dev/vfio/vfio").exists() and env.get("TPU_ACCELERATOR_TYPE"):
         chips = len(_paths("/dev/vfio/[0-9]*"))
     # In a container the devices may be hidden; the type that Colab and Kaggle set is visible.
-    return _visible_chips(chips or xla_environment.chips_of_host(os.environ))
+    return _visible_chips(chips or xla_environment.chips_of_host(env), env)
 
 
-def _visible_chips(chips: int) -> int:
+def _visible_chips(chips: int, env: Mapping[str, str]) -> int:
     for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
-        chips = _count_listed(os.environ.get(name), chips)
+        chips = _count_listed(env.get(name), chips)
     return chips
 
 
-def _neuron() -> int:
+def _neuron(env: Mapping[str, str]) -> int:
     devices = _paths("/dev/neuron[0-9]*")
     if not devices or not _installed("torch_neuronx"):
         return 0
-    if number := _number(os.environ.get("NEURON_RT_NUM_CORES")):
+    if number := _number(env.get("NEURON_RT_NUM_CORES")):
         return number
     sysfs = _paths("/sys/devices/virtual/neuron_device/neuron*/core_count")
     cores = sum(_number(_read_line(path)) for path in sysfs)
-    return _count_listed(os.environ.get("NEURON_RT_VISIBLE_CORES"), cores or 2 * len(devices))
+    return _count_listed(env.get("NEURON_RT_VISIBLE_CORES"), cores or 2 * len(devices))
 
 
-def _device_files(device_type: str, pattern: str = "") -> int:
+def _device_files(device_type: str, env: Mapping[str, str], pattern: str = "") -> int:
     """Count a vendor's device files; without any, a child process asks its library."""
     row = device_table.row(device_type)
     if not _installed(row.extension.partition(".")[0]):
         return 0
     if pattern and (files := _paths(pattern)):
-        return _count_listed(os.environ.get(row.visible_variables[0]), len(files))
-    return _probe(f"import torch, {row.extension}; print(torch.{row.type}.device_count())")
+        return _count_listed(env.get(row.visible_variables[0]), len(files))
+    return _probe(f"import torch, {row.extension}; print(torch.{row.type}.device_count())", env)
 
 
 def _count_listed(value: str | None, physical: int) -> int:
@@ -202,8 +206,13 @@ def _installed(module: str) -> bool:
     return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
-def _probe(code: str) -> int:
-    """Run ``code`` in a child process, which may initialise a driver, and return the number it prints."""
+def _probe(code: str, env: Mapping[str, str]) -> int:
+    """Run ``code`` in a child process, which may initialise a driver, and return the number it prints.
+
+    The child has this process's variables, except for those that restrict devices: these are ``env``.
+    """
+    restricting = {name for row in device_table.ROWS for name in row.visible_variables}.union(_OTHER_VARIABLES)
+    others = {name: value for name, value in os.environ.items() if name not in restricting}
     installed_only = "import sys; sys.path[:] = filter(None, sys.path); "  # no random.py of the working directory
     try:
         done = subprocess.run(
@@ -212,6 +221,7 @@ def _probe(code: str) -> int:
             text=True,
             timeout=_PROBE_SECONDS,
             check=True,
+            env={**others, **env},
         )
     except (OSError, subprocess.SubprocessError):
         return 0
@@ -223,14 +233,14 @@ _CUDA_PROBE = (
     "print(0 if d.cuInit(0) or d.cuDeviceGetCount(ctypes.byref(n)) else n.value)"
 )
 
-COUNTERS: dict[str, Callable[[], int]] = {
+COUNTERS: dict[str, Callable[[Mapping[str, str]], int]] = {
     "tpu": _tpu,
     "xla": _xla,
-    "mlu": lambda: _device_files("mlu", "/dev/cambricon_dev*"),
-    "sdaa": lambda: _device_files("sdaa"),
-    "musa": lambda: _device_files("musa"),
-    "npu": lambda: _device_files("npu", "/dev/davinci[0-9]*"),
-    "hpu": lambda: _device_files("hpu", "/dev/accel/accel[0-9]*"),
+    "mlu": lambda env: _device_files("mlu", env, "/dev/cambricon_dev*"),
+    "sdaa": lambda env: _device_files("sdaa", env),
+    "musa": lambda env: _device_files("musa", env),
+    "npu": lambda env: _device_files("npu", env, "/dev/davinci[0-9]*"),
+    "hpu": lambda env: _device_files("hpu", env, "/dev/accel/accel[0-9]*"),
     "neuron": _neuron,
     "cuda": _cuda,
     "xpu": _xpu,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -66,12 +67,14 @@ class GpuReader:
 
     def read(self) -> list[GpuUse]:
         """Return the use of each GPU."""
-        return [_use(uuid, handle) for uuid, handle in self._handles]
+        with _calls:
+            return [_use(uuid, handle) for uuid, handle in self._handles]
 
     def close(self) -> None:
         """Shut NVML down."""
         self._handles = []
-        self._stack.close()
+        with _calls:
+            self._stack.close()
 
 
 def _use(uuid: str, handle: Any) -> GpuUse:
@@ -84,26 +87,35 @@ def _use(uuid: str, handle: Any) -> GpuUse:
     )
 
 
+_calls = threading.RLock()
+"""Held during calls of NVML, and by whoever forks: in a child that was forked in between, its own locks stay locked."""
+
+
+# The lock is the forking thread's in the child, too: it releases it in both.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_calls.acquire, after_in_parent=_calls.release, after_in_child=_calls.release)
+
+
 @contextmanager
 def _session() -> Iterator[None]:
     """Initialise NVML; without a driver, every `_query` inside returns its default."""
     pynvml: Any = importlib.import_module("pynvml")  # 40 ms, which machines without a GPU need not spend
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    with ExitStack() as stack:
+        with _calls:
+            try:
+                pynvml.nvmlInit()
+                stack.callback(pynvml.nvmlShutdown)
+            except pynvml.NVMLError:
+                pass
         yield
-        return
-    try:
-        yield
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _query(name: str, *args: Any, default: Any = None) -> Any:
     """Call a function of pynvml; return `default` where NVML cannot answer."""
     pynvml: Any = importlib.import_module("pynvml")
     try:
-        return getattr(pynvml, name)(*args)
+        with _calls:
+            return getattr(pynvml, name)(*args)
     except pynvml.NVMLError:
         return default
 
@@ -132,20 +144,37 @@ def gpus() -> list[Gpu]:
 
 
 def visible_gpu(local_index: int) -> Gpu | None:
-    """Return the physical GPU of ``cuda:local_index``; None if it is unknown.
+    """Return the physical GPU, or the part of one (MIG), that is ``cuda:local_index``; None if it is unknown.
 
     Args:
         local_index: Index among the GPUs of CUDA_VISIBLE_DEVICES.
     """
     physical = gpus()
-    entries = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if entries is None:
-        return physical[local_index] if local_index < len(physical) else None
-    chosen = [entry.strip() for entry in entries.split(",")]
-    if local_index >= len(chosen):
+    entries = [str(gpu.index) for gpu in physical]
+    if (variable := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        entries = [entry.strip() for entry in variable.split(",")]
+    if local_index >= len(entries) or not (entry := entries[local_index]):
         return None
-    entry = chosen[local_index]
-    return next((gpu for gpu in physical if entry and (entry == str(gpu.index) or gpu.uuid.startswith(entry))), None)
+    if entry.startswith("MIG-"):
+        return _mig_slice(entry)
+    if not entry.isdigit():
+        return next((gpu for gpu in physical if gpu.uuid.startswith(entry)), None)
+    # CUDA's numbers begin with the fastest GPU, NVML's follow the PCI bus: they agree if all are of one model.
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in physical}) > 1:
+        return None
+    return next((gpu for gpu in physical if gpu.index == int(entry)), None)
+
+
+def _mig_slice(uuid: str) -> Gpu | None:
+    """Return a slice of a GPU: its own memory and identity, with the other properties of the GPU."""
+    with _session():
+        part = _query("nvmlDeviceGetHandleByUUID", uuid)
+        whole = None if part is None else _query("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", part)
+        if whole is None:
+            return None
+        found = _describe(_query("nvmlDeviceGetIndex", whole, default=0), whole)
+        memory = _query("nvmlDeviceGetMemoryInfo", part)
+        return replace(found, uuid=uuid, memory_bytes=0 if memory is None else int(memory.total))
 
 
 def _describe(index: int, handle: Any) -> Gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -186,8 +187,13 @@ def _plan(config: LaunchConfig) -> LaunchPlan:
     The caller defers interrupts: a KeyboardInterrupt between a lock of the executor and its release, or in the callback
     that runs when the executor is deleted, would block later forks or be lost.
     """
+
+    def plan() -> LaunchPlan:
+        environment = {**os.environ, **(config.env or {})}
+        return make_plan(config, hardware.detect(environment), kernel_facts())
+
     with ThreadPoolExecutor(1, "notebook-accelerate-plan") as executor:
-        return executor.submit(lambda: make_plan(config, hardware.detect(), kernel_facts())).result()
+        return executor.submit(plan).result()
 
 
 def _publisher(run: Run) -> Publisher:

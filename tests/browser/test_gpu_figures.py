@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import fake_nvml
+from tests.support import fake_gpu
 from tests.support.browser import SCREENSHOTS, Browser, NotebookPage, Server
 from tests.support.nightly import rest_nightly
 
@@ -51,7 +51,7 @@ def machine(
 ) -> Iterator[tuple[str, int, NotebookPage]]:
     """Return the name and the number of GPUs of an emulated machine, and a notebook on it."""
     variables, count = MACHINES[request.param]
-    emulated = {"LD_LIBRARY_PATH": str(fake_nvml.build(tmp_path).parent), "FAKE_NVML_NAME": "Tesla T4", **variables}
+    emulated = {"LD_LIBRARY_PATH": str(fake_gpu.build(tmp_path).parent), "FAKE_NVML_NAME": "Tesla T4", **variables}
     for name, value in {**emulated, "FAKE_NVML_COUNT": str(count)}.items():
         monkeypatch.setenv(name, value)
     with Server() as server:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.hardware import device_table, guarded_files
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 
 LISTED_SECONDS = 30 * 86400.0
@@ -71,12 +71,7 @@ class DetachedEntry:
             accelerator: Device type of these ranks.
             visible: As the attribute.
         """
-        lists = [(_listed(self.visible[name]), _listed(visible[name])) for name in self.visible.keys() & visible.keys()]
-        return self.accelerator == accelerator != "cpu" and all(ours & theirs for ours, theirs in lists)
-
-
-def _listed(devices: str) -> set[str]:
-    return {each.strip() for each in devices.split(",")}
+        return self.accelerator == accelerator != "cpu" and device_table.share_devices(self.visible, visible)
 
 
 def state_folder() -> Path:

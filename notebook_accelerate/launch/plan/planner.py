@@ -26,12 +26,15 @@ class KernelFacts:
         can_fork: Whether this platform can fork at all.
         environment: The kernel's environment variables.
         alias_hazard: Why ranks with the kernel's modules cannot serve this package as ``accelerate``; "" if they can.
+        peer_to_peer: Returns whether the GPUs can read each other's memory, or the driver says so only if it is true. A
+            function, because the check asks the driver.
     """
 
     fork_hazard: Callable[[], str] = lambda: ""
     can_fork: bool = True
     environment: Mapping[str, str]
     alias_hazard: str = ""
+    peer_to_peer: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,7 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
         node=config.node_rank,
         nodes=config.num_nodes,
         devices=devices,
-        variables=_tpu_variables(hardware, num_processes) if accelerator == "tpu" and method != "inline" else {},
+        variables={} if method == "inline" else _device_variables(accelerator, hardware, facts, world_size),
     )
 
 
@@ -165,10 +168,17 @@ def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
     return asked
 
 
-def _tpu_variables(hardware: HardwareInfo, ranks: int) -> dict[str, str]:
-    from notebook_accelerate.hardware import tpu_environment
+def _device_variables(
+    accelerator: str, hardware: HardwareInfo, facts: KernelFacts, world_size: int
+) -> Mapping[str, str]:
+    """Return the variables that the ranks need for their type of device."""
+    from notebook_accelerate.hardware import gpu_properties, tpu_environment
 
-    return {"TORCH_TPU_TOPOLOGY": tpu_environment.topology(hardware.tpu, ranks)} if hardware.tpu else {}
+    if accelerator == "tpu" and hardware.tpu:
+        return {"TORCH_TPU_TOPOLOGY": tpu_environment.topology(hardware.tpu, world_size)}
+    if accelerator == "cuda" and world_size > 1 and not facts.peer_to_peer():
+        return gpu_properties.WITHOUT_PEER_TO_PEER
+    return {}
 
 
 def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tuple[int, int]:

@@ -132,21 +132,22 @@ def test_an_accelerator_that_torch_was_not_built_for_does_not_count(monkeypatch:
     monkeypatch.setattr(device_counts.nvml, "count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch_build, "read", lambda: TorchBuild(version="2.9.0"))
-    assert device_counts.COUNTERS["cuda"]() == 0
+    assert device_counts.COUNTERS["cuda"]({}) == 0
     monkeypatch.setattr(torch_build, "read", lambda: TorchBuild(version="2.9.0", cuda="12.8"))
-    assert device_counts.COUNTERS["cuda"]() == 2
+    assert device_counts.COUNTERS["cuda"]({}) == 2
 
 
 def test_a_child_process_counts_devices() -> None:
-    assert device_counts._probe("print('noise'); print(3)") == 3
-    assert device_counts._probe("raise SystemExit(1)") == 0
-    assert device_counts._probe("print('nothing')") == 0
+    assert device_counts._probe("print('noise'); print(3)", {}) == 3
+    assert device_counts._probe("raise SystemExit(1)", {}) == 0
+    assert device_counts._probe("print('nothing')", {}) == 0
 
 
 def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_counts, "_installed", lambda name: name == "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    device_counts._cached_count.cache_clear()
     assert device_counts.count("xla") == 4
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     assert device_counts.count("xla") == 2  # asked again when a variable has changed

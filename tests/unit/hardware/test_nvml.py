@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate.hardware import gpu_properties, nvml
-from tests.support import fake_nvml
+from tests.support import fake_gpu
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_nvml.build(tmp_path_factory.mktemp("nvml"))
+    return fake_gpu.build(tmp_path_factory.mktemp("nvml"))
 
 
 def _run(library: Path, code: str, **variables: str) -> str:
@@ -86,10 +86,27 @@ def test_the_package_imports_no_pynvml(library: Path) -> None:
     assert _run(library, code) == "False 2 True"
 
 
-@pytest.mark.parametrize(("visible", "index"), [("1,0", "1"), ("GPU-1", "1"), ("0", "0"), ("7", "None")])
+@pytest.mark.parametrize(("visible", "index"), [("1,0", "1"), ("GPU-1", "1"), ("0", "0"), ("7", "None"), ("", "None")])
 def test_the_first_visible_gpu_is_found(library: Path, visible: str, index: str) -> None:
     code = "from notebook_accelerate.hardware.nvml import visible_gpu\ng = visible_gpu(0)\nprint(g and g.index)"
-    assert _run(library, code, CUDA_VISIBLE_DEVICES=visible) == index
+    assert _run(library, code, CUDA_VISIBLE_DEVICES=visible, CUDA_DEVICE_ORDER="PCI_BUS_ID") == index
+
+
+@pytest.mark.parametrize(("models", "index"), [({}, "None"), ({"FAKE_NVML_NAME": "Tesla T4"}, "1")])
+def test_cudas_own_order_of_unlike_gpus_is_not_guessed(library: Path, models: dict[str, str], index: str) -> None:
+    code = "from notebook_accelerate.hardware.nvml import visible_gpu\ng = visible_gpu(0)\nprint(g and g.index)"
+    assert _run(library, code, CUDA_VISIBLE_DEVICES="1", **models) == index
+
+
+def test_a_slice_has_its_own_memory_and_the_capability_of_its_gpu(library: Path) -> None:
+    code = (
+        "from notebook_accelerate.hardware.nvml import visible_gpu\n"
+        "g = visible_gpu(0)\nprint(g.index, g.memory_bytes >> 30, g.capability, g.uuid, g.pci_bus_id)"
+    )
+    found = _run(library, code, CUDA_VISIBLE_DEVICES="MIG-slice", FAKE_NVML_NAME="NVIDIA H100 80GB HBM3")
+    assert found == "1 10 (9, 0) MIG-slice 00000000:51:00.0"
+    unknown = "from notebook_accelerate.hardware.nvml import visible_gpu; print(visible_gpu(0))"
+    assert _run(library, unknown, CUDA_VISIBLE_DEVICES="MIG-unknown") == "None"
 
 
 def test_uuids_restrict_what_is_visible(library: Path) -> None:

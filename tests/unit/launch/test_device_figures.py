@@ -17,7 +17,7 @@ import pytest
 from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launchers import notebook_launcher
-from tests.support import fake_nvml
+from tests.support import fake_gpu
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -70,7 +70,7 @@ def _launch(folder: Path, before: list[str], library: Path) -> tuple[list[int], 
 
 @pytest.mark.parametrize("before", [[], CONTAINER], ids=["host", "container"])
 def test_each_rank_counts_its_memory_and_the_driver_measures_the_use(before: list[str], tmp_path: Path) -> None:
-    library = fake_nvml.build(tmp_path)
+    library = fake_gpu.build(tmp_path)
     if before and subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine allows no pid namespaces")
     pids, found, report = _launch(tmp_path, before, library)

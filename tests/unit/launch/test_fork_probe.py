@@ -205,6 +205,13 @@ def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pyt
     run_registry.check_devices(running, on_cuda)  # its own, when it restarts
     with pytest.raises(DeviceBusyError) as caught:
         run_registry.check_devices(other, on_cuda)
+    apart = (
+        running.config.changed(env={"CUDA_VISIBLE_DEVICES": "2,3"}),
+        other.config.changed(env={"CUDA_VISIBLE_DEVICES": "0,1"}),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "config", property(lambda run: apart[run is not running]), raising=False)
+        run_registry.check_devices(other, on_cuda)  # on other devices
     place = run_registry.runs().index(running)
     assert str(caught.value) == (
         f"run {running.id} (wait) holds the cuda devices; wait for it, or end it with "

@@ -135,6 +135,27 @@ def test_the_environment_is_torchruns_and_pinned_to_loopback() -> None:
     assert {name: env[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "ranks", "works", "expected"),
+    [
+        ("cuda", 2, False, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}),
+        ("cuda", 2, True, {}),
+        ("cuda", 1, False, {}),
+        ("cpu", 2, False, {}),
+    ],
+)
+def test_nccl_is_kept_from_an_access_that_the_gpus_do_not_have(
+    accelerator: str, ranks: int, works: bool, expected: dict[str, str]
+) -> None:
+    facts = KernelFacts(environment={}, peer_to_peer=lambda: works)
+    machine = _machine(accelerator, 0 if accelerator == "cpu" else 2)
+    plan = make_plan(LaunchConfig(num_processes=ranks, block=False), machine, facts)
+    environment = rank_environment(plan, 0)
+    assert {
+        name: environment[name] for name in environment if name.startswith("NCCL_") and "DISABLE" in name
+    } == expected
+
+
 def test_the_second_machine_counts_on() -> None:
     found = _plan(num_processes=2, num_nodes=3, node_rank=2, master_addr="10.0.0.1")
     env = rank_environment(found, 1)
