@@ -23,6 +23,9 @@ PYTHON_kaggle := 3.12
 HOSTED_TORCH := torch==2.11.0
 MARIMO_VENV := .venv-marimo
 MARIMO_READY := $(MARIMO_VENV)/.ready
+CUDA_VENV := .venv-cuda
+CUDA_READY := $(CUDA_VENV)/.ready
+PYTHON_cuda := 3.12
 MEGATRON_VENV := .venv-megatron
 MEGATRON_READY := $(MEGATRON_VENV)/.ready
 DEEPSPEED_VENV := .venv-deepspeed
@@ -55,7 +58,7 @@ PORTED := $(sort $(wildcard examples/ported/*.ipynb))
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo examples examples-own examples-ported examples-record test test-integrations test-notebook test-colab test-kaggle test-marimo test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-tpu test-docs test-matrix test-nightly soak lint docs dist bench bench-quick bench-record pictures lab clean
+.PHONY: help setup demo examples examples-own examples-ported examples-record test test-integrations test-notebook test-colab test-kaggle test-marimo test-kernels test-browser test-gpu test-cuda client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-tpu test-docs test-matrix test-nightly soak lint docs dist bench bench-quick bench-record pictures lab clean
 
 help:
 	@echo "make demo           execute the quickstart in a real Jupyter kernel: it trains in two worker processes"
@@ -75,6 +78,8 @@ help:
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device, and a table of what they measured"
 	@echo "                    PY=... SETUP=: an environment of your own; DRY=yes: all of it on the CPU, to try the tests"
+	@echo "make test-cuda      torch's build for CUDA with libraries in the place of the driver: what starts it, what is planned for"
+	@echo "                    which GPUs; needs no GPU, an environment of 5 GB, Python 3.12"
 	@echo "make test-parity    behaviour, random programs, checkpoints, losses and weights against the real Accelerate; in an environment of its own"
 	@echo "make test-clients   training libraries in ranks, with this package as their accelerate; in an environment of its own"
 	@echo "make client-names   download the libraries that import accelerate; write the table of the names that they use"
@@ -140,10 +145,23 @@ $(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed
 		-r requirements/bench.txt -r requirements/deepspeed.txt -r requirements/clients.txt
 	touch $@
 
-# The images' versions on their Python; shares nothing.
+# Makes a virtual environment with the Python of PYTHON_<name>; shares nothing.
+define of_another_python
+test -x .venv-$(1)/bin/python || $$($(PYTHON) -c "from tests.support.matrix import find_interpreter; \
+	print(find_interpreter('$(PYTHON_$(1))') or 'python$(PYTHON_$(1))')") -m venv .venv-$(1)
+endef
+
+# The development environment with torch's build for CUDA.
+$(CUDA_READY): requirements/dev.txt
+	$(call of_another_python,cuda)
+	$(CUDA_VENV)/bin/python $(INSTALL) $(HOSTED_TORCH)
+	grep -v '^torch==' requirements/dev.txt > $(CUDA_VENV)/dev.txt
+	$(CUDA_VENV)/bin/python $(INSTALL) --no-deps -r $(CUDA_VENV)/dev.txt
+	touch $@
+
+# The images' versions on their Python.
 .venv-%/.ready: requirements/%.txt requirements/hosted.txt
-	test -x .venv-$*/bin/python || $$($(PYTHON) -c "from tests.support.matrix import find_interpreter; \
-		print(find_interpreter('$(PYTHON_$*)') or 'python$(PYTHON_$*)')") -m venv .venv-$*
+	$(call of_another_python,$*)
 	.venv-$*/bin/python $(INSTALL) $(HOSTED_TORCH)
 	.venv-$*/bin/python $(INSTALL) --no-deps \
 		-r requirements/hosted.txt -r requirements/$*.txt
@@ -310,6 +328,9 @@ test-browser: $(BROWSER_READY)
 test-gpu: $(SETUP)
 	$(if $(DRY),TEST_GPU=dry) $(PY) -m pytest -m gpu -rs $(if $(DRY),tests/gpu,tests)
 
+test-cuda: $(CUDA_READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(CUDA_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-cuda tests/cuda
+
 test-clients: $(CLIENTS_READY) $(TRANSFORMERS:%=$(TRANSFORMERS_BUILD)/%/.ready)
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
 
@@ -401,5 +422,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf docs/tutorials $(DIST_VENV) $(DOCS_VENV) $(TPU_VENV) $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(HOSTED:%=.venv-%) $(DEEPSPEED_VENV) $(MARIMO_VENV) $(MEGATRON_VENV) $(PARITY_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf docs/tutorials $(CUDA_VENV) $(DIST_VENV) $(DOCS_VENV) $(TPU_VENV) $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(HOSTED:%=.venv-%) $(DEEPSPEED_VENV) $(MARIMO_VENV) $(MEGATRON_VENV) $(PARITY_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

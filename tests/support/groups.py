@@ -38,6 +38,7 @@ SUITES = {
         "ray": ["ray"],
         "megatron": ["megatron"],
         "s3": ["s3"],
+        "cuda": ["cuda"],
         "parity": ["parity/behaviour", "parity/random_programs", "parity/checkpoints", "parity/commands"],
         "clients": ["clients"],
         "docs": ["docs"],
@@ -47,7 +48,9 @@ SUITES = {
 PARTS = {"notebook": 3, "distributed": 2, "browser": 2, "unit": 4, "faults": 3}
 """How many processes share the files of a long group."""
 # Groups with an environment of their own: what make is asked for instead.
-OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "docs", "megatron", "parity", "ray", "s3")}
+OWN_ENVIRONMENT = {
+    name: f"test-{name}" for name in ("clients", "cuda", "deepspeed", "docs", "megatron", "parity", "ray", "s3")
+}
 LANES = {"everyday": 4, "integrations": 3}
 """Groups at a time, more than the cores of the smallest machine: a group waits half of its time."""
 SECONDS_PER_GROUP = 5400

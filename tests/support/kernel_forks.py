@@ -138,7 +138,8 @@ def started_with() -> dict[str, str]:
 
     ``TEST_KERNEL_PATH`` is a folder with another ipykernel, for the tests with several versions.
     """
-    path = os.pathsep.join(filter(None, (os.environ.get("TEST_KERNEL_PATH"), str(ROOT))))
+    places = os.environ.get("TEST_KERNEL_PATH"), str(ROOT), os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, places))
     return {"PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "PYTHONFAULTHANDLER": "1"}
 
 

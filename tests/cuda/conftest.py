@@ -1,0 +1,77 @@
+"""Machines with NVIDIA GPUs, emulated by libraries in the place of the driver and of NVML."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import fake_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a container with a GPU has, and this machine does not.
+DRIVER_FILES = "from notebook_accelerate.hardware import device_counts; device_counts._nvidia_driver = lambda: True\n"
+
+
+class Machine:
+    """A machine on which Python runs with torch's build for CUDA.
+
+    Args:
+        folder: Holds the libraries and their log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        for name in (fake_gpu.NVML, fake_gpu.CUDA):
+            fake_gpu.build(folder, name)
+        self._folder, self._log = folder, folder / "driver.log"
+
+    def run(self, code: str, **variables: str) -> str:
+        """Return what a program prints on this machine, with these variables."""
+        emulated = {
+            "LD_LIBRARY_PATH": str(self._folder),
+            "FAKE_NVML_COUNT": "1",
+            "FAKE_NVML_NAME": "NVIDIA H100 80GB HBM3",
+            "FAKE_NVML_DRIVER": "580.159.04",
+            "FAKE_CUDA_LOG": str(self._log),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        restricted = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+        own = {name: value for name, value in os.environ.items() if name not in restricted}
+        script = self._folder / "program.py"  # ranks that are started anew import it
+        script.write_text(DRIVER_FILES + code)
+        self._log.write_text("")
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            cwd=self._folder,
+            env={**own, **emulated, **variables},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    def initialised(self) -> list[int]:
+        """Return the processes of the last program that have initialised the driver."""
+        return [int(line) for line in self._log.read_text().splitlines()]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the folder's tests with a torch that was not built for CUDA."""
+    import torch
+
+    if torch.version.cuda is None:
+        reason = "torch is not built for CUDA here: make test-cuda"
+        for item in items:
+            if "tests/cuda/" in item.nodeid or Path(item.path).parent.name == "cuda":
+                item.add_marker(pytest.mark.skip(reason=reason))

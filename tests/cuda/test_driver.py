@@ -1,0 +1,86 @@
+"""What initialises CUDA's driver, with torch's build for CUDA and a library in the driver's place that writes it down.
+
+A driver that the kernel has initialised does not work in forked ranks: nothing of this package may do it there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.conftest import Machine
+
+HAZARD = """
+from notebook_accelerate.launch.plan import fork_probe
+print(repr(fork_probe.fork_hazard()))
+"""
+QUIET = {
+    "import torch": "import torch",
+    "import the package": "import torch, notebook_accelerate as n; n.Accelerator; n.notebook_launcher",
+    "detect": "from notebook_accelerate import hardware; assert hardware.detect().count == 1; import torch",
+    "Accelerator on the CPU, and its loader": """
+import torch
+from notebook_accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+for _ in accelerator.prepare(torch.utils.data.DataLoader(list(range(4)), batch_size=2)): pass
+""",
+    "what the server process imports": """
+import importlib
+from notebook_accelerate.launch.processes import zygote_server
+for name in (*zygote_server.PRELOADED, *zygote_server.PRELOADED_WHEN_IDLE): importlib.import_module(name)
+""",
+    "features": "from notebook_accelerate import utils as u; u.is_cuda_available(); u.is_bf16_available()",
+    "estimate_memory": """
+import torch
+from notebook_accelerate.big_modeling import estimate_memory
+estimate_memory(lambda: torch.nn.Linear(2, 2), inputs=torch.ones(1, 2))
+""",
+    "seeds": "import torch; from notebook_accelerate.utils import set_seed; torch.manual_seed(1); set_seed(2)",
+}
+LOUD = {
+    "a backward pass": "import torch; torch.ones(2, requires_grad=True).sum().backward()",
+    "torch.cuda.is_available": "import torch; torch.cuda.is_available()",
+}
+
+
+@pytest.mark.parametrize("what", QUIET)
+def test_nothing_of_this_package_initialises_the_driver(machine: Machine, what: str) -> None:
+    assert machine.run(QUIET[what] + HAZARD).splitlines()[-1] == "''", "the kernel is safe to fork"
+    assert machine.initialised() == []
+
+
+@pytest.mark.parametrize("what", LOUD)
+def test_a_driver_that_the_user_has_initialised_is_seen(machine: Machine, what: str) -> None:
+    assert machine.run(LOUD[what] + HAZARD).splitlines()[-1] == "'CUDA is initialised in the kernel'"
+    assert len(machine.initialised()) == 1
+
+
+def test_ranks_forked_from_a_kernel_find_a_driver_that_nobody_has_initialised(machine: Machine) -> None:
+    code = """
+import os, sys
+from notebook_accelerate import notebook_launcher
+def train():
+    import torch
+    return torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), os.environ["CUDA_VISIBLE_DEVICES"]
+import torch
+run = notebook_launcher(train, num_processes=2, use_port=0, env={"CUDA_VISIBLE_DEVICES": "0,1"}, panel=False)
+print(run.plan.start_method, run.results)
+"""
+    lines = machine.run(code, FAKE_NVML_COUNT="2", FAKE_CUDA_COUNT="2").splitlines()
+    assert lines[-1] == f"fork {((False, False, '0,1'),) * 2}"
+    assert machine.initialised() == []
+
+
+def test_the_zygotes_ranks_too(machine: Machine) -> None:
+    code = """
+import torch
+from notebook_accelerate import notebook_launcher
+def train():
+    import torch
+    return torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()
+torch.cuda.is_available()
+run = notebook_launcher(train, num_processes=2, use_port=0, panel=False)
+print(run.plan.start_method, run.plan.reason, run.results)
+"""
+    lines = machine.run(code, FAKE_NVML_COUNT="2", FAKE_CUDA_COUNT="2").splitlines()
+    assert lines[-1] == f"zygote CUDA is initialised in the kernel {((False, False),) * 2}"
+    assert len(machine.initialised()) == 1, "only the user's own call in the kernel"
