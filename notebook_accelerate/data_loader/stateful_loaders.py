@@ -96,7 +96,7 @@ class _Stateful(PreparedDataLoader):
         Returns:
             torchdata's own iterator. Random numbers drawn at the start of the interrupted pass are not drawn again.
         """
-        state = self.next_iter_state  # type: ignore[attr-defined]
+        state = self.next_iter_state
         self._state_before = None
         if state is None:
             return super().batches()
@@ -158,19 +158,23 @@ class _Stateful(PreparedDataLoader):
     def _torchdata_state(self) -> dict[str, Any]:
         """Return torchdata's own state.
 
-        Before the first pass, torchdata starts one to read its state, which draws the seed of its workers: saving would
-        change the order of the next pass. That pass is dropped, and the numbers are drawn again when it really starts.
+        Before a pass, torchdata starts one to read its state: that draws the seed of its workers and, with workers, the
+        order of the samples. If that pass were kept, saving would change the order of the next pass, and only on the
+        ranks that save. It is dropped, and the numbers are drawn again when the pass really starts.
         """
-        if self._iterator is not None or self.num_workers:
+        if self._iterator is not None:
             return super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc,no-any-return]
-        numbers = None if self.generator is None else self.generator.get_state()
-        first_numbers = self._first_numbers
+        sampler = get_sampler(self)
+        generators = {g: g.get_state() for g in (self.generator, getattr(sampler, "generator", None)) if g is not None}
+        first_numbers, loaded = self._first_numbers, self.next_iter_state  # type: ignore[has-type]
         with torch.random.fork_rng(devices=[]):
             state: dict[str, Any] = super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc]
-        if self.generator is not None:
-            self.generator.set_state(numbers)
+        for generator, numbers in generators.items():
+            generator.set_state(numbers)
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.set_epoch(self.iteration)  # workers may have been given all indices of its epoch
         self._iterator, self._initial_iter_for_state_dict = None, False
-        self._first_numbers = first_numbers
+        self._first_numbers, self.next_iter_state = first_numbers, loaded
         return state
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from notebook_accelerate.data_loader import (
 from notebook_accelerate.data_loader.rng_sync import synchronize_rng_state, synchronize_rng_states
 from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.utils import set_seed
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, run_ranks, run_script
 
 
 class Stream(IterableDataset[Any]):
@@ -395,6 +395,29 @@ def test_ranks_agree_on_the_order(seedable: bool, rng_types: list[str] | None) -
         samples = [i for share in (first[epoch], second[epoch]) for batch in share for i in batch]
         assert sorted(samples) == list(range(16))
     assert first[0] != first[1]
+
+
+_SAVED_ON_RANK_0 = """
+import sys, torch
+from torch.utils.data import DataLoader, RandomSampler
+from notebook_accelerate import Accelerator
+from notebook_accelerate.utils import DataLoaderConfiguration, gather_object
+
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+sampler = RandomSampler(range(16), generator=torch.Generator().manual_seed(5))
+loader = accelerator.prepare(DataLoader(range(16), sampler=sampler, num_workers=int(sys.argv[1])))
+for epoch in range(2):
+    if accelerator.is_main_process:
+        loader.state_dict()
+    samples = gather_object([batch.item() for batch in loader])
+    assert sorted(samples) == list(range(16)), samples
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_saving_before_a_pass_changes_the_order_of_no_rank(workers: int) -> None:
+    assert [code for code, errors in run_script(_SAVED_ON_RANK_0, str(workers))] == [0, 0]
 
 
 def _synchronised() -> list[Any]:

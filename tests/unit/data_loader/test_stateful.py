@@ -231,18 +231,37 @@ def test_batches_of_a_loaded_state_count_as_skipped(workers: int, skipped: int) 
     assert len(read(resumed)) == len(rest) + 3  # the next epoch is complete
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
-def test_reading_the_state_before_the_first_pass_changes_no_order(generator: torch.Generator | None) -> None:
+def test_reading_the_state_before_the_first_pass_changes_no_order(
+    generator: torch.Generator | None, workers: int
+) -> None:
     orders = []
     for reads in (False, True):
         torch.manual_seed(5)
         if generator is not None:
             generator.manual_seed(5)
-        one = loader(shuffle=True, generator=generator)
+        one = loader(shuffle=True, generator=generator, workers=workers)
         if reads:
             one.state_dict()
         orders.append((read(one), torch.rand(1), read(one)))
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loaded_state_that_is_read_again_still_resumes(workers: int) -> None:
+    one = loader(workers=workers, shuffle=True)
+    rounds = iter(one)
+    next(rounds)
+    state = one.state_dict()
+    rest = [batch.tolist() for batch in rounds]
+    again = loader(workers=workers, shuffle=True)
+    again.load_state_dict(state)
+    copied = pickle.loads(pickle.dumps(again.state_dict()))
+    assert read(again) == rest
+    third = loader(workers=workers, shuffle=True)
+    third.load_state_dict(copied)
+    assert read(third) == rest
 
 
 @pytest.mark.parametrize("workers", [0, 1])
