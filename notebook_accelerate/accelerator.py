@@ -720,7 +720,9 @@ class Accelerator(AcceleratorProperties):
         """Register a function that `save_state` calls before it writes models.
 
         Args:
-            hook: Called as `hook(models, weights, output_dir)`; it may remove weights that it writes itself.
+            hook: Called as `hook(models, weights, output_dir)`; it may remove weights that it writes itself. What it
+                writes to `output_dir` is part of the checkpoint. That folder has the checkpoint's name, and is moved to
+                its place when the checkpoint is complete: do not keep its path.
 
         Returns:
             A handle whose `remove()` unregisters the function.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -187,21 +187,30 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
         ValueError: Tensors are on the meta device, and no hook loads them.
     """
     found: dict[str, torch.Tensor] = {}
+    on_meta: list[str] = []
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         with align_module_device(module, torch.device("cpu") if has_offloaded_params(module) else None):
-            persistent = dict(named_module_tensors(module, remove_non_persistent=True))
-            with torch.inference_mode(mode=False):
-                found.update({prefix + key: tensor.detach().cpu() for key, tensor in persistent.items()})
-    order: Mapping[str, Any] = model.state_dict()
-    names = {name: found[name] for name in order if name in found}
-    missing = [name for name, tensor in names.items() if tensor.device.type == "meta"]
+            for key, tensor in _loaded_tensors(module).items():
+                if tensor.device.type == "meta":
+                    on_meta.append(prefix + key)
+                elif prefix + key not in found:
+                    with torch.inference_mode(mode=False):
+                        found[prefix + key] = tensor.detach().cpu()
+    missing = [name for name in on_meta if name not in found]
     if missing:
         raise ValueError(
             f"These weights are on the meta device and no hook loads them: {', '.join(missing[:5])}; load a checkpoint "
             "first: load_checkpoint_and_dispatch(model, checkpoint, device_map=...)"
         )
-    return names
+    return {name: found[name] for name in model.state_dict() if name in found}
+
+
+def _loaded_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own persistent tensors; if its hook loads those of its submodules, too, all of them."""
+    if any(hook.offload and hook.place_submodules for hook in align_hooks(module)):
+        return {key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    return dict(named_module_tensors(module, remove_non_persistent=True))
 
 
 def name_of_scales(name: str) -> str:

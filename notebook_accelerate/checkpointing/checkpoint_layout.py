@@ -69,6 +69,18 @@ def staging_folder(target: Path) -> Path:
     return target / STAGING_SUFFIX if target.is_dir() else _beside(target, STAGING_SUFFIX)
 
 
+def folder_for_files(staging: Path, target: Path, token: str) -> Path:
+    """Return the folder inside a staging folder that becomes the checkpoint; hooks get it, so it has its final name.
+
+    Args:
+        staging: The staging folder.
+        target: Folder of the checkpoint.
+        token: The unique name of the save.
+    """
+    name = Path(os.path.normpath(target.absolute())).name or "checkpoint"  # "checkpoint" for the root folder
+    return staging / token / name
+
+
 def _beside(target: Path, suffix: str) -> Path:
     automatic = target.parent.name == CHECKPOINTS_FOLDER and is_numbered(target.name)
     return (target.parent.parent if automatic else target.parent) / f".{_short(target.name)}{suffix}"

@@ -75,7 +75,8 @@ class DiskStore(Store):
     def can_see(self, token: str) -> bool:
         """See `Store.can_see`; False on a machine with a disk of its own."""
         if self._lock is None:
-            self.folder = checkpoint_layout.staging_folder(self.target) / token
+            place = checkpoint_layout.staging_folder(self.target)
+            self.folder = checkpoint_layout.folder_for_files(place, self.target, token)
         return self.folder.is_dir()
 
     def prepare_folder(self) -> None:
@@ -136,7 +137,7 @@ class DiskStore(Store):
         """See `Store.discard`; the rank that created the staging folder removes it and its lock."""
         if opened and self._lock is not None:
             if self._lock.is_held():
-                staging.discard(self.folder.parent)
+                staging.discard(self.folder.parent.parent)
             self._lock.release()
 
     def remove_checkpoints(self, surplus: Sequence[Any]) -> None:

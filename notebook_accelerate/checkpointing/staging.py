@@ -44,7 +44,7 @@ def open_staging(target: Path, name: str) -> tuple[Path, SaveLock]:
         name: A unique name: what a rank of an ended save still writes cannot get into this one.
 
     Returns:
-        The staging folder and the lock.
+        The folder for the files, inside the staging folder, and the lock.
 
     Raises:
         CheckpointError: `target` is a file, or another process is saving there.
@@ -63,11 +63,12 @@ def open_staging(target: Path, name: str) -> tuple[Path, SaveLock]:
         _remove_unfinished(target, lock)
         if staging.parent == target:
             finish_journal(target)
-        (staging / name).mkdir(parents=True)
+        folder = checkpoint_layout.folder_for_files(staging, target, name)
+        folder.mkdir(parents=True)
     except BaseException:
         lock.release()
         raise
-    return staging / name, lock
+    return folder, lock
 
 
 def _lock(target: Path, staging: Path) -> SaveLock:
@@ -94,7 +95,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def commit(folder: Path, target: Path, lock: SaveLock) -> None:
-    """Move a complete staging folder (with its manifest) to its final place, and release the lock.
+    """Move a complete folder of files (with its manifest) to its final place, and release the lock.
 
     Args:
         folder: The folder that `open_staging` returned.
@@ -112,22 +113,24 @@ def commit(folder: Path, target: Path, lock: SaveLock) -> None:
         )
     if not _become(folder, target):
         inner = target / checkpoint_layout.STAGING_SUFFIX
-        with nullcontext() if folder.parent == inner else _lock(target, inner):
+        with nullcontext() if folder.parent.parent == inner else _lock(target, inner):
             folder.rename(target / checkpoint_layout.JOURNAL_NAME)
-            _remove_empty(folder.parent)
+            _remove_emptied(folder)
             sync_folder(target)
             finish_journal(target)
-    _remove_empty(folder.parent)
+    _remove_emptied(folder)
     lock.release()
 
 
-def _remove_empty(folder: Path) -> None:
+def _remove_emptied(folder: Path) -> None:
+    """Remove the folders above one that was moved away, up to the staging folder, if they are empty."""
     with suppress(OSError):
-        folder.rmdir()
+        folder.parent.rmdir()
+        folder.parent.parent.rmdir()
 
 
 def _become(folder: Path, target: Path) -> bool:
-    """Rename a staging folder to the checkpoint's name; return whether that was possible: there is no such folder."""
+    """Move a folder of files to the checkpoint's place; return whether that was possible: there is no such folder."""
     if target.is_dir():
         return False
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -109,6 +109,15 @@ _BY_REASON: dict[str, list[str]] = {
         "deepspeed.a_model_without_a_loader",
         "deepspeed.two_models_at_once",
     ],
+    "hooks of save_state get a folder of the checkpoint's name that is moved when it is complete: take its place from save_state's argument": [
+        "checkpoints: _folder_of_a_hook(lambda folder: folder.absolute() == Path('out').absolute())",
+    ],
+    "Accelerate runs the code in files that load_custom_state reads; here it reads plain data: torch.load(file, weights_only=False) for trusted ones": [
+        "checkpoints: _object_in_a_custom_state()",
+    ],
+    "Accelerate's save_model drops tensors that overlap others in memory": [
+        "checkpoints: _overlapping()",
+    ],
     "Accelerate numbers new checkpoints from 0 after loading the newest, and fails when it saves": [
         "checkpoints.projects_reopened",
     ],

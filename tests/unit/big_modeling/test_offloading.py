@@ -327,6 +327,38 @@ def test_dispatch_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert torch.equal(model(TOKENS), plain)
 
 
+class Shifted(nn.Module):
+    """A model with a parameter, a buffer and a tied weight directly on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.shift = nn.Parameter(torch.full((3,), 2.0))
+        self.tied = self.inner.weight
+        self.register_buffer("scale", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("preload", [None, ["Shifted"], ["Linear"]])
+@pytest.mark.parametrize("buffers", [False, True])
+def test_all_weights_of_a_model_that_is_loaded_as_a_whole_are_found(
+    tmp_path: Path, buffers: bool, preload: list[str] | None
+) -> None:
+    model = Shifted()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    disk_offload(model, tmp_path, offload_buffers=buffers, preload_module_classes=preload)
+    whole = get_state_dict_offloaded_model(model)
+    assert state.keys() - whole.keys() <= {"inner.weight"}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in whole.items())
+
+
+def test_weights_that_no_hook_loads_are_named() -> None:
+    with pytest.raises(ValueError, match=r"meta device and no hook loads them: weight, bias; load a checkpoint"):
+        get_state_dict_offloaded_model(nn.Linear(2, 2, device="meta"))
+
+
 def test_dispatch_to_one_device_needs_no_hooks() -> None:
     model: Any = dispatch_model(Deep(), {"": "cpu"})
     assert not hasattr(model, "_hf_hook")

@@ -189,6 +189,25 @@ def test_hooks_see_the_folder_and_may_take_over_a_model(tmp_path: Path) -> None:
     assert "adapter/weights.pt" in manifest.files
 
 
+def test_hooks_get_a_folder_with_the_name_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    project = ProjectConfiguration(project_dir="project", automatic_checkpoint_naming=True)
+    named, numbered = Accelerator(cpu=True), Accelerator(cpu=True, project_config=project)
+    got: list[Path] = []
+    for accelerator in (named, numbered):
+        accelerator.register_save_state_pre_hook(lambda *arguments: got.append(Path(arguments[-1])))
+        accelerator.register_load_state_pre_hook(lambda *arguments: got.append(Path(arguments[-1])))
+    (tmp_path / "inner").mkdir()
+    for folder in ("new", "new", "inner/..", "."):  # the last two are the working directory
+        named.save_state(folder)
+    named.load_state("new")
+    numbered.save_state()
+    here = tmp_path.name
+    assert [folder.name for folder in got] == ["new", "new", here, here, "new", "checkpoint_0"]
+    assert got[4] == tmp_path / "new"
+    assert not any(tmp_path.rglob("*.incomplete"))
+
+
 def test_saving_again_into_a_folder_keeps_the_users_files(tmp_path: Path) -> None:
     training = Training()
     folder = tmp_path / "out"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.checkpointing import load_custom_state, save_custom_state
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.parity.behaviour.program_table import program
@@ -46,6 +49,8 @@ CALLS = [
     "_hooks()",
     "_hooks_removed()",
     "_hook_that_saves_itself()",
+    "_folder_of_a_hook(lambda folder: folder.name)",
+    "_folder_of_a_hook(lambda folder: folder.absolute() == Path('out').absolute())",
     "_resumed()",
     "_resumed(accumulation=2)",
     "_resumed(mixed_precision='bf16')",
@@ -53,6 +58,8 @@ CALLS = [
     "_settings_of_loading()",
     "_random_state()",
     "_tied()",
+    "_overlapping()",
+    "_object_in_a_custom_state()",
     "str(Accelerator(project_dir='p').save_state('x')), sorted(os.listdir())",
 ]
 CALLS_ON_TWO_RANKS = [
@@ -247,6 +254,40 @@ def _hook_that_saves_itself() -> Any:
         net.first.weight.zero_()
     accelerator.load_state("out")
     return sorted(name for name in files("out") if _is_common(name)), net.first.weight
+
+
+def _folder_of_a_hook(look: Callable[[Path], Any]) -> Any:
+    accelerator = Accelerator()
+    accelerator.prepare(model())
+    seen: list[Any] = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(look(Path(folder))))
+    accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(look(Path(folder))))
+    accelerator.save_state("out")
+    accelerator.load_state("out")
+    return seen
+
+
+def _overlapping() -> Any:
+    """Save two buffers that are different views of one memory."""
+    net = nn.Module()
+    memory = torch.arange(6.0)
+    net.register_buffer("first", memory[:4])
+    net.register_buffer("second", memory[2:])
+    Accelerator().save_model(net, "out")
+    return sorted(load_file("out/model.safetensors"))
+
+
+class _Settings:
+    """An object in a state that is not plain data."""
+
+    value = 3
+
+
+def _object_in_a_custom_state() -> Any:
+    counter = Counter()
+    counter.value = _Settings()  # type: ignore[assignment]
+    save_custom_state(counter, ".")
+    return raised(lambda: load_custom_state(counter, "."))
 
 
 def _resumed(accumulation: int = 1, **settings: Any) -> Any:
