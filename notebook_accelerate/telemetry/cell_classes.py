@@ -13,14 +13,25 @@ Everything else travels by value, and the reader of a value is warned when ``__m
 from __future__ import annotations
 
 import builtins
+import copyreg
 import enum
 import hashlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from types import CodeType, FrameType, FunctionType, ModuleType
+from functools import cached_property
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 from cloudpickle import cloudpickle
@@ -32,9 +43,15 @@ Reduced = tuple[Any, ...]
 _MODULE_NAMES = ("__name__", "__package__", "__file__")
 _NOT_DEFINED = frozenset(
     (
+        "__annotations__",
+        "__annotations_cache__",
+        "__dict__",
         "__doc__",
         "__module__",
         "__qualname__",
+        "__slotnames__",
+        "__weakref__",
+        "_abc_impl",
         "__firstlineno__",
         "__static_attributes__",
         "__annotate__",
@@ -43,6 +60,10 @@ _NOT_DEFINED = frozenset(
 )
 """Attributes that differ between a class and its copy in another process."""
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
+_METHODS = (FunctionType, property, classmethod, staticmethod)
+_MAX_DIGEST_PARTS = 20_000
+_MAX_DIGEST_BYTES = 4 << 20
+"""Only classes with fewer parts are compared by their definition, and with smaller arrays."""
 
 
 def is_class(value: object) -> bool:
@@ -193,63 +214,172 @@ def _warn_once(name: str, pair: tuple[str, str]) -> None:
 
 
 def definition_digest(kind: type) -> str:
-    """Return a digest that is equal for two executions of the same class statement, in any process."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in _described(kind):
-        digest.update(repr(part).encode(errors="surrogatepass"))
-    return digest.hexdigest()
+    """Return a digest that is equal for two executions of the same class statement, in any process.
+
+    Two classes with equal digests compute the same. A class with an attribute that has no digest equals no other.
+    """
+    return _Digest().of_definition(kind)
 
 
-def _described(kind: type) -> Iterator[object]:
-    yield kind.__qualname__
-    for base in kind.__bases__:
-        yield base.__module__, base.__qualname__
-        if base.__module__ == "__main__":
-            yield from _described(base)
-    with suppress(Exception):  # annotations may be evaluated here
-        yield list(getattr(kind, "__annotations__", ()))
-    attributes = dict(vars(kind))
-    if issubclass(kind, enum.Enum):  # the rest of its attributes are made from these, in another way by each Python
-        attributes = {name: member.value for name, member in kind.__members__.items()}
-        attributes |= {name: value for name, value in vars(kind).items() if type(value) is FunctionType}
-    for name, value in sorted(attributes.items(), key=lambda item: str(item[0])):
-        if name not in _NOT_DEFINED and (summary := _summary(value)) is not None:  # libraries keep caches in classes
-            yield name, summary
+class _NoDigestError(Exception):
+    """A value is too large, or can only be compared by its identity."""
 
 
-def _summary(value: Any) -> object:
-    """Return the code or the constant that an attribute is; None for other attributes."""
+class _Digest:
+    """Digests values with all their parts: code, constants, variables of closures, and the state that pickle reads."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._left = _MAX_DIGEST_PARTS
+        self._open: set[int] = set()
+        """Ids of the values that the current one is part of."""
+
+    def of_definition(self, kind: type) -> str:
+        """Return the digest of a class."""
+        self._inside(kind, self._add_definition)
+        return self._hash.hexdigest()
+
+    def _write(self, *parts: object) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise _NoDigestError
+        self._hash.update(repr(parts).encode(errors="surrogatepass"))
+
+    def _inside(self, value: Any, add: Callable[[Any], None]) -> None:
+        if id(value) in self._open:
+            self._write("itself", type(value).__name__)
+            return
+        self._open.add(id(value))
+        add(value)
+        self._open.remove(id(value))
+
+    def _add(self, value: Any) -> None:
+        if type(value) in _CONSTANTS:
+            self._write(value)
+        elif isinstance(value, ModuleType) or _is_imported(value):
+            self._write(getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__))
+        else:
+            self._write(type(value).__module__, type(value).__qualname__)
+            self._inside(value, self._add_definition if is_class(value) else self._add_parts)
+
+    def _add_parts(self, value: Any) -> None:
+        if isinstance(value, (set, frozenset)):  # its order differs between processes
+            if len(value) > self._left:
+                raise _NoDigestError
+            for each in sorted(_Digest._of(part) for part in value):
+                self._write(each)
+        elif isinstance(value, CodeType):
+            self._add_code(value)
+        elif getattr(value, "nbytes", 0) > _MAX_DIGEST_BYTES:
+            raise _NoDigestError
+        else:
+            parts = list(_parts(value))
+            self._write(len(parts))
+            for part in parts:
+                self._add(part)
+
+    @staticmethod
+    def _of(value: Any) -> str:
+        digest = _Digest()
+        digest._add(value)
+        return digest._hash.hexdigest()
+
+    def _add_code(self, code: CodeType) -> None:
+        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        self._write(code.co_name, code.co_argcount, code.co_kwonlyargcount, code.co_flags, code.co_code, names)
+        for value in code.co_consts:
+            self._add(value)
+
+    def _add_definition(self, kind: type) -> None:
+        self._write(kind.__qualname__)
+        for base in (type(kind), *kind.__bases__):
+            self._add(base)
+        with suppress(Exception):  # annotations may be evaluated here
+            annotations = dict(getattr(kind, "__annotations__", ()))
+            self._add_attribute(kind, "__annotations__", annotations)
+        for name, value in sorted(_attributes(kind).items(), key=lambda item: str(item[0])):
+            self._add_attribute(kind, name, value)
+
+    def _add_attribute(self, kind: type, name: str, value: Any) -> None:
+        before, inside = self._hash.copy(), set(self._open)
+        try:
+            self._write(name)
+            self._add(value)
+        except Exception:  # noqa: BLE001 - classes of the user, or a value that cannot be pickled
+            self._hash, self._open = before, inside
+            # Libraries keep what they make of the other attributes under such names.
+            if not name.startswith("__") or callable(value):
+                self._hash.update(token_of(kind).encode())
+
+
+def _is_imported(value: Any) -> bool:
+    """Return whether a class or function is found by its name in a module that each process has."""
+    if not is_class(value) and type(value) not in (FunctionType, BuiltinFunctionType):
+        return False
+    module = getattr(value, "__module__", None)
+    found: Any = sys.modules.get(module) if type(module) is str and module != "__main__" else None
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    """Return the attributes that a class statement gives to a class."""
+    found = {name: value for name, value in vars(kind).items() if name not in _NOT_DEFINED}
+    if not issubclass(kind, enum.Enum):
+        return found
+    # The rest of its attributes are made from these, in another way by each Python.
+    methods = {name: value for name, value in found.items() if isinstance(value, _METHODS)}
+    return {name: member.value for name, member in kind.__members__.items()} | methods
+
+
+def _content(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # its variable is not set yet
+        return []
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what a value is made of."""
+    kind = type(value)
+    if kind is FunctionType:
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        return value.__code__, value.__defaults__, value.__kwdefaults__, cells, vars(value)
     if isinstance(value, (classmethod, staticmethod)):
-        value = value.__func__
-    if type(value) is property:
-        return [_summary(part) for part in (value.fget, value.fset, value.fdel)]
-    if type(value) is FunctionType:
-        return _code(value.__code__)
-    if type(value) is tuple:
-        return [_summary(part) for part in value]
-    return repr(value) if type(value) in _CONSTANTS else None
+        return (value.__func__,)
+    if kind is property:
+        return value.fget, value.fset, value.fdel
+    if kind is cached_property:
+        return value.func, value.attrname
+    if kind is MethodType:
+        return value.__self__, value.__func__
+    if kind in (dict, MappingProxyType):
+        return [part for item in value.items() for part in item]
+    if kind in (list, tuple):
+        return value  # type: ignore[no-any-return]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__):
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), str(value.device), value.requires_grad, data
+    reduce = copyreg.dispatch_table.get(kind)
+    reduced: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    if isinstance(reduced, str):
+        return reduced, getattr(value, "__wrapped__", None)  # of functools.lru_cache
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]
 
 
-def _code(code: CodeType) -> object:
-    constants: list[object] = []
-    for value in code.co_consts:
-        if type(value) is CodeType:
-            constants.append(_code(value))
-        else:  # the order of a set differs between processes
-            constants.append(sorted(map(repr, value)) if type(value) is frozenset else repr(value))
-    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    return code.co_name, code.co_argcount, code.co_kwonlyargcount, code.co_flags, code.co_code, names, constants
-
-
-def reduce_definition(kind: type, reduced: Reduced) -> Reduced:
+def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduced:
     """Reduce a class to its definition, from which a process makes it unless it has the class.
 
     Args:
         kind: The class.
         reduced: What cloudpickle reduces it to.
+        by_digest: Whether a class of the same name and definition is the class. This is wrong for a new process,
+            where different classes of one name must stay different.
     """
     make, arguments, state, _, _, set_state = reduced
-    found = (kind.__qualname__, token_of(kind), definition_digest(kind))
+    found = (kind.__qualname__, token_of(kind), definition_digest(kind) if by_digest else "")
     return _find_or_make, (found, make, arguments), (set_state, state), None, None, _complete
 
 
@@ -262,12 +392,12 @@ _made: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDic
 
 
 def _find_or_make(identity: tuple[str, str, str], make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
-    kind = find(*identity)
+    kind = find(*identity) if identity[2] else known(identity[1])
     if kind is None:
         kind = make(*arguments)
         kind.__qualname__ = identity[0]
         _incomplete[id(kind)] = weakref.ref(kind)
-        if "<locals>" not in identity[0]:  # equal code of local classes may use different variables
+        if identity[2] and "<locals>" not in identity[0]:  # each call of a function makes another class
             _made[identity[0], identity[2]] = kind
     return kind
 

@@ -201,7 +201,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if self._purpose == "values":
                 return self._reduce_to_token(value)
             self.defined.add(cell_classes.token_of(value))
-            reduced = cell_classes.reduce_definition(value, reduced)
+            reduced = cell_classes.reduce_definition(value, reduced, by_digest=self._purpose != "launch")
         if self._purpose != "launch":
             return reduced
         make, arguments, state, _, _, set_state = reduced

@@ -5,8 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import functools
+import math
 import subprocess
 import sys
+import threading
 import types
 import typing
 import weakref
@@ -31,6 +34,9 @@ SOURCES = {
     "typed dict": "class Kind(typing.TypedDict):\n    x: int",
     "generic": "class Kind(typing.Generic[T]):\n    y: T\n    def f(self): return lambda: self.y",
     "abstract": "class Kind(abc.ABC):\n    @abc.abstractmethod\n    def f(self): ...",
+    "decorated": "class Kind:\n    @torch.no_grad()\n    @functools.wraps(len)\n    def f(self, *, y={2, 'a'}): pass",
+    "lazy": "class Kind:\n    @functools.cached_property\n    def f(self): return 1",
+    "values": "class Kind:\n    x = [{1: torch.ones(2), 'a': {'b', 'c'}}, torch.nn.Linear, math.sin, enum.Enum]",
     "property": "class Kind:\n    @property\n    def f(self): return 1",
     "module": "class Kind(torch.nn.Module):\n    def forward(self, x): return x in {1, 2, 3}",
     "nested": "class Kind:\n    class Inner: z = (1, 'a')\n    @classmethod\n    def f(cls): return cls",
@@ -44,7 +50,17 @@ def main(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
     names = vars(module)
-    names.update(abc=abc, dataclasses=dataclasses, enum=enum, torch=torch, typing=typing, T=typing.TypeVar("T"))
+    names.update(
+        abc=abc,
+        dataclasses=dataclasses,
+        enum=enum,
+        functools=functools,
+        math=math,
+        threading=threading,
+        torch=torch,
+        typing=typing,
+        T=typing.TypeVar("T"),
+    )
     exec(compile("class Base:\n    def f(self): return 1", "<cell>", "exec", dont_inherit=True), names)
     return names
 
@@ -73,6 +89,23 @@ def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], so
         ("class Kind:\n    @staticmethod\n    def f(): return 1", ("return 1", "return 2")),
         ("class Kind(enum.Enum):\n    A = 1", ("A = 1", "A = 2")),
         ("class Kind(Base): pass", ("(Base)", "")),
+        ("class Kind:\n    def f(self, by=1): return by", ("by=1", "by=2")),
+        ("class Kind:\n    def f(self, *, by=1): return by", ("by=1", "by=2")),
+        ("class Kind:\n    @torch.no_grad()\n    def f(self): return 1", ("return 1", "return 2")),
+        ("class Kind:\n    @functools.lru_cache\n    def f(self): return 1", ("return 1", "return 2")),
+        ("class Kind:\n    @functools.cached_property\n    def f(self): return 1", ("return 1", "return 2")),
+        ("class Kind:\n    f = functools.partialmethod(print, 1)", ("print, 1", "print, 2")),
+        (
+            "def make(x):\n    class Kind:\n        f = lambda self: x\n    return Kind\nKind = make(1)",
+            ("make(1)", "make(2)"),
+        ),
+        ("class Kind:\n    x = [1, {'a': 2}]", ("2}", "3}")),
+        ("class Kind:\n    x = {1, 2}", ("2}", "3}")),
+        ("class Kind:\n    x = torch.ones(2)", ("ones", "zeros")),
+        ("class Kind:\n    x: int", ("x: int", "x: str")),
+        ("@dataclasses.dataclass\nclass Kind:\n    x: int = 1", ("= 1", "= 2")),
+        ("class Kind(metaclass=abc.ABCMeta): pass", ("(metaclass=abc.ABCMeta)", "")),
+        ("class Kind:\n    lock = threading.Lock()", ("", "")),  # it can only be compared by its identity
     ],
 )
 def test_an_edited_cell_has_another_definition(main: dict[str, Any], source: str, change: tuple[str, str]) -> None:
@@ -87,7 +120,7 @@ def test_a_changed_base_class_is_another_definition(main: dict[str, Any]) -> Non
 
 
 def test_classes_are_found_by_name_in_another_process(main: dict[str, Any], tmp_path: Path) -> None:
-    cells = "import abc, dataclasses, enum, pathlib, torch, typing\nT = typing.TypeVar('T')\n"
+    cells = "import abc, dataclasses, enum, functools, math, pathlib, torch, typing\nT = typing.TypeVar('T')\n"
     cells += "class Base:\n    def f(self): return 1\n"
     for number, source in enumerate(SOURCES.values()):
         (tmp_path / str(number)).write_bytes(dump_bytes(_run(source, main), "the class"))
@@ -134,6 +167,30 @@ def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], forget: Calla
     assert {"train", "Kind", "count"} <= names.keys()
     assert "Base" not in names
     assert train()[0] is train()[1]
+
+
+def test_different_classes_of_one_name_stay_different_in_a_launch(
+    main: dict[str, Any], forget: Callable[[], None]
+) -> None:
+    source = """
+def make(scale):
+    return type("Scale", (torch.nn.Module,), {"forward": lambda self, x: x * scale})
+scales = [make(2)(), make(3)(), make(2)()]
+class Kind:
+    def __call__(self, x=1): return x
+first = Kind()
+class Kind:
+    def __call__(self, x=1): return x
+second = Kind()
+def train(): return [scale(1) for scale in scales], first(), type(first) is type(second), type(second) is Kind
+"""
+    _run(source, main)
+    descriptor = dump((main["train"], ()), "the function").to_file()
+    expected = main["train"]()
+    forget()
+    cell_classes.renew_main()
+    train, _ = pickling.load_file(descriptor)
+    assert train() == expected == ([2, 3, 2], 1, False, True)
 
 
 @pytest.mark.parametrize(
