@@ -31,8 +31,10 @@ READ_BYTES = 1 << 16
 """Bytes of a read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
 MAX_ROWS = 500
 """Most events of a frame: parsing JSON holds the reader's GIL, half a millisecond for this many."""
-ROOM_SECONDS = 0.2
-"""Seconds to wait for room in the socket of a rank that has not read earlier messages."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Most bytes that wait for a rank behind the message that it is reading; with more, messages to it are refused."""
+LOOK_SECONDS = 1.0
+"""Seconds after which the thread that sends them checks whether this end was closed."""
 _ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _WITHOUT_WAITING = int(socket.MSG_DONTWAIT) | _CLOSE_ON_EXEC
@@ -207,14 +209,16 @@ class Channel:
     Attributes:
         descriptors: Descriptors of files that were received, in order; None if this end receives none. Those that
             were not taken are closed with the channel.
-        patience: Seconds to wait for room before a message is sent; None: no limit. A rank that is suspended must not
-            block the threads of its kernel.
+        queues: Whether sending returns before the other end has read: what its socket has no room for waits in
+            memory. A rank that is suspended must not block the threads of its kernel.
     """
 
     def __init__(self, connection: Connection, max_bytes: int = sys.maxsize) -> None:
         self._socket = connection
         self.descriptors: deque[int] | None = None
-        self.patience: float | None = None
+        self.queues = False
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
         self._decoder = Decoder(max_bytes)
         self._send_lock = threading.Lock()
         self._unread: list[Stamped] = []
@@ -228,7 +232,7 @@ class Channel:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         channel = cls(ours)
-        channel.descriptors, channel.patience = deque(), ROOM_SECONDS
+        channel.descriptors, channel.queues = deque(), True
         return channel, theirs
 
     def fileno(self) -> int:
@@ -321,15 +325,57 @@ class Channel:
         """
         with self._send_lock:
             try:
-                # A local socket that is writable has room for 150 kB. A larger message waits until it is read.
-                if self.patience is not None and not self._poll(select.POLLOUT, self.patience):
-                    raise ChannelClosedError("the other end does not read")
+                if self.queues:
+                    self._send_queued(data)
+                    return
                 if descriptors:
                     assert isinstance(self._socket, socket.socket)
                     data = data[socket.send_fds(self._socket, [data], list(descriptors)) :]
                 self._socket.sendall(data)
             except (OSError, ValueError) as error:  # a closed socket has no descriptor to wait on
                 raise ChannelClosedError(f"the other end has closed: {error}") from None
+
+    def _send_queued(self, data: bytes) -> None:
+        """Send what there is room for; a thread sends the rest, as the other end reads."""
+        waits = bool(self._unsent)
+        if waits and self._unsent_bytes - len(self._unsent[0]) + len(data) > MAX_UNSENT_BYTES:
+            raise ChannelClosedError("the other end does not read")
+        self._unsent.append(memoryview(data))
+        self._unsent_bytes += len(data)
+        if waits:
+            return
+        self._send_some()
+        if self._unsent:
+            threading.Thread(target=self._send_rest, name="notebook-accelerate-send", daemon=True).start()
+
+    def _send_some(self) -> None:
+        assert isinstance(self._socket, socket.socket)
+        try:
+            while self._unsent:
+                sent = self._socket.send(self._unsent[0], socket.MSG_DONTWAIT)
+                self._unsent[0] = self._unsent[0][sent:]
+                self._unsent_bytes -= sent
+                if not self._unsent[0]:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._discard_unsent()
+            raise
+
+    def _discard_unsent(self) -> None:
+        self._unsent.clear()
+        self._unsent_bytes = 0
+
+    def _send_rest(self) -> None:
+        try:
+            while self._unsent:
+                if self._poll(select.POLLOUT, LOOK_SECONDS):
+                    with self._send_lock:
+                        self._send_some()
+        except (OSError, ValueError):  # the channel was closed; the next message raises the error
+            with self._send_lock:
+                self._discard_unsent()
 
     def shut(self) -> None:
         """End the stream in both directions, which wakes all threads that wait on either end."""

@@ -63,23 +63,19 @@ def test_a_rank_that_sends_anything_harms_no_other(tmp_path: Path, data: bytes, 
 
 
 def test_requests_to_a_suspended_rank_wait_for_nothing() -> None:
-    """Its socket is full after some hundreds of requests."""
+    """Its socket is full after some hundreds of requests, or one that is large."""
     run = _launch(time.sleep, 600)
     until(lambda: run.commands.requests.open_ranks() == [0, 1] and run.status == "running")
     suspended = psutil.Process(run.ranks[1].pid)
     suspended.suspend()
     try:
-        begin = time.monotonic()
         for _ in range(1000):
             run.commands.requests.forget(run.commands.requests.send([1], StacksRequest))
-            if time.monotonic() - begin > 5.0:
-                break
-        begin = time.monotonic()
-        assert run.ask("1 + 1", [0], timeout=10.0) == {0: 2}
-        (error,) = run.ask("1 + 1", [1], timeout=1.0).values()
-        assert isinstance(error, AskError)
-        assert "SIGSTOP" in str(error) or "suspended" in str(error) or "stopped" in str(error)
-        assert time.monotonic() - begin < 10
+        assert run.ask("1 + 1", [0], timeout=60.0) == {0: 2}
+        for code in ("1 + 1", f"{'x' * 3_000_000!r} and 1"):
+            (error,) = run.ask(code, [1], timeout=1.0).values()
+            assert isinstance(error, AskError)
+            assert "SIGSTOP" in str(error) or "suspended" in str(error) or "stopped" in str(error)
         suspended.resume()
         until(lambda: run.ask("1 + 1", [1], timeout=5.0) == {1: 2})
     finally:

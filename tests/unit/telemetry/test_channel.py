@@ -28,6 +28,7 @@ from notebook_accelerate.telemetry import (
     ProgressEvent,
     ResultEvent,
     StatusEvent,
+    channel,
 )
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES, MAX_ROWS, Decoder, Stamped, encode
 
@@ -200,3 +201,45 @@ def test_a_closed_end_says_so(ends: tuple[Channel, Channel]) -> None:
     for use in (lambda: kernel.receive(0), lambda: kernel.send(StatusEvent("x")), kernel.receive_available):
         with pytest.raises(ChannelClosedError):
             use()
+
+
+def test_a_message_of_any_size_to_a_rank_that_does_not_read_waits_for_nothing(ends: tuple[Channel, Channel]) -> None:
+    kernel, rank = ends
+    texts = ["x" * 3_000_000, *map(str, range(5000))]
+    sender = threading.Thread(target=lambda: [kernel.send(InputReply(text)) for text in texts], daemon=True)
+    sender.start()
+    sender.join(60)
+    assert not sender.is_alive()
+    found: list[Event] = []
+    while len(found) < len(texts):
+        found += _events(rank.receive(60))
+    assert found == [InputReply(text) for text in texts], "it reads all of them, in order, when it reads again"
+
+
+def test_what_waits_for_a_rank_is_bounded(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, rank = ends
+    monkeypatch.setattr(channel, "MAX_UNSENT_BYTES", 1_000_000)
+    large = InputReply("x" * 3_000_000)
+    kernel.send(large)
+    with pytest.raises(ChannelClosedError, match="does not read"):
+        kernel.send(large)
+    kernel.send(InputReply("small"))
+    found: list[Event] = []
+    while len(found) < 2:
+        found += _events(rank.receive(60))
+    assert found == [large, InputReply("small")]
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_what_waits_for_a_rank_ends_with_the_channel(
+    ends: tuple[Channel, Channel], end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "LOOK_SECONDS", 0.05)
+    kernel, _ = ends
+    kernel.send(InputReply("x" * 3_000_000))
+    (sender,) = (thread for thread in threading.enumerate() if thread.name == "notebook-accelerate-send")
+    ends[end].close()
+    sender.join(60)
+    assert not sender.is_alive()
+    with pytest.raises(ChannelClosedError):
+        kernel.send(InputReply("small"))
