@@ -22,6 +22,9 @@ T = TypeVar("T")
 QUEUE_LIMIT = 50_000
 """Most events that wait to be sent; with more, every second droppable one of the older half is dropped."""
 
+FREED_EVENTS = QUEUE_LIMIT // 8
+"""Events that are dropped at least when the queue is full, because each time costs the training thread milliseconds."""
+
 
 class Sink:
     """A queue in front of a channel, which the rank's agent flushes.
@@ -40,6 +43,7 @@ class Sink:
         # that is called costs microseconds.
         self._queue: deque[tuple[float, Event]] = deque()
         self._dropped = 0
+        self._full = False
         self._flush_lock, self._take_lock = threading.Lock(), threading.Lock()
         self._noted: set[str] = set()
         self.on_step: Callable[[], None] | None = None
@@ -48,7 +52,6 @@ class Sink:
     def emit(self, event: Event) -> None:
         """Queue ``event``; never blocks."""
         if len(self._queue) >= QUEUE_LIMIT and event.droppable and not self._make_room():
-            self._dropped += 1
             return
         self._queue.append((steady_time.now(), event))
         if not event.boundary:
@@ -59,17 +62,30 @@ class Sink:
             on_step()
 
     def _make_room(self) -> bool:
-        """Thin the older half of the queue: the end of a curve is worth more. Return whether there is room now."""
-        if not self._take_lock.acquire(blocking=False):  # this may be a signal handler
-            return False
+        """Drop older events, and return whether a new one is queued; else it is counted as dropped."""
+        if not self._take_lock.acquire(blocking=False):  # this may be a signal handler, or another thread makes room
+            return True
         try:
-            old = [self._queue.popleft() for _ in range(min(QUEUE_LIMIT, len(self._queue)) // 2)]
-            kept = thin(old, lambda queued: drop_key(queued[1]))
-            self._queue.extendleft(reversed(kept))
+            if not self._full:
+                # The end of a curve is worth more: the older half is thinned. Where that frees little, as with a
+                # different name each time, the oldest events go, which is not tried again in vain before a flush.
+                freed = self._drop(QUEUE_LIMIT // 2, lambda old: thin(old, lambda queued: drop_key(queued[1])))
+                if freed < FREED_EVENTS:
+                    freed += self._drop(QUEUE_LIMIT, lambda old: _without_oldest(old, FREED_EVENTS))
+                self._full = freed < FREED_EVENTS
+            self._dropped += self._full
+            return not self._full
         finally:
             self._take_lock.release()
-        self._dropped += len(old) - len(kept)
-        return len(self._queue) < QUEUE_LIMIT
+
+    def _drop(self, count: int, keep: Callable[[list[tuple[float, Event]]], list[tuple[float, Event]]]) -> int:
+        """Replace the ``count`` oldest events with those that ``keep`` returns; return how many were dropped."""
+        old = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+        kept = keep(old)
+        self._queue.extendleft(reversed(kept))
+        dropped = len(old) - len(kept)
+        self._dropped += dropped
+        return dropped
 
     def flush(self) -> None:
         """Send what is queued, in order.
@@ -81,10 +97,10 @@ class Sink:
             self.urgent = False
             with self._take_lock:
                 queued = [self._queue.popleft() for _ in range(len(self._queue))]
+                dropped, self._dropped, self._full = self._dropped, 0, False
             batch = [self._within_bounds(stamp, event) for stamp, event in queued]
-            if self._dropped:
-                batch.append(Stamped(steady_time.now(), DroppedEvent(self._dropped)))
-                self._dropped = 0
+            if dropped:
+                batch.append(Stamped(steady_time.now(), DroppedEvent(dropped)))
             if batch:
                 self.channel.send_bytes(self._encode(batch))
 
@@ -160,6 +176,17 @@ def thin(items: Iterable[T], key: Callable[[T], Hashable | None]) -> list[T]:
         if name is not None:
             odd.add(name)
         kept.append(item)
+    return kept
+
+
+def _without_oldest(queued: list[tuple[float, Event]], count: int) -> list[tuple[float, Event]]:
+    """Return the events without the ``count`` oldest ones that may be dropped."""
+    kept = []
+    for each in queued:
+        if count > 0 and each[1].droppable:
+            count -= 1
+        else:
+            kept.append(each)
     return kept
 
 

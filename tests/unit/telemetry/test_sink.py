@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
+
+import pytest
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.telemetry import (
     Channel,
+    CheckpointEvent,
     DroppedEvent,
     Event,
     LogEvent,
@@ -16,7 +20,8 @@ from notebook_accelerate.telemetry import (
     current_sink,
     install_sink,
 )
-from notebook_accelerate.telemetry.sink import QUEUE_LIMIT
+from notebook_accelerate.telemetry import sink as sink_module
+from notebook_accelerate.telemetry.sink import QUEUE_LIMIT, drop_key
 
 
 def _take(kernel: Channel, least: int) -> list[Event]:
@@ -96,3 +101,31 @@ def test_numbers_of_steps_are_not_urgent_and_lines_are(pair: tuple[Channel, Sink
     assert sink.urgent
     sink.flush()
     assert not sink.urgent
+
+
+@pytest.mark.parametrize(
+    ("kept", "names"), [(QUEUE_LIMIT // 2, 1), (0, QUEUE_LIMIT), (QUEUE_LIMIT, 1)], ids=["kept", "names", "only kept"]
+)
+def test_a_queue_that_thinning_cannot_shorten_drops_the_oldest_at_little_cost(
+    pair: tuple[Channel, Sink], monkeypatch: pytest.MonkeyPatch, kept: int, names: int
+) -> None:
+    _, sink = pair
+    looks = 0
+
+    def counted(event: Event) -> Hashable | None:
+        nonlocal looks
+        looks += 1
+        return drop_key(event)
+
+    monkeypatch.setattr(sink_module, "drop_key", counted)
+    for number in range(kept):
+        sink.emit(CheckpointEvent(str(number), 1.0))
+    for step in range(2 * QUEUE_LIMIT):
+        sink.emit(MetricEvent({f"loss{step % names}": 1.0}, step))
+    assert looks < 20 * QUEUE_LIMIT, "not for each event"
+    assert len(sink._queue) + sink._dropped == kept + 2 * QUEUE_LIMIT
+    assert sum(isinstance(event, CheckpointEvent) for _, event in sink._queue) == kept
+    if kept < QUEUE_LIMIT:
+        last = sink._queue[-1][1]
+        assert isinstance(last, MetricEvent)
+        assert last.step == 2 * QUEUE_LIMIT - 1, "the newest stays"
