@@ -257,7 +257,7 @@ class JournalContents:
                 self._add(points, waiting)
                 self._take_run_event(record, row[3])
             else:
-                self._note(record)
+                self.note(record)
                 waiting.append(record)
         self._add(points, waiting)
 
@@ -292,7 +292,8 @@ class JournalContents:
         self.known = self.run_events
         return True
 
-    def _note(self, record: Record) -> None:
+    def note(self, record: Record) -> None:
+        """Keep an event of a rank, other than metrics and output, in place of the one before it."""
         event = record.event
         kind = type(event)
         if kind in (MetricEvent, AutomaticMetricEvent, LogEvent):
@@ -440,11 +441,16 @@ def feed(contents: JournalContents, data: bytes | memoryview, path: Path) -> Non
         raise BrokenRunError(f"{path} is damaged: {describe_error(error)}") from error
 
 
-def thinned_frames(contents: JournalContents) -> list[bytes]:
-    """Return the frames of a journal with a bounded part of the curves and the output of ``contents``."""
+def thinned_frames(contents: JournalContents, run_events: int | None = None) -> list[bytes]:
+    """Return the frames of a journal with a bounded part of the curves and the output of ``contents``.
+
+    Args:
+        contents: The contents.
+        run_events: How many of the events of the run itself to take; None: all.
+    """
     journal = contents.journal
     frames = [journal_format.encode_frame(section) for section in (contents.header, *contents.sections.values())]
-    rows = [journal_format.row_of(record) for record in journal.records]
+    rows = [journal_format.row_of(record) for record in journal.records[:run_events]]
     for row in rows:
         if row[0] == "RankReturned" and (stored := contents.stored.get(row[3]["rank"])) is not None:
             row[3]["stored"] = stored

@@ -17,11 +17,10 @@ from notebook_accelerate.launch.detached.run_directory import is_gone
 from notebook_accelerate.launch.kept import journal_format, run_folder
 from notebook_accelerate.launch.kept.journal_file import (
     JOURNAL_NAME,
-    KEPT_LOG_BYTES,
+    JournalContents,
     JournalFile,
     distinguishing,
-    last_lines,
-    points_frames,
+    thinned_frames,
     write_file,
 )
 from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, SavingChanged, WarningAdded
@@ -37,12 +36,12 @@ from notebook_accelerate.telemetry import (
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
 from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.sink import drop_key, thin
+from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.launch.state.journal import Journal
     from notebook_accelerate.launch.state.rank_result import RankResult
-    from notebook_accelerate.telemetry.store import Record
 
 PERIOD = 0.5
 """Seconds between two writes: what is missing of a run whose kernel is killed, beside the write itself."""
@@ -95,6 +94,7 @@ class RunWriter:
         self.folder, self._header, self._journal = folder, header, journal
         self._detached, self._patient_until = detached, float("inf") if detached else 0.0
         self.file = folder / JOURNAL_NAME
+        self._contents = JournalContents(journal=journal, header=header)
         self._file = JournalFile(self.file)
         self._file.append(journal_format.encode_frame(header))
         self._lock = threading.Lock()
@@ -209,7 +209,7 @@ class RunWriter:
                     dropped, self._dropped, self._results = self._dropped, {}, {}
                     return records, dropped, self._run_events
             for rank, result in new.items():  # before the events that name their files; a full disk may end this
-                self._stored[id(result)] = self._store_result(rank, result)
+                self._stored[id(result)] = self._contents.stored[rank] = self._store_result(rank, result)
 
     def _restore(self) -> None:
         """Write the journal again from memory, because another process has deleted the file.
@@ -217,18 +217,22 @@ class RunWriter:
         Raises:
             OSError: It cannot be written; its folder was deleted, too, or the disk is full.
         """
-        _, dropped, count = self._take_waiting()
-        self._unwritten.clear()
-        self._code_written = bool(self._code)
-        sections = [self._header, *([self._code] if self._code else [])]
-        frames = [journal_format.encode_frame(section) for section in sections]
-        frames += journal_format.encode_rows(map(self._row_of, self._journal.records[:count]))
-        frames += points_frames(self._journal)
-        frames += journal_format.encode_records(last_lines(self._journal, KEPT_LOG_BYTES))
+        records, dropped, count = self._take_waiting()
+        for record in records:
+            self._note(record)
+        if self._code:
+            self._contents.sections["code"] = self._code
+        frames = thinned_frames(self._contents, count)
         with self._lock:
             for rank, lost in dropped.items():
                 self._dropped[rank] = self._dropped.get(rank, 0) + lost
         self._file.replace(frames)
+        self._unwritten.clear()
+        self._code_written = bool(self._contents.sections)
+
+    def _note(self, record: Record) -> None:
+        if not isinstance(record.event, RunEvent):
+            self._contents.note(record)
 
     def _row_of(self, record: Record) -> list[Any]:
         row = journal_format.row_of(record)
@@ -238,9 +242,11 @@ class RunWriter:
 
     def _encode_waiting(self) -> None:
         records, dropped, _ = self._take_waiting()
-        rows = [self._row_of(record) for record in _worth_keeping(records)]
         now = records[-1].time if records else 0.0
-        rows += [[DroppedEvent.__name__, rank, now, {"count": count}] for rank, count in dropped.items()]
+        kept = _worth_keeping(records) + [Record(rank, now, DroppedEvent(count)) for rank, count in dropped.items()]
+        for record in kept:
+            self._note(record)
+        rows = [self._row_of(record) for record in kept]
         self._unwritten += journal_format.encode_rows(rows)
         if self._code and not self._code_written:
             self._unwritten.append(journal_format.encode_frame(self._code))

@@ -36,9 +36,11 @@ from notebook_accelerate.telemetry import (
     CheckpointEvent,
     DroppedEvent,
     EpochEvent,
+    Event,
     LogEvent,
     MetricEvent,
     ProgressEvent,
+    TraceEvent,
 )
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
@@ -367,3 +369,18 @@ def test_a_day_of_metrics_as_written(tmp_path: Path) -> None:
     assert largest < (64 << 20) + run_writer._WRITE_BYTES
     opened = open_run(tmp_path)
     assert opened.metrics["train/loss"].steps[[0, -1]].tolist() == [0, _METRICS - 1]
+
+
+def test_a_journal_that_was_deleted_is_written_anew_with_the_events_of_ranks(tmp_path: Path) -> None:
+    journal = Journal()
+    writer = _writer(tmp_path, journal)
+    first = [CheckpointEvent("/made", START), TraceEvent("/trace.json", 5), EpochEvent(1)]
+    then: list[Event] = [ProgressEvent(3, 9), CheckpointEvent("/later", START)]
+    journal.add([Record(0, START + 1, event) for event in first])
+    writer._write(last=False)
+    writer.file.unlink()
+    journal.add([Record(0, START + 2, event) for event in then])
+    writer._write(last=False)
+    found = read_journal(writer.file)
+    assert [record.event for record in found.latest.values()] == [*first, *then]
+    assert [each.path for each in found.journal.store.checkpoints] == ["/made", "/later"]
