@@ -26,6 +26,7 @@ MARIMO_READY := $(MARIMO_VENV)/.ready
 CUDA_VENV := .venv-cuda
 CUDA_READY := $(CUDA_VENV)/.ready
 PYTHON_cuda := 3.12
+GPU_DAY_WHEELS := .build/gpu-day-wheels
 MEGATRON_VENV := .venv-megatron
 MEGATRON_READY := $(MEGATRON_VENV)/.ready
 DEEPSPEED_VENV := .venv-deepspeed
@@ -58,7 +59,7 @@ PORTED := $(sort $(wildcard examples/ported/*.ipynb))
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo examples examples-own examples-ported examples-record test test-integrations test-notebook test-colab test-kaggle test-marimo test-kernels test-browser test-gpu test-cuda client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-tpu test-docs test-matrix test-nightly soak lint docs dist bench bench-quick bench-record pictures lab clean
+.PHONY: help setup demo examples examples-own examples-ported examples-record test test-integrations test-notebook test-colab test-kaggle test-marimo test-kernels test-browser test-gpu test-gpu-day gpu-day-wheels test-cuda client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-tpu test-docs test-matrix test-nightly soak lint docs dist bench bench-quick bench-record pictures lab clean
 
 help:
 	@echo "make demo           execute the quickstart in a real Jupyter kernel: it trains in two worker processes"
@@ -78,6 +79,8 @@ help:
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device, and a table of what they measured"
 	@echo "                    PY=... SETUP=: an environment of your own; DRY=yes: all of it on the CPU, to try the tests"
+	@echo "make test-gpu-day   what fits into nine minutes on a machine with one GPU; DRY=yes: on the CPU"
+	@echo "make gpu-day-wheels the packages for such a machine without a network: tests/gpu/day/run.sh installs them"
 	@echo "make test-cuda      torch's build for CUDA with libraries in the place of the driver: what starts it, what is planned for"
 	@echo "                    which GPUs; needs no GPU, an environment of 5 GB, Python 3.12"
 	@echo "make test-parity    behaviour, random programs, checkpoints, losses and weights against the real Accelerate; in an environment of its own"
@@ -327,6 +330,15 @@ test-browser: $(BROWSER_READY)
 
 test-gpu: $(SETUP)
 	$(if $(DRY),TEST_GPU=dry) $(PY) -m pytest -m gpu -rs $(if $(DRY),tests/gpu,tests)
+
+test-gpu-day: $(SETUP)
+	$(if $(DRY),TEST_GPU=dry) OMP_NUM_THREADS=$(if $(DRY),1,4) $(PY) -m tests.gpu.day
+
+gpu-day-wheels:
+	mkdir -p $(GPU_DAY_WHEELS)
+	$(PYTHON) -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: --dest $(GPU_DAY_WHEELS) \
+		--python-version 3.12 --implementation cp $(foreach tag,2_28 2_27 2_24 2_17,--platform manylinux_$(tag)_x86_64) \
+		--platform manylinux2014_x86_64 --platform manylinux1_x86_64 -r requirements/gpu-day.txt
 
 test-cuda: $(CUDA_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(CUDA_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-cuda tests/cuda
