@@ -17,6 +17,7 @@ from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
 from notebook_accelerate.launch.run_display import load
+from notebook_accelerate.telemetry.error_text import attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,10 +77,12 @@ class _Entry:
             error = failure.exception
             while error is not None and id(error) not in errors:
                 errors[id(error)] = error
-                error = error.__cause__ or error.__context__
-        for error in errors.values():
-            traceback.clear_frames(error.__traceback__)
-        return any(error.__traceback__ is not None for error in errors.values())
+                cause = attribute(error, "__cause__")
+                error = attribute(error, "__context__") if cause is None else cause
+        tracebacks = [found for error in errors.values() if (found := attribute(error, "__traceback__")) is not None]
+        for found in tracebacks:
+            traceback.clear_frames(found)
+        return bool(tracebacks)
 
     def current(self) -> Run:
         """Return the run, or what is kept of it if the user no longer refers to it."""
@@ -250,7 +253,7 @@ def shutdown(all: bool = False) -> None:
 
 
 def release_held() -> None:
-    """Release what failed runs keep for inspection, ranks and variables of frames: a new launch needs the memory."""
+    """Release the ranks and frame variables that failed runs keep for inspection: a new launch needs the memory."""
     for run in _living():
         if run.held:
             run.stop(grace=1.0)

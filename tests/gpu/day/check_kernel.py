@@ -91,4 +91,4 @@ def test_a_tensor_of_the_kernels_device_is_an_argument(kernel: Kernel) -> None:
     )
     cell = kernel.run(code, timeout=120).expect_ok()
     assert gpu.DRY or "zygote" in cell.stdout
-    assert kernel.value("run.results[0]") == ("cpu" if gpu.DRY else "cuda:0", 10.0)
+    assert kernel.value("run.results[0]") == ["cpu" if gpu.DRY else "cuda:0", 10.0]

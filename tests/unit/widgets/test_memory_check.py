@@ -142,7 +142,7 @@ def test_offloaded_tensors_use_main_memory_that_ranks_share() -> None:
 
 def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
-    monkeypatch.setattr("notebook_accelerate.widgets.memory_check.nvml.gpus", lambda: [gpu, gpu])  # without GPUs
+    monkeypatch.setattr("notebook_accelerate.widgets.memory_check.nvml.visible_gpu", lambda _rank: gpu)  # without GPUs
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))
