@@ -104,9 +104,12 @@ def _check_writers(folder: Path, found: os.stat_result) -> None:
     """Check that nobody but its owner can replace the entries of a folder that others own."""
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    by_group = found.st_mode & 0o020 and (_has_access_list(folder) or not _is_private_group(found.st_gid))
-    if (by_group or found.st_mode & 0o002) and not found.st_mode & stat.S_ISVTX:
+    if found.st_mode & stat.S_ISVTX:
+        return
+    if found.st_mode & 0o002:
         raise ForeignFileError(f"others can replace what is in {folder}: chmod go-w {folder}")
+    if found.st_mode & 0o020 and (_has_access_list(folder) or not _is_private_group(found.st_gid)):
+        raise ForeignFileError(f"others can replace what is in {folder}, as its group can: chmod g-w {folder}")
 
 
 def _is_trusted(owner: int, *, shared: bool) -> bool:
@@ -138,13 +141,25 @@ def _has_access_list(folder: Path) -> bool:
 
 
 def _is_private_group(number: int) -> bool:
-    """Whether a group has no member but the user and root, as the groups that many systems make for each user."""
-    known = {os.getuid(), 0}
-    with suppress(KeyError, OSError):
-        members = grp.getgrgid(number).gr_mem
-        others = {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == number or entry.pw_name in members}
-        return others <= known and all(_uid_of(name) in known for name in members)
-    return number == os.getgid() == os.getuid()
+    """Whether a group is the one that many systems make for each user, with no member but the user and root.
+
+    A group does not list the users whose first group it is, and the users of a directory such as LDAP cannot be listed
+    everywhere, so any other group counts as shared, whatever members it has here.
+    """
+    user = os.getuid()
+    try:
+        group = grp.getgrgid(number)
+    except KeyError:  # as in a container that runs as any number
+        return number == os.getgid() == user
+    is_users = (number == 0) if user == 0 else _name_of(user) == group.gr_name
+    return is_users and all(_uid_of(name) in (user, 0) for name in group.gr_mem)
+
+
+def _name_of(number: int) -> str | None:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return None
 
 
 def _uid_of(name: str) -> int | None:
@@ -155,9 +170,8 @@ def _uid_of(name: str) -> int | None:
 
 
 def _user_name(number: int) -> str:
-    with suppress(KeyError, OSError):
-        return f"the user {pwd.getpwuid(number).pw_name}"
-    return f"user {number}"
+    name = _name_of(number)
+    return f"user {number}" if name is None else f"the user {name}"
 
 
 # ---- files

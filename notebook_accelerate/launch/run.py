@@ -442,7 +442,8 @@ class Run(RunDebugging, RunDisplay):
     def delete(self) -> None:
         """Delete the journal and the results of a kept run that has ended, and its folder if that is empty then.
 
-        Other files in the folder, such as those that the function saved there, stay.
+        Other files in the folder, such as those that the function saved there, stay. So does a folder that was not
+        created for the run, or that has been renamed.
 
         Raises:
             RunNotFinishedError: The run has not ended, or its ranks are held.

@@ -38,4 +38,13 @@ def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
     return text if len(text) <= limit else text[:limit] + " …"
 
 
-__all__ = ["attribute", "class_name", "describe_error"]
+def exit_code(error: BaseException | None) -> str:
+    """Return the repr of the code of a ``SystemExit``, which may be any object of the user."""
+    code = attribute(error, "code", SystemExit)
+    try:
+        return repr(code)
+    except BaseException:  # noqa: BLE001 - the user's class, which may exit
+        return f"<{type(code).__name__}>"
+
+
+__all__ = ["attribute", "class_name", "describe_error", "exit_code"]

@@ -386,8 +386,8 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
 
 def _unpicklable_name(value: Any) -> str:
     """Return the variable of the user that makes a function and its arguments unpicklable; "" if it is not found."""
-    function = value[0] if isinstance(value, tuple) and value else None
-    if not isinstance(function, FunctionType):
+    function = value[0] if type(value) is tuple and value else None
+    if type(function) is not FunctionType:  # isinstance would ask the class, which may fail
         return ""
     with suppress(Exception):  # values of the user
         used = inspect.getclosurevars(function)

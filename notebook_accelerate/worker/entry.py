@@ -262,7 +262,7 @@ def end_child(error: BaseException | None) -> NoReturn:
     try:
         if issubclass(type(error), SystemExit):
             given = attribute(error, "code", SystemExit)
-            code = given if isinstance(given, int) else int(given is not None)
+            code = given if issubclass(type(given), int) else int(given is not None)
         elif error is not None:
             code = 1
             traceback.print_exception(error)

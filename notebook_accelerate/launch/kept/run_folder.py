@@ -44,7 +44,7 @@ def create_folder(parent: str | os.PathLike[str], name: str, created: float) -> 
     Raises:
         LaunchError: The folder cannot be created.
     """
-    stem = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(created))}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:100]}"
+    stem = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(created))}-{_name_in_path(name)}"
     base = given_folder(parent)
     try:
         base.mkdir(parents=True, exist_ok=True)
@@ -60,6 +60,15 @@ def create_folder(parent: str | os.PathLike[str], name: str, created: float) -> 
             f"the run cannot be kept in {base}: {error.strerror or error}; pass another folder: save='runs'"
         ) from error
     raise LaunchError(f"the run cannot be kept in {base}: it has too many folders named {stem}")
+
+
+def _name_in_path(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:100]
+
+
+def _is_made_for(folder: Path, name: str) -> bool:
+    """Whether a folder's name is one that `create_folder` gives a run of this name, in any time zone."""
+    return re.fullmatch(rf"[0-9]{{8}}-[0-9]{{6}}-{re.escape(_name_in_path(name))}(-[0-9]+)?", folder.name) is not None
 
 
 def given_folder(path: str | os.PathLike[str]) -> Path:
@@ -226,7 +235,7 @@ def result_name(rank: int) -> str:
 
 
 def delete(journal: Path, name: str, started: float, *, lost: bool) -> None:
-    """Delete the files of a run that has ended, and their folder if no other file is in it.
+    """Delete the files of an ended run, and the folder that was created for it if no other file is in it.
 
     Args:
         journal: The file of its journal.
@@ -247,8 +256,10 @@ def delete(journal: Path, name: str, started: float, *, lost: bool) -> None:
     for file in [*files, journal]:  # the journal last: without it the rest of the run could not be found again
         file.with_name(f"{file.name}.new").unlink(missing_ok=True)  # a write that was interrupted
         file.unlink(missing_ok=True)
-    with suppress(OSError):  # other files are in it
-        folder.resolve().rmdir()
+    folder = folder.resolve()
+    if _is_made_for(folder, name):  # otherwise it is the user's, with a copy of the journal
+        with suppress(OSError):  # other files are in it
+            folder.rmdir()
 
 
 def _is_summary_of(folder: Path, name: str, started: float) -> bool:

@@ -30,7 +30,7 @@ from notebook_accelerate.launch.state.run_events import (
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, steady_time, tracebacks
 from notebook_accelerate.telemetry.automatic_metrics import sampler
-from notebook_accelerate.telemetry.error_text import attribute
+from notebook_accelerate.telemetry.error_text import attribute, exit_code
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.worker import state_resets
 
@@ -159,10 +159,18 @@ def execute(context: InlineContext, function: Callable[..., Any], arguments: tup
         _end(context, error_messages.stopped(context.id, journal.state.started))
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own, kept in the run
-        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if not _is_clean_exit(error):
             _fail(context, error)
             return
     _end(context, RunEnded("succeeded"))
+
+
+def _is_clean_exit(error: BaseException) -> bool:
+    """Whether an exception ends a process with status 0; isinstance and "==" would run code of the user's classes."""
+    if not issubclass(type(error), SystemExit):
+        return False
+    code = attribute(error, "code", SystemExit)
+    return code is None or (type(code) in (int, bool) and code == 0)
 
 
 @deferred_interrupts()
@@ -191,7 +199,7 @@ def _fail(context: InlineContext, error: BaseException) -> None:
     kind = "exit" if is_exit else "exception"
     message = f"{chain[-1].type}: {chain[-1].message}".rstrip(": ")
     if is_exit:
-        message = f"the function called sys.exit({attribute(error, 'code', SystemExit)!r})"
+        message = f"the function called sys.exit({exit_code(error)})"
     failure = RankFailure(0, kind, steady_time.now(), message, chain, error)
     context.journal.append(RankFailed(failure))
     context.journal.append(RankExited(0, "failed", ""))

@@ -14,7 +14,7 @@ from notebook_accelerate.errors import NotebookAccelerateError
 from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import FailureEvent, RankFailure, steady_time, tracebacks
 from notebook_accelerate.telemetry.cell_sources import is_cell
-from notebook_accelerate.telemetry.error_text import attribute, describe_error
+from notebook_accelerate.telemetry.error_text import describe_error, exit_code
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.sampler import machine_memory
 
@@ -75,7 +75,7 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
     message = f"{last.type}: {last.message}".rstrip(": ")
     if event.kind == "exit":
         is_exit = exception is not None and issubclass(type(exception), SystemExit)
-        code = repr(attribute(exception, "code", SystemExit)) if is_exit else last.message
+        code = exit_code(exception) if is_exit else last.message
         message = f"the function called sys.exit({code})"
     if note:
         message += f"  ({note})"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import time
 from pathlib import Path
 
@@ -50,6 +52,54 @@ def test_in_a_container_without_root_its_folders_are_trusted(tmp_path: Path, mon
     assert guarded_files._is_trusted(NOBODY, shared=False)
     assert not guarded_files._is_trusted(NOBODY, shared=True)
     assert not guarded_files._is_trusted(NOBODY - 1, shared=False)
+
+
+_USERS = {0: "root", 1000: "ada", 1001: "grace", 5000: None}
+_GROUPS: dict[int, tuple[str, list[str]]] = {
+    0: ("root", []),
+    50: ("staff", ["grace"]),
+    100: ("users", []),  # the first group of all users of a directory, which neither grp nor pwd list
+    1000: ("students", []),
+    2000: ("ada", []),
+    2001: ("ada", ["ada", "root"]),
+    2002: ("ada", ["grace"]),
+    2003: ("ada", ["unknown"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("user", "private"),
+    [(0, {0}), (1000, {2000, 2001}), (1001, set()), (5000, {5000})],
+)
+def test_only_the_group_of_the_users_name_is_private(
+    monkeypatch: pytest.MonkeyPatch, user: int, private: set[int]
+) -> None:
+    """Members of other groups cannot be listed: a user of LDAP may have any group as the first one."""
+
+    def user_of(key: int | str) -> pwd.struct_passwd:
+        numbers = [number for number, name in _USERS.items() if name is not None and key in (number, name)]
+        return pwd.struct_passwd((_USERS[numbers[0]], "x", numbers[0], 100, "", "/", "/bin/sh")) if numbers else {}[key]
+
+    def group_of(number: int) -> grp.struct_group:
+        name, members = _GROUPS[number]
+        return grp.struct_group((name, "x", number, members))
+
+    monkeypatch.setattr(pwd, "getpwuid", user_of)
+    monkeypatch.setattr(pwd, "getpwnam", user_of)
+    monkeypatch.setattr(pwd, "getpwall", lambda: pytest.fail("it takes minutes with a large directory"))
+    monkeypatch.setattr(grp, "getgrgid", group_of)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    monkeypatch.setattr(os, "getgid", lambda: user)
+    assert {number for number in (*_GROUPS, 5000, 5001) if guarded_files._is_private_group(number)} == private
+
+
+@as_root
+@pytest.mark.parametrize("group", [50, 100, 54_321])
+def test_a_folder_that_another_group_can_write_to_is_not_the_users(tmp_path: Path, group: int) -> None:
+    tmp_path.chmod(0o770)
+    os.chown(tmp_path, -1, group)
+    with pytest.raises(guarded_files.ForeignFileError, match=f"others can replace what is in {tmp_path}, .* chmod g-w"):
+        guarded_files.check_folder(tmp_path)
 
 
 @as_root

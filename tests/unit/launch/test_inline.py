@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -71,6 +71,49 @@ def test_system_exit_is_the_functions_not_the_kernels(code: Any, status: str) ->
     else:
         run = notebook_launcher(sys.exit, (code,))
         assert (run.status, run.results) == ("succeeded", (None,))
+
+
+class _Odd:
+    """A value that cannot be asked for anything."""
+
+    @property
+    def __class__(self) -> Any:
+        raise KeyError("class")
+
+    def __eq__(self, other: object) -> bool:
+        raise KeyError("equality")
+
+    def __repr__(self) -> str:
+        raise KeyError("repr")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _OddError(Exception):
+    @property
+    def __class__(self) -> Any:
+        raise KeyError("class")
+
+
+@pytest.mark.parametrize(
+    ("make", "headline"),
+    [
+        (lambda: _OddError("reason"), "_OddError: reason"),
+        (lambda: SystemExit(_Odd()), r"the function called sys\.exit\(<_Odd>\)"),
+    ],
+    ids=["class", "code"],
+)
+def test_odd_classes_do_not_hide_the_error_of_the_function(make: Callable[[], BaseException], headline: str) -> None:
+    error = make()
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(WorkerError, match=headline) as caught:
+        notebook_launcher(fail)
+    assert caught.value.__cause__ is error
+    assert caught.value.run is not None
+    assert caught.value.run.status == "failed"
 
 
 def test_an_interrupt_is_a_keyboard_interrupt_with_the_run() -> None:

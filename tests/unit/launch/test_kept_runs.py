@@ -454,6 +454,23 @@ def test_a_journal_elsewhere_is_deleted_alone(tmp_path: Path, name: str) -> None
     )
 
 
+def test_a_folder_that_was_not_created_for_the_run_stays(tmp_path: Path) -> None:
+    run = notebook_launcher(int, (), save=tmp_path / "runs", name="a-b.c", **OPTIONS)
+    again = notebook_launcher(int, (), save=tmp_path / "runs", name="a-b.c", **OPTIONS)
+    assert run.folder is not None
+    assert again.folder is not None
+    for name in ("downloads", "20260101-000000", f"{run.folder.name}x", f"{again.folder.name}-copy"):
+        mine = tmp_path / name
+        mine.mkdir()
+        shutil.copy(run.folder / JOURNAL_NAME, mine / JOURNAL_NAME)
+        open_run(mine).delete()
+        assert list(mine.iterdir()) == []
+    numbered = again.folder.rename(tmp_path / f"20260101-000000{run.folder.name[15:]}-2")  # from another time zone
+    for each in (run.folder, numbered):
+        open_run(each).delete()
+        assert not each.exists()
+
+
 def test_a_run_behind_a_link_is_deleted(tmp_path: Path) -> None:
     run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
     assert run.folder is not None

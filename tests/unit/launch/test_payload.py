@@ -219,3 +219,17 @@ def test_sources_of_cells_travel() -> None:
         assert cell_sources()[name] == "a = 1\nb = 2\n"
     finally:
         linecache.cache.pop(name)
+
+
+def test_a_value_whose_class_raises_is_refused_as_any_other() -> None:
+    class Odd:
+        @property
+        def __class__(self) -> Any:
+            raise KeyError("class")
+
+        def __reduce__(self) -> Any:
+            raise TypeError("the reason")
+
+    for value in (Odd(), (Odd(), ())):
+        with pytest.raises(SerializationError, match="the value cannot be pickled"):
+            dump(value, "the value")

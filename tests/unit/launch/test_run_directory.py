@@ -199,10 +199,10 @@ def test_others_may_not_replace_a_folder_on_the_way(tmp_path: Path, shared: Path
 
 
 def test_a_group_with_the_user_only_may_write(shared: Path) -> None:
-    """As home folders in images of Jupyter, and in systems that give each user a group."""
+    """As in systems that give each user a group."""
     shared.chmod(0o770)
     os.chown(shared, -1, 54_321)  # no group has this number
-    with pytest.raises(LaunchError, match="others can replace what is in"):
+    with pytest.raises(LaunchError, match=rf"chmod g-w {shared}\. Fix its permissions, or set XDG_STATE_HOME"):
         run_directory.runs_folder()
     if os.getuid() == 0:
         os.chown(shared, -1, 0)
