@@ -63,6 +63,7 @@ _SECTIONS = frozenset({"code"})
 MAX_LATEST = 20_000
 """Events of ranks, other than metrics and output, that stay when a journal is thinned; the newest ones."""
 _MAX_NAME_CHARS = 1000
+_LAST_BYTES = 256
 _POINT_BYTES = 24
 _POINTS_PER_FRAME = 100_000
 
@@ -188,6 +189,7 @@ class JournalContents:
         work: What reading them took, which is limited to `MAX_WORK`.
         end: Bytes of the file that were read.
         identity: Device and inode of the file.
+        last: Its last bytes that were read: the inode of a file that was deleted may be given to the next one.
     """
 
     load_result: ResultLoader = field(default=lambda _rank, _stored: RankResult(int))
@@ -201,10 +203,12 @@ class JournalContents:
     work: int = 0
     end: int = 0
     identity: tuple[int, int] = (0, 0)
+    last: bytes = b""
 
     def same_file(self, stream: BinaryIO) -> bool:
         """Whether an open file is the one that was read."""
-        return _identity(stream) == self.identity
+        found = os.pread(stream.fileno(), len(self.last), self.end - len(self.last))  # fewer after an error of the disk
+        return _identity(stream) == self.identity and self.last.startswith(found)
 
     def feed(self, data: bytes | memoryview) -> None:
         """Add the complete frames of bytes that follow those of the calls before.
@@ -215,6 +219,7 @@ class JournalContents:
         start = self.end
         for frame, end in journal_format.read_frames(data):
             self.end = start + end
+            self.last = bytes(data[max(0, end - _LAST_BYTES) : end])
             self._take(frame)
 
     def _take(self, frame: Frame) -> None:

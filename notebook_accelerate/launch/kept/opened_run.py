@@ -350,7 +350,7 @@ def _read_on(contents: JournalContents, file: Path) -> None:
             return
     again = read_journal(file, contents.load_result)
     _add_news(contents, again)
-    contents.end, contents.identity = again.end, again.identity
+    contents.end, contents.identity, contents.last = again.end, again.identity, again.last
     contents.run_events, contents.latest = again.run_events, again.latest
     contents.known = max(contents.known, again.run_events)
     contents.stored.update(again.stored)

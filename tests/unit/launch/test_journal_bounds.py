@@ -384,3 +384,20 @@ def test_a_journal_that_was_deleted_is_written_anew_with_the_events_of_ranks(tmp
     found = read_journal(writer.file)
     assert [record.event for record in found.latest.values()] == [*first, *then]
     assert [each.path for each in found.journal.store.checkpoints] == ["/made", "/later"]
+
+
+def test_a_new_journal_with_the_inode_of_the_deleted_one_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_file, "_identity", lambda _: (1, 1))
+    journal = Journal()
+    writer = _writer(tmp_path, journal)
+    journal.add([Record(0, START + step, MetricEvent({"loss": 1.0}, step)) for step in range(100)])
+    writer._write(last=False)
+    contents = read_journal(writer.file)
+    writer.file.unlink()
+    journal.add([Record(0, START + step, MetricEvent({"loss": 1.0}, step)) for step in range(100, 1000)])
+    writer._write(last=False)
+    assert writer.file.stat().st_size > contents.end
+    opened_run._read_on(contents, writer.file)
+    assert contents.journal.store.last_step[0] == 999
