@@ -22,6 +22,8 @@ from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 _NOT_CARRIED = ("lock", "stream")
 """Attributes of handlers that belong to one process."""
 _STREAMS = ("stdout", "stderr")
+_MAX_HANDLER_BYTES = 1 << 20
+"""Larger handlers, such as those that keep records in memory, are sent without their own attributes."""
 
 
 @dataclass
@@ -33,7 +35,7 @@ class LoggerSettings:
         propagate: Whether its records reach the loggers above it.
         disabled: Whether it drops its records.
         handlers: Its handlers, each pickled.
-        imported: Whether it has the name of a module that the kernel has imported, which may set it up itself.
+        imported: Whether it has the name of a module that the kernel has imported, which may add its handlers itself.
     """
 
     level: int
@@ -81,15 +83,23 @@ def _logger_settings(name: str, logger: logging.Logger) -> LoggerSettings:
         logger.level,
         bool(logger.propagate),
         logger.disabled,
-        [_pickled_handler(handler) for handler in logger.handlers if _writes(handler)],
+        [_pickled_or_plain(handler) for handler in logger.handlers if _writes(handler)],
         name.partition(".")[0] in sys.modules,
     )
 
 
 def _writes(handler: logging.Handler) -> bool:
     """Return whether someone can read what a handler writes in a rank; the text of a StringIO is the rank's own."""
-    stream = vars(handler).get("stream")
+    stream = getattr(handler, "__dict__", {}).get("stream")
     return type(handler) is not logging.NullHandler and (not isinstance(stream, StringIO) or bool(_stream_name(stream)))
+
+
+def _pickled_or_plain(handler: logging.Handler) -> bytes:
+    try:
+        return _pickled_handler(handler)
+    except Exception:  # noqa: BLE001 - handlers and streams of the user, which may lack the usual attributes
+        plain: dict[str, Any] = {"_name": None, "level": logging.NOTSET, "formatter": None, "filters": []}
+        return dump_bytes((logging.StreamHandler, plain, "stderr"), "a logging handler", "launch")
 
 
 def _pickled_handler(handler: logging.Handler) -> bytes:
@@ -102,7 +112,9 @@ def _pickled_handler(handler: logging.Handler) -> bytes:
     choices += [(logging.StreamHandler, common, stream or "stderr"), (logging.StreamHandler, plain, stream or "stderr")]
     for choice in choices:
         with suppress(SerializationError):
-            return dump_bytes(choice, "a logging handler", "launch")
+            data = dump_bytes(choice, "a logging handler", "launch")
+            if len(data) <= _MAX_HANDLER_BYTES:
+                return data
     raise AssertionError("levels can be pickled")
 
 
@@ -111,8 +123,10 @@ def _stream_name(stream: Any) -> str:
     for name in _STREAMS:
         if stream is not None and (stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__")):
             return name
+    if not type(stream).__module__.startswith("ipykernel"):
+        return ""
     name = getattr(stream, "name", "")
-    return name if type(stream).__module__.startswith("ipykernel") and name in _STREAMS else ""
+    return name if name in _STREAMS else ""
 
 
 def _filters() -> list[tuple[str, str, bytes, str, int]]:
@@ -143,13 +157,14 @@ def apply(data: bytes) -> None:
     logging.captureWarnings(settings.warnings_logged)
     logging.disable(settings.disabled_level)
     for name, found in settings.loggers.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(found.level)
+        logger.propagate, logger.disabled = found.propagate, found.disabled
         if not name or not found.imported or name.partition(".")[0] in sys.modules:
-            _set_up(logging.getLogger(name), found)
+            _set_handlers(logger, found)
 
 
-def _set_up(logger: logging.Logger, found: LoggerSettings) -> None:
-    logger.setLevel(found.level)
-    logger.propagate, logger.disabled = found.propagate, found.disabled
+def _set_handlers(logger: logging.Logger, found: LoggerSettings) -> None:
     if logger is logging.root or not logger.handlers:
         logger.handlers[:] = [_handler(data) for data in found.handlers]
 

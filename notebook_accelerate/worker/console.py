@@ -58,9 +58,9 @@ def _redirect(streams: Mapping[str, Any]) -> None:
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             # A handler whose stream is a property, as logging's last resort, follows sys.stderr by itself.
-            stream: Any = vars(handler).get("stream")
+            stream: Any = getattr(handler, "__dict__", {}).get("stream")
             if kind is not None and type(stream) is kind:  # IPython would keep each line that is written to it
-                handler.stream = streams[stream.name]
+                handler.stream = streams.get(stream.name, streams["stderr"])
             elif id(stream) in old:
                 handler.stream = old[id(stream)]
 

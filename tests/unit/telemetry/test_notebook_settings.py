@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_filters_keep_their_order_and_their_patterns() -> None:
     assert _elsewhere(f"print({show})").strip() == repr(expected)
 
 
-def test_a_library_that_is_not_imported_sets_up_its_own_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_imported_keeps_its_level_and_adds_its_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "some_library", types.ModuleType("some_library"))
     logger = logging.getLogger("some_library.part")
     logger.handlers[:] = [logging.StreamHandler()]
@@ -64,7 +65,7 @@ def test_a_library_that_is_not_imported_sets_up_its_own_logger(monkeypatch: pyte
     show = "found = logging.getLogger('some_library.part'); print(len(found.handlers), found.level)"
     imported = "sys.modules['some_library'] = sys"
     try:
-        assert _elsewhere(show) == "0 0\n"
+        assert _elsewhere(show) == "0 40\n"
         assert _elsewhere(show, imported) == "1 40\n"
         own = f"{imported}; logging.getLogger('some_library.part').addHandler(logging.NullHandler())"
         assert _elsewhere(show, own) == "1 40\n"
@@ -84,6 +85,29 @@ def test_text_in_memory_is_not_written_and_open_files_are_shown(tmp_path: Path) 
     with (tmp_path / "log").open("w") as file:
         logging.root.handlers[:] = [logging.StreamHandler(io.StringIO()), logging.StreamHandler(file)]
         assert _elsewhere("logging.error('shown')") == "shown\n"
+
+
+def test_unusual_handlers_do_not_prevent_a_launch() -> None:
+    class Slotted:
+        __slots__ = ("level",)
+        level: int
+
+    detached = io.TextIOWrapper(io.BytesIO())
+    detached.detach()
+    handlers: list[Any] = [Slotted(), logging.StreamHandler(detached)]
+    logging.root.handlers[:] = handlers
+    try:
+        assert _elsewhere("logging.error('shown')") == "shown\nshown\n"
+    finally:
+        logging.root.handlers.clear()
+
+
+def test_records_in_memory_are_not_sent() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    vars(handler)["records"] = [str(number) for number in range(1 << 18)]
+    logging.root.handlers[:] = [handler]
+    assert len(notebook_settings.capture()) < 1 << 20
+    assert _elsewhere("logging.error('shown')") == "shown\n"
 
 
 def test_disabled_logging_and_warnings_in_the_log() -> None:
