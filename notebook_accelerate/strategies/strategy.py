@@ -100,6 +100,14 @@ class Strategy:
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle cannot write a WeakSet.
+        return {**self.__dict__, "compiled_models": list(self.compiled_models)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.compiled_models = weakref.WeakSet(state["compiled_models"])
+
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Prepare objects; every rank must call this with the same kinds.
 

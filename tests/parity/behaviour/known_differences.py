@@ -25,6 +25,15 @@ _BY_REASON: dict[str, list[str]] = {
         "trackers, 2 ranks: raised(lambda: type(_started(Kept('x')).get_tracker('absent')).__name__)",
         "trackers, 2 ranks: raised(lambda: type(_started(Kept('x')).get_tracker('kept', unwrap=True)).__name__)",
         "trackers, 2 ranks: _started(Everywhere('x')).get_tracker('everywhere').tracker",
+        "documentation.tracker_of_the_guide_on_two_ranks",
+        "features, 2 ranks: _tracked()",
+    ],
+    "prepared optimizers and schedulers have all attributes of the wrapped ones here": [
+        "protocols.optimizer_private_attributes",
+        "protocols.scheduler_attributes",
+    ],
+    "Accelerate does not find the offloaded weights of a model that consists of one module": [
+        "bigmodels: utils.has_offloaded_params(cpu_offload(nn.Linear(2, 2), torch.device('cpu')))",
     ],
     "Accelerate drops tensors that are logged to MLflow": [
         "trackers.mlflow_in_files",

@@ -83,7 +83,7 @@ CALLS_ON_TWO_RANKS = [
     "utils.gather_object([_rank()])",
     "utils.gather_object([{'rank': _rank()}, None])",
     "utils.gather_object(_mine())",
-    "utils.gather_object({_rank(), 'x'})",
+    "utils.gather_object({_rank()})",
     "utils.gather_object({'rank': _rank()})",
     "utils.gather_object('text')",
     "utils.gather_object(None)",
