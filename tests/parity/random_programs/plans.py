@@ -103,6 +103,11 @@ class Plan:
         return self.is_dispatched and self.is_stream and self.ranks > 1 and self.workers > 1
 
     @property
+    def has_different_numbers(self) -> bool:
+        """Whether the ranks' random numbers differ after a pass, because they draw for different numbers of samples."""
+        return self.ranks > 1 and not self.is_dispatched and not self.even_batches and self.draws_in_steps
+
+    @property
     def depends_on_epochs(self) -> bool:
         """Whether the order of a pass may be another one in each epoch."""
         return self.is_stream or self.draws_order or self.seedable
@@ -117,9 +122,10 @@ class Plan:
         """Whether the losses after resuming are those of the pass that was not interrupted.
 
         Gradients of an open window are not saved, nor is what a model counts for itself, nor the noise of the batch
-        that is read ahead.
+        that is read ahead. A window is open after a pass that was left early, or whose end does not close it.
         """
-        in_window = self.skipped % self.accumulation > 0 or ("leave" in self.phases and self.accumulation > 1)
+        stays_open = "leave" in self.phases or not self.sync_with_dataloader
+        in_window = self.skipped % self.accumulation > 0 or (stays_open and self.accumulation > 1)
         return not (in_window or self.evaluated_inside or self.dataset == "Noisy" or "Branches" in self.models)
 
     @property
@@ -249,6 +255,11 @@ APART = (
     Apart(
         "Accelerate fails on dispatched loaders without a batch",
         "start", lambda p: p.is_dispatched and p.drop_last and p.rows // p.batch_size < p.ranks,
+    ),
+    Apart(
+        "Accelerate with a seedable sampler divides orders of other samplers that ranks draw differently: samples are "
+        "read twice, others never",
+        "start", lambda p: p.seedable and p.order in ("weighted", "short") and p.has_different_numbers,
     ),
     Apart(
         "Accelerate gathers padding as results after skip_first_batches",

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
 
+from tests.parity.random_programs.plans import plan
 from tests.parity.random_programs.sides import Outcomes, compare, run_both
 from tests.parity.random_programs.writing import write
 from tests.support.nightly import rest_nightly
@@ -38,3 +40,11 @@ def test_a_random_program_behaves_as_on_accelerate(number: int, outcomes: tuple[
 def test_a_program_is_the_same_each_time() -> None:
     assert write(7) == write(7)
     assert write(7).text != write(10).text
+
+
+def test_losses_after_loading_are_not_compared_if_the_window_at_the_end_of_a_pass_stays_open() -> None:
+    chosen = plan(532)
+    assert chosen.accumulation > 1
+    assert not chosen.sync_with_dataloader
+    assert not chosen.has_same_losses
+    assert replace(chosen, sync_with_dataloader=True).has_same_losses
