@@ -29,7 +29,6 @@ from notebook_accelerate.collectives import (
 from notebook_accelerate.data_loader.mesh_ranks import data_parallel_rank
 from notebook_accelerate.data_loader.pass_order import draw_order
 from notebook_accelerate.data_loader.prepared_loader import NOTHING, PreparedDataLoader
-from notebook_accelerate.data_loader.samplers import index_source
 from notebook_accelerate.data_loader.stream_skipping import advance
 from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.telemetry import step_time
@@ -185,7 +184,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self.workers_seeded = True
         # With workers, or without a wrapper of the sampler, an order is drawn when the iterator is created.
-        is_late = not self.num_workers and self._index_sampler is not index_source(self)
+        is_late = not self.num_workers and getattr(self._index_sampler, "draws_late", False)
         if resumed is None and (is_late or not is_drawn):
             draw_order(self)
 

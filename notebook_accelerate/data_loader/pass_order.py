@@ -3,62 +3,237 @@
 from __future__ import annotations
 
 import itertools
+import random
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, innermost
+from notebook_accelerate.data_loader.samplers import (
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    get_sampler,
+    index_source,
+    innermost,
+)
+from notebook_accelerate.state import PartialState
+from notebook_accelerate.state.warn_once import warn_once
+
+_KNOWN = ("torch.utils.data.", "torchdata.", f"{__package__}.", "builtins")
+"""Modules whose samplers draw their order from torch's numbers or an attribute `generator`, if from any."""
 
 
 class PassOrder:
     """The random numbers behind the order of a loader's current pass; copies that skip batches share it.
 
     Attributes:
-        rng_state: State of the random numbers before the pass drew its order; None between passes.
-        resumed: That of an interrupted pass, whose order the next pass repeats; None: a new order.
+        numbers: Random numbers before the pass drew its order, as of `read_numbers`; None between passes.
+        last_read: Number of the item that was read last, and the item itself, if a class of the user decides the order.
+        resumed: The state of an interrupted pass, whose order the next pass repeats; None: a new order.
         exhausted: Whether the current pass has yielded its last batch.
         completed_epoch: Epoch of a resumed pass that had yielded its last batch: only a copy that skips all of its
             batches repeats it. None: there is none.
     """
 
     def __init__(self) -> None:
-        self.rng_state: torch.Tensor | None = None
-        self.resumed: torch.Tensor | None = None
+        self.numbers: Any = None
+        self.last_read: tuple[int, Any] | None = None
+        self.resumed: Any = None
         self.exhausted = False
         self.completed_epoch: int | None = None
 
+    def state(self) -> Any:
+        """Return plain data for `resumed`: the random numbers, and what shows whether the order is the same."""
+        return with_last_read(self.numbers, self.last_read)
+
+
+def is_own_order(source: Any) -> bool:
+    """Return whether a class of the user decides the order: it may draw from any random numbers.
+
+    Args:
+        source: A batch sampler or sampler, or a stack of BatchSamplerShard and SkipBatchSampler over one.
+    """
+    bottom = innermost(source)
+    parts = (bottom, getattr(bottom, "sampler", bottom))
+    return not all(f"{type(part).__module__}.".startswith(_KNOWN) for part in parts)
+
 
 def draws_order(dataloader: DataLoader[Any]) -> bool:
-    """Return whether a loader's order depends on random numbers that are not recorded elsewhere.
+    """Return whether a loader's order may depend on random numbers that are not recorded elsewhere.
 
     Args:
         dataloader: A loader.
 
     Returns:
-        False for iterable datasets, and for orders that are fixed or determined by a seed and an epoch.
+        False for iterable datasets, and for torch's samplers whose order is fixed or determined by a seed and an epoch.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return False
     sampler = get_sampler(dataloader)
-    return not isinstance(sampler, SequentialSampler | SeedableRandomSampler) and hasattr(sampler, "generator")
+    is_fixed = isinstance(sampler, SequentialSampler | SeedableRandomSampler) or not hasattr(sampler, "generator")
+    return not is_fixed or is_own_order(index_source(dataloader))
 
 
 def draw_order(dataloader: DataLoader[Any]) -> None:
-    """Draw from torch's generator what the order of a pass draws from it, without reading the pass.
+    """Draw from the global random numbers what the order of a pass draws from them, without reading the pass.
 
     Args:
         dataloader: A loader.
     """
-    sampler = get_sampler(dataloader)
-    fixed = isinstance(sampler, SequentialSampler | SeedableRandomSampler)
-    if fixed or isinstance(dataloader.dataset, IterableDataset) or getattr(sampler, "generator", None) is not None:
+    if isinstance(dataloader.dataset, IterableDataset):
         return
-    if isinstance(sampler, RandomSampler):  # it draws a seed, and the order from that
-        torch.empty((), dtype=torch.int64).random_()
-    else:
+    sampler = get_sampler(dataloader)
+    is_drawn = not isinstance(sampler, SequentialSampler | SeedableRandomSampler) and (
+        getattr(sampler, "generator", None) is None
+    )
+    if isinstance(sampler, RandomSampler) and is_drawn and not is_own_order(index_source(dataloader)):
+        torch.empty((), dtype=torch.int64).random_()  # it draws a seed, and the order from that
+    elif is_drawn or is_own_order(index_source(dataloader)):
         next(iter(index_source(dataloader)), None)
+
+
+# ---- random numbers
+
+
+def read_numbers(source: Any) -> Any:
+    """Return the states of the random numbers that an order is drawn from.
+
+    Args:
+        source: The source of indices.
+
+    Returns:
+        The state of the sampler's generator or of torch's; for an order of the user's class a dict of all that it may
+        draw from.
+    """
+    generator = _generator(source)
+    if not is_own_order(source):
+        return torch.get_rng_state() if generator is None else generator.get_state()
+    own = {} if generator is None else {"generator": generator.get_state()}
+    return {**own, **_global_numbers()}
+
+
+@contextmanager
+def drawing_again(source: Any, numbers: Any) -> Iterator[None]:
+    """Draw an order from earlier numbers; the global ones are then what they were.
+
+    Args:
+        source: The source of indices. If its sampler has a generator, it continues with the earlier numbers.
+        numbers: The result of `read_numbers`.
+    """
+    generator = _generator(source)
+    if not isinstance(numbers, dict):
+        numbers = {"torch" if generator is None else "generator": numbers}
+    if generator is not None and "generator" in numbers:
+        generator.set_state(numbers["generator"])
+    with unchanged_numbers():
+        _set_global_numbers(numbers)
+        yield
+
+
+@contextmanager
+def unchanged_numbers() -> Iterator[None]:
+    """Leave the random numbers of torch, Python and NumPy as they are, whatever is drawn inside the context."""
+    numbers = _global_numbers()
+    try:
+        yield
+    finally:
+        _set_global_numbers(numbers)
+
+
+def _global_numbers() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - np.random.shuffle draws from it
+    }
+
+
+def _are_equal(numbers: dict[str, Any], others: dict[str, Any]) -> bool:
+    (_, words, *rest), (_, other_words, *other_rest) = numbers["numpy"], others["numpy"]
+    return (
+        all(torch.equal(numbers[name], others[name]) for name in numbers if isinstance(numbers[name], torch.Tensor))
+        and (numbers["python"], rest) == (others["python"], other_rest)
+        and np.array_equal(words, other_words)
+    )
+
+
+def _set_global_numbers(numbers: dict[str, Any]) -> None:
+    if "torch" in numbers:
+        torch.set_rng_state(numbers["torch"])
+    if "python" in numbers:
+        random.setstate(numbers["python"])
+        np.random.set_state(numbers["numpy"])  # noqa: NPY002
+
+
+def _generator(source: Any) -> torch.Generator | None:
+    """Return the generator of the sampler that orders the indices; a seedable sampler seeds its own in each epoch."""
+    bottom = innermost(source)
+    sampler = getattr(bottom, "sampler", bottom)
+    generator = None if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+# ---- whether the order is the same
+
+
+def with_last_read(numbers: Any, last_read: tuple[int, Any] | None) -> Any:
+    """Add a short form of the item that this rank has read last to the random numbers of an order.
+
+    Args:
+        numbers: The result of `read_numbers`.
+        last_read: The item's number in the pass, and the item.
+    """
+    if last_read is None or not isinstance(numbers, dict):
+        return numbers
+    number, item = last_read
+    return {**numbers, "last_read": (_place(), number, _short(item))}
+
+
+def expected_item(numbers: Any) -> int | None:
+    """Return the number of the item that a resumed order is compared by; None if this rank cannot compare.
+
+    One rank saves for all, and each reads other items, which depend on the number of ranks.
+
+    Args:
+        numbers: The result of `with_last_read`.
+    """
+    if not isinstance(numbers, dict) or "last_read" not in numbers:
+        return None
+    place, number, _ = numbers["last_read"]
+    return int(number) if place == _place() else None
+
+
+def check_order(source: Any, numbers: Any, item: Any) -> None:
+    """Warn once if a resumed pass does not have the order of the interrupted one.
+
+    Args:
+        source: The source of indices.
+        numbers: The result of `with_last_read`.
+        item: The item that the pass has at the number that `expected_item` returned.
+    """
+    if _short(item) == numbers["last_read"][2]:
+        return
+    bottom = innermost(source)
+    names = " or ".join(dict.fromkeys(type(part).__name__ for part in (bottom, getattr(bottom, "sampler", bottom))))
+    warn_once(
+        f"The resumed pass has another order than the interrupted one, so samples are read twice and others never: "
+        f"{names} draws its order from numbers that a checkpoint does not contain, or between batches. Draw the whole "
+        "order at the start of __iter__, from torch's, Python's or NumPy's global random numbers, or from a "
+        "torch.Generator in the sampler's attribute `generator`; or seed it by the epoch: def set_epoch(self, epoch)."
+    )
+
+
+def _place() -> tuple[int, int]:
+    """Return the index of this rank, and the number of ranks."""
+    return PartialState().process_index, PartialState().num_processes
+
+
+def _short(item: Any) -> int:
+    return zlib.crc32(repr(item).encode())
 
 
 class RecordedSource:
@@ -69,33 +244,58 @@ class RecordedSource:
     Args:
         source: A batch sampler or sampler.
         order: The record.
+
+    Attributes:
+        draws_late: Whether an order is drawn with its first item, rather than when torch creates its iterator.
     """
 
     def __init__(self, source: Any, order: PassOrder) -> None:
         self.source = source
         self.order = order
+        self.draws_late = not is_own_order(source)
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: torch creates this iterator, draws the seed of its workers, and then reads the first item.
-        yield from self._items()
+        if self.draws_late or self.order.resumed is not None:
+            return self._recorded()
+        # As without this class: a method __iter__ that is no generator draws when torch creates its iterator.
+        self.order.numbers = read_numbers(self.source)
+        items = iter(self.source)
+        return self._watched(items, drawn=not _are_equal(self.order.numbers, read_numbers(self.source)))
 
-    def _items(self) -> Iterator[Any]:
-        source = self.source
-        bottom = innermost(source)
-        generator = getattr(bottom, "sampler", bottom).generator
+    def _recorded(self) -> Iterator[Any]:
+        # A generator: torch creates this iterator, draws the seed of its workers, and then reads the first item.
         resumed, self.order.resumed = self.order.resumed, None
+        items = self._items(resumed)
+        yield from items if self.draws_late else self._watched(items, resumed)
+
+    def _items(self, resumed: Any) -> Iterator[Any]:
         if resumed is None:
-            self.order.rng_state = torch.get_rng_state() if generator is None else generator.get_state()
-            return iter(source)
-        self.order.rng_state = resumed
-        if generator is not None:
-            generator.set_state(resumed)
-            return iter(source)
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(resumed)
-            items = iter(source)
+            self.order.numbers = read_numbers(self.source)
+            return iter(self.source)
+        self.order.numbers = resumed
+        with drawing_again(self.source, resumed):
+            items = iter(self.source)
             first = list(itertools.islice(items, 1))
         return itertools.chain(first, items)
+
+    def _watched(self, items: Iterator[Any], resumed: Any = None, drawn: bool = True) -> Iterator[Any]:
+        """Remember the item that was read last, and compare the one that the interrupted pass had read last."""
+        if not drawn:
+            self.order.numbers = read_numbers(self.source)
+        expected = expected_item(resumed)
+        for number, item in enumerate(items, _skipped(self.source)):
+            self.order.last_read = number, item
+            if number == expected:
+                check_order(self.source, resumed, item)
+            yield item
+
+
+def _skipped(source: Any) -> int:
+    """Return how many items a source skips."""
+    skipped = 0
+    while isinstance(source, SkipBatchSampler):
+        skipped, source = skipped + source.skip_batches, source.batch_sampler
+    return skipped

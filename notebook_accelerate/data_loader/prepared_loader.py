@@ -180,14 +180,14 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         source = index_source(self)
         return RecordedSource(source, self._order) if draws_order(self) else source
 
-    def order_state(self) -> torch.Tensor | None:
+    def order_state(self) -> Any:
         """Return the random numbers behind the order of an unfinished pass, for a checkpoint within an epoch.
 
         Returns:
-            The state of the random numbers, for `load_order_state`; None between passes, and if the order depends on
-            none, or only on a seed and an epoch.
+            Plain data for `load_order_state`; None between passes, and if the order depends on no random numbers, or
+            only on a seed and an epoch.
         """
-        return self._order.rng_state
+        return self._order.state()
 
     @property
     def exhausted(self) -> bool:
@@ -198,7 +198,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def exhausted(self, value: bool) -> None:
         self._order.exhausted = value
 
-    def load_order_state(self, state: torch.Tensor | None, exhausted: bool = False) -> None:
+    def load_order_state(self, state: Any, exhausted: bool = False) -> None:
         """Read the next pass of this loader, or of its copy by `skip_first_batches`, in a saved order.
 
         After the last batch of a pass there is nothing to resume: the next pass is that of the next epoch, unless a
@@ -397,7 +397,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _finish_pass(self) -> None:
         """Move to the next epoch, together with the loader whose first batches this one skips."""
-        self._order.rng_state, self.exhausted = None, False
+        self._order.numbers, self._order.last_read, self.exhausted = None, None, False
         loader: PreparedDataLoader | None = self
         epoch = self.iteration + 1
         while loader is not None:

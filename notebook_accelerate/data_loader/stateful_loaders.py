@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from notebook_accelerate.data_loader.pass_order import draw_order
+from notebook_accelerate.data_loader.pass_order import (
+    check_order,
+    draw_order,
+    drawing_again,
+    expected_item,
+    is_own_order,
+    read_numbers,
+    unchanged_numbers,
+    with_last_read,
+)
 from notebook_accelerate.data_loader.persistent_workers import separate_worker_seed
 from notebook_accelerate.data_loader.prepared_loader import NOTHING, DataLoaderAdapter, PreparedDataLoader
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source
@@ -57,6 +66,7 @@ class _Stateful(PreparedDataLoader):
     _first_numbers: torch.Tensor | None = None  # before those that creating the loader drew for its first pass
     _is_inside = False  # whether a pass was started, and its last batch has not been yielded
     _continues = False  # whether the next pass is the rest of a saved one
+    _counted_twice = 0  # batches that torchdata's iterator has counted twice
 
     @property
     def _index_sampler(self) -> Any:
@@ -74,6 +84,13 @@ class _Stateful(PreparedDataLoader):
             draw_order(self)
 
     def _get_iterator(self) -> Any:
+        """Return torchdata's new iterator, and note how many batches it has counted twice."""
+        loaded = _batches_of(self.next_iter_state or {})  # type: ignore[has-type]
+        iterator = self._new_iterator()
+        self._counted_twice = _batches_of(iterator.state_dict()) - loaded if loaded else 0
+        return iterator
+
+    def _new_iterator(self) -> Any:
         """Return torchdata's new iterator; in the first pass it uses the numbers that were drawn before."""
         numbers, self._first_numbers = self._first_numbers, None
         if numbers is None:
@@ -96,8 +113,9 @@ class _Stateful(PreparedDataLoader):
         Returns:
             torchdata's own iterator. Random numbers drawn at the start of the interrupted pass are not drawn again.
         """
-        state = self.next_iter_state
+        state = self.next_iter_state  # type: ignore[has-type]
         self._state_before = None
+        self._counted_twice = 0
         if state is None:
             return super().batches()
         drawn = self._first_numbers is not None
@@ -163,12 +181,12 @@ class _Stateful(PreparedDataLoader):
         ranks that save. It is dropped, and the numbers are drawn again when the pass really starts.
         """
         if self._iterator is not None:
-            return super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc,no-any-return]
+            return self._counted_once(super(DataLoaderAdapter, self).state_dict())  # type: ignore[misc]
         sampler = get_sampler(self)
         generators = {g: g.get_state() for g in (self.generator, getattr(sampler, "generator", None)) if g is not None}
         first_numbers, loaded = self._first_numbers, self.next_iter_state  # type: ignore[has-type]
-        with torch.random.fork_rng(devices=[]):
-            state: dict[str, Any] = super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc]
+        with unchanged_numbers():
+            state = self._counted_once(super(DataLoaderAdapter, self).state_dict())  # type: ignore[misc]
         for generator, numbers in generators.items():
             generator.set_state(numbers)
         if isinstance(sampler, SeedableRandomSampler):
@@ -176,6 +194,20 @@ class _Stateful(PreparedDataLoader):
         self._iterator, self._initial_iter_for_state_dict = None, False
         self._first_numbers, self.next_iter_state = first_numbers, loaded
         return state
+
+    def _counted_once(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return torchdata's state with the right number of batches.
+
+        To resume a stream that has no `state_dict`, torchdata reads it from the start, and counts those batches again:
+        a state that is saved after that would skip batches that were never read.
+        """
+        if not self._counted_twice:
+            return state
+        if "_snapshot" in state:
+            snapshot = state["_snapshot"]
+            step = snapshot["_snapshot_step"] - self._counted_twice
+            return {**state, "_snapshot": {**snapshot, "_snapshot_step": step}}
+        return {**state, _COUNT: state[_COUNT] - self._counted_twice}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this loader in its epoch.
@@ -305,6 +337,8 @@ class ResumableSampler:
         sampler: The innermost sampler, whose random numbers decide the order; None without one.
     """
 
+    draws_late = True  # with the first item
+
     def __init__(self, source: Any, sampler: Any) -> None:
         self.source = source
         self.sampler = sampler
@@ -328,20 +362,32 @@ class ResumableIterator(Iterator[Any]):
         self.source = source
         self.sampler = sampler
         self.yielded = 0
-        self.numbers: torch.Tensor | None = None
+        self.numbers: Any = None
         self.items: Iterator[Any] | None = None
+        self.is_own = is_own_order(source)
+        self.last_read: tuple[int, Any] | None = None
+        self.expected: int | None = None  # the number of the item to compare with the pass that is resumed
 
     def __next__(self) -> Any:
         if self.items is None:
-            self.numbers = self._rng_state()
+            self.numbers = self._read_numbers()
             self.items = iter(self.source)
         item = next(self.items)
+        if self.is_own:
+            self._watch(self.yielded, item)
         self.yielded += 1
         return item
 
+    def _watch(self, number: int, item: Any) -> None:
+        """Remember the item that was read last, and compare the one that the interrupted pass had read last."""
+        self.last_read = number, item
+        if number == self.expected:
+            check_order(self.source, self.numbers, item)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of yielded items, and the state of the random numbers before the first one."""
-        return {"yielded": self.yielded, "numbers": self._rng_state() if self.items is None else self.numbers}
+        numbers = self._read_numbers() if self.items is None else self.numbers
+        return {"yielded": self.yielded, "numbers": with_last_read(numbers, self.last_read)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the items that were yielded when the state was saved, in the same order.
@@ -350,30 +396,27 @@ class ResumableIterator(Iterator[Any]):
             state_dict: The result of `state_dict`.
         """
         self.yielded, self.numbers = state_dict["yielded"], state_dict.get("numbers")
-        generator = getattr(self.sampler, "generator", None)
-        if self.numbers is not None and generator is not None:
-            generator.set_state(self.numbers)
-        if self.yielded == 0:
+        if self.numbers is None:
+            self.items = self._items_after_start() if self.yielded else None
             return
-        if self.numbers is None or generator is not None:
-            self.items = self._items_after_start()
-            return
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.numbers)
-            self.items = self._items_after_start()
+        self.expected = expected_item(self.numbers)
+        with drawing_again(self.source, self.numbers):
+            if self.yielded:
+                self.items = self._items_after_start()
 
     def _items_after_start(self) -> Iterator[Any]:
         """Start after the items that were yielded before, and draw the order now."""
         epoch = getattr(self.sampler, "epoch", 0)
-        items = iterate_from(self.source, self.yielded)
+        start = self.yielded if self.expected is None else min(self.yielded, self.expected)
+        items = iterate_from(self.source, start)
+        for number in range(start, self.yielded):
+            self._watch(number, next(items, None))
         first = list(itertools.islice(items, 1))
         if isinstance(self.sampler, SeedableRandomSampler):
             self.sampler.set_epoch(epoch)  # at its end the sampler moved to the next epoch
         return itertools.chain(first, items)
 
-    def _rng_state(self) -> torch.Tensor | None:
-        """Return the state of the sampler's generator; None if the order depends only on the epoch."""
-        if self.sampler is None or isinstance(self.sampler, SequentialSampler | SeedableRandomSampler):
-            return None
-        generator = getattr(self.sampler, "generator", None)
-        return torch.get_rng_state() if generator is None else generator.get_state()
+    def _read_numbers(self) -> Any:
+        """Return the random numbers that the order is drawn from; None if it depends only on the epoch."""
+        is_fixed = self.sampler is None or isinstance(self.sampler, SequentialSampler | SeedableRandomSampler)
+        return None if is_fixed and not self.is_own else read_numbers(self.source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
 from notebook_accelerate import Accelerator
 from notebook_accelerate.config.training_config import DataLoaderConfiguration
+from notebook_accelerate.data_loader.pass_order import expected_item, with_last_read
+from notebook_accelerate.state.warn_once import reset_warnings
 from tests.support.nightly import rest_nightly
 from tests.support.trainings import seed_everything
 
@@ -62,11 +65,36 @@ class Stream(IterableDataset[int]):
         return iter(order if worker is None else order[worker.id :: worker.num_workers])
 
 
+class Shuffled(Sampler[int]):
+    """A sampler without an attribute `generator`, which draws from torch's random numbers."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(LENGTH).tolist())
+
+
+class ShuffledBatches(Sampler[list[int]]):
+    """Shuffles the samples and then the batches, by the random numbers of Python and NumPy."""
+
+    def __len__(self) -> int:
+        return LENGTH // SIZE
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = np.random.permutation(LENGTH).tolist()  # noqa: NPY002 - the global one
+        batches = [samples[begin : begin + SIZE] for begin in range(0, LENGTH, SIZE)]
+        random.shuffle(batches)
+        yield from batches
+
+
 SOURCES: dict[str, Any] = {
     "in order": lambda: {"dataset": Numbers()},
     "shuffled": lambda: {"dataset": Numbers(), "shuffle": True},
     "own generator": lambda: {"dataset": Numbers(), "shuffle": True, "generator": torch.Generator().manual_seed(3)},
     "subset": lambda: {"dataset": Numbers(), "sampler": SubsetRandomSampler(range(LENGTH))},
+    "own sampler": lambda: {"dataset": Numbers(), "sampler": Shuffled()},
+    "own batches": lambda: {"dataset": Numbers(), "batch_sampler": ShuffledBatches()},
     "by epoch": lambda: {"dataset": Epochs(), "shuffle": True},
     "stream": lambda: {"dataset": Stream()},
 }
@@ -78,7 +106,9 @@ class Run:
     def __init__(self, seed: int, source: str, workers: int, persistent: bool, **configuration: Any) -> None:
         self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
         seed_everything(seed)
-        plain = DataLoader(batch_size=SIZE, num_workers=workers, persistent_workers=persistent, **SOURCES[source]())
+        given = SOURCES[source]()
+        size: dict[str, Any] = {} if "batch_sampler" in given else {"batch_size": SIZE}
+        plain = DataLoader(num_workers=workers, persistent_workers=persistent, **size, **given)
         self.loader = self.accelerator.prepare(plain)
 
     def epoch(self, skipped: int | None = None, save: tuple[int, str] | None = None) -> list[tuple[list[int], float]]:
@@ -147,3 +177,86 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     elif source != "in order":
         assert len({str([batch for batch, _ in batches]) for batches in log}) == EPOCHS
     assert resumed(tmp_path, when, source, workers, persistent, **configuration) == expected
+
+
+class ShuffledWhenCreated(ShuffledBatches):
+    """Draws when the iterator is created, not when the first batch is read."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[index] for index in torch.randperm(LENGTH).tolist()])
+
+
+@pytest.mark.parametrize("batches", [ShuffledBatches, ShuffledWhenCreated])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_own_batch_sampler_draws_the_numbers_that_it_draws_without_preparing(batches: Any, workers: int) -> None:
+    found = []
+    for prepare in (lambda loader: loader, Accelerator(cpu=True).prepare):
+        seed_everything(3)
+        loader = prepare(DataLoader(Numbers(), batch_sampler=batches(), num_workers=workers))
+        read = [batch.tolist() for _ in range(2) for batch in loader]
+        found.append((read, float(torch.rand(1)), random.random(), float(np.random.rand())))  # noqa: NPY002
+    assert found[0] == found[1]
+
+
+class Private(Shuffled):
+    """Draws from numbers that no checkpoint contains."""
+
+    def __init__(self) -> None:
+        self.numbers = random.Random(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers.sample(range(LENGTH), LENGTH))
+
+
+class Lazy(Shuffled):
+    """Draws each index when it is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(LENGTH))
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
+
+
+class ByEpoch(Private):
+    """Its order depends on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.numbers = random.Random(epoch)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "noise", "known"),
+    [(Private, 0, False), (Lazy, 1, False), (ByEpoch, 1, True)],
+    ids=["private", "lazy in a training that draws", "by epoch"],
+)
+@pytest.mark.parametrize(("stateful", "workers"), [(False, 0), (False, 1), (True, 0), (True, 1)])
+def test_an_order_that_cannot_be_repeated_is_reported_once(
+    tmp_path: Path, sampler: Any, noise: int, known: bool, stateful: bool, workers: int
+) -> None:
+    reset_warnings()
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful), project_dir=tmp_path
+    )
+    loader = accelerator.prepare(DataLoader(Numbers(), batch_size=SIZE, sampler=sampler(), num_workers=workers))
+    whole = []
+    for batch in loader:
+        whole.append(batch.tolist())
+        torch.rand(noise)
+        if len(whole) == 3:
+            accelerator.save_state(str(tmp_path / "state"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            accelerator.load_state(str(tmp_path / "state"))
+            rest = loader if stateful else accelerator.skip_first_batches(loader, 3)
+            again = [batch.tolist() for batch in rest]
+    told = [str(warning.message) for warning in caught if "another order" in str(warning.message)]
+    assert (again == whole[3:]) == known
+    assert [sampler.__name__ in message for message in told] == [True] * (not known)
+
+
+def test_an_order_is_compared_only_by_the_rank_that_saved_it_and_with_as_many_ranks() -> None:
+    here = with_last_read({"python": None}, (5, [2, 3]))
+    assert expected_item(here) == 5
+    for place in ((1, 1), (0, 2)):
+        assert expected_item({**here, "last_read": (place, *here["last_read"][1:])}) is None

@@ -184,6 +184,28 @@ def test_iterable_datasets_resume_too(kind: Any, consumed: int) -> None:
     assert got == whole[:consumed]
 
 
+@pytest.mark.parametrize("kind", [Counting, Plain])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("before_pass", [False, True])
+def test_a_stream_resumes_any_number_of_times(kind: Any, workers: int, before_pass: bool) -> None:
+    """torchdata counts the batches twice that it reads from the start of a stream to resume."""
+    read_so_far: list[list[int]] = []
+    state = None
+    for consumed in (2, 1, 2, None):
+        resumed = loader(dataset=kind(), workers=workers)
+        if state is not None:
+            resumed.load_state_dict(state)
+        if before_pass:
+            resumed.state_dict()
+        read_so_far += read(resumed, consumed)
+        state = pickle.loads(pickle.dumps(resumed.state_dict()))
+    whole = [list(range(i, min(i + SIZE, LENGTH))) for i in range(0, LENGTH, SIZE)]
+    assert read_so_far == whole
+    after = loader(dataset=kind(), workers=workers)
+    after.load_state_dict(state)
+    assert read(after) == whole  # a state after the pass, which is the start of the next one
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_without_a_sampler_position_resumes(ranks: int) -> None:
     """What Accelerate 1.15 writes for a loader in one process: torchdata's own state."""
