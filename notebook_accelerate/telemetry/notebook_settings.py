@@ -50,13 +50,13 @@ class NotebookSettings:
     """What the cells of a notebook have set for all modules.
 
     Attributes:
-        filters: Action, message, pickled category, module and line of each warning filter, the first one first.
+        filters: Action, message, category by module and name, module and line of each warning filter, in their order.
         warnings_logged: Whether warnings are written to the log.
         disabled_level: The level up to which all logging is disabled.
         loggers: By name; "" for the root logger.
     """
 
-    filters: list[tuple[str, str, bytes, str, int]]
+    filters: list[tuple[str, str, tuple[str, str], str, int]]
     warnings_logged: bool
     disabled_level: int
     loggers: dict[str, LoggerSettings]
@@ -129,13 +129,12 @@ def _stream_name(stream: Any) -> str:
     return name if name in _STREAMS else ""
 
 
-def _filters() -> list[tuple[str, str, bytes, str, int]]:
-    found = []
-    for action, message, category, module, line in warnings.filters:
-        with suppress(SerializationError):
-            pickled = dump_bytes(category, "the category of a warning filter", "launch")
-            found.append((action, _pattern(message), pickled, _pattern(module), line))
-    return found
+def _filters() -> list[tuple[str, str, tuple[str, str], str, int]]:
+    return [
+        (action, _pattern(message), (each.__module__, each.__qualname__), _pattern(module), line)
+        for action, message, category, module, line in warnings.filters
+        for each in (category if isinstance(category, tuple) else (category,))
+    ]
 
 
 def _pattern(pattern: Any) -> str:
@@ -152,8 +151,7 @@ def apply(data: bytes) -> None:
     settings: NotebookSettings = load_bytes(data)
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(settings.filters):
-        with suppress(Exception):  # a module that this machine does not have
-            warnings.filterwarnings(action, message, load_bytes(category), module, line)  # type: ignore[arg-type]
+        warnings.filterwarnings(action, message, _category(*category), module, line)  # type: ignore[arg-type]
     logging.captureWarnings(settings.warnings_logged)
     logging.disable(settings.disabled_level)
     for name, found in settings.loggers.items():
@@ -162,6 +160,25 @@ def apply(data: bytes) -> None:
         logger.propagate, logger.disabled = found.propagate, found.disabled
         if not name or not found.imported or name.partition(".")[0] in sys.modules:
             _set_handlers(logger, found)
+
+
+class _CategoryByName(type):
+    """A warning category whose module is not imported: importing those of IPython and torch takes a quarter second."""
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        name = cls.__module__, cls.__qualname__
+        return any((base.__module__, base.__qualname__) == name for base in subclass.__mro__)
+
+
+def _category(module: str, name: str) -> type[Warning]:
+    """Return a category, or a class that stands for it as long as its module is not imported."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) and issubclass(found, Warning):
+        return found
+    made: Any = _CategoryByName(name, (Warning,), {"__module__": module, "__qualname__": name})
+    return made  # type: ignore[no-any-return]
 
 
 def _set_handlers(logger: logging.Logger, found: LoggerSettings) -> None:

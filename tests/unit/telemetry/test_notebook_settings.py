@@ -9,6 +9,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,19 @@ def test_disabled_logging_and_warnings_in_the_log() -> None:
     finally:
         logging.captureWarnings(False)
         logging.disable(logging.NOTSET)
+
+
+def test_a_filter_needs_no_import_of_its_category(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late_library.py").write_text("class Late(UserWarning): pass\nclass Later(Late): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    warnings.filterwarnings("ignore", category=import_module("late_library").Late)
+    code = f"""
+print("late_library" in sys.modules)
+sys.path.insert(0, {str(tmp_path)!r})
+import late_library
+warnings.showwarning = lambda message, category, *_: print(category.__name__)
+for category in (late_library.Late, late_library.Later, UserWarning):
+    warnings.warn("a message", category)
+"""
+    assert _elsewhere(code).split() == ["False", "UserWarning"]
+    monkeypatch.delitem(sys.modules, "late_library")
