@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from packaging.version import parse
 
 from notebook_accelerate.config.enums import DistributedType
@@ -11,8 +13,6 @@ from notebook_accelerate.hardware.detection import detect
 # GeForce 40 cards have no peer-to-peer access; drivers before this one report that they have, and hang.
 # Source: NVIDIA driver 550.40.07, release highlights.
 _PEER_TO_PEER_DRIVER = "550.40.07"
-WITHOUT_PEER_TO_PEER = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-"""Variables with which NCCL works on such a machine."""
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -24,6 +24,15 @@ def get_gpu_info() -> tuple[list[str], int]:
 def get_driver_version() -> str | None:
     """Return the version of NVIDIA's driver; None without a driver."""
     return nvml.driver_version()
+
+
+def without_peer_to_peer(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that stop NCCL from using peer-to-peer access and InfiniBand, except for those that are set.
+
+    Args:
+        environment: The variables that are set.
+    """
+    return {name: "1" for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in environment}
 
 
 def check_cuda_p2p_ib_support() -> bool:

@@ -68,12 +68,12 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
 
 def _avoid_peer_to_peer() -> None:
     """Keep NCCL from hanging on GPUs whose driver promises an access to each other's memory that they do not have."""
-    missing = gpu_properties.WITHOUT_PEER_TO_PEER.items() - os.environ.items()
+    missing = gpu_properties.without_peer_to_peer(os.environ)
     if missing and not gpu_properties.check_cuda_p2p_ib_support():
         os.environ.update(missing)
         warn_once(
             f"These GPUs cannot access each other's memory, and the driver {gpu_properties.get_driver_version()} says "
-            f"that they can: {' and '.join(f'{name}={value}' for name, value in sorted(missing))} was set for NCCL. A "
+            f"that they can: {' and '.join(f'{name}={value}' for name, value in missing.items())} was set for NCCL. A "
             "driver from 550.40.07 on needs no such setting."
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,8 @@ the ranks, which would otherwise occupy their devices for a week.
 """
 _replaced: weakref.WeakSet[Any] = weakref.WeakSet()
 """Groups whose limit has been replaced."""
+_replacing = threading.Lock()
+"""The agent may find a group while the thread that has started it replaces its limit."""
 
 
 class GroupTimeouts:
@@ -56,13 +59,14 @@ def lengthen(group: Any) -> float | None:
     Args:
         group: The group.
     """
-    if group in _replaced:
-        return None
-    try:
-        limits = group_timeouts(group)
-        requested = min(limits.values())
-        set_group_timeout(NCCL_FACTOR * requested if "nccl" in limits else TORCH_LIMIT, group)
-    except Exception:  # noqa: BLE001 - not an option of this backend, or not this rank's group: torch's limit stays
-        return None
-    _replaced.add(group)
-    return requested.total_seconds()
+    with _replacing:
+        if group in _replaced:
+            return None
+        try:
+            limits = group_timeouts(group)
+            requested = min(limits.values())
+            set_group_timeout(NCCL_FACTOR * requested if "nccl" in limits else TORCH_LIMIT, group)
+        except Exception:  # noqa: BLE001 - not an option of this backend, or not this rank's group: torch's limit stays
+            return None
+        _replaced.add(group)
+        return requested.total_seconds()

@@ -121,8 +121,10 @@ class _RequestThread(threading.Thread):
     def __init__(self, pending: _Pending, interval: float) -> None:
         super().__init__(name="notebook-accelerate-request", daemon=True)
         self.pending, self.interval = pending, interval
-        self.deadline = time.monotonic() + BUSY_SECONDS
-        self.refused = False
+        on_device = device_table.accelerator_in_use()
+        self.refuse = pending.refuse if on_device else None
+        self.deadline = time.monotonic() + (BUSY_SECONDS if on_device else LOCKED_SECONDS)
+        self.is_late = False
 
     def run(self) -> None:
         device_table.select_again()
@@ -130,16 +132,17 @@ class _RequestThread(threading.Thread):
         try:
             self.pending.serve(main_frame(), "read by another thread: the main thread waits in C")
         finally:
-            sys.setswitchinterval(self.interval)
+            if not self.is_late:
+                sys.setswitchinterval(self.interval)
 
-    def refuse_if_busy(self) -> None:
-        """Refuse the request once it has waited for a device for too long."""
-        if self.refused or time.monotonic() < self.deadline or not device_table.accelerator_in_use():
+    def give_up_if_late(self) -> None:
+        """Let other threads run as usual once the request has taken too long; refuse it if a device is in use."""
+        if self.is_late or time.monotonic() < self.deadline:
             return
-        self.refused = True
+        self.is_late = True
         sys.setswitchinterval(self.interval)
-        if self.pending.refuse is not None:
-            self.pending.refuse(DEVICE_BUSY)
+        if self.refuse is not None:
+            self.refuse(DEVICE_BUSY)
 
 
 class DebugAgent:
@@ -278,19 +281,20 @@ class DebugAgent:
                 self._serve_aside(pending)
         self._request_threads = [thread for thread in self._request_threads if thread.is_alive()]
         for thread in self._request_threads:
-            thread.refuse_if_busy()
+            thread.give_up_if_late()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
 
     def _serve_aside(self, pending: _Pending) -> None:
         waiting = [thread for thread in self._request_threads if thread.is_alive()]
-        again = any(thread.refused and thread.pending.key == pending.key for thread in waiting)
+        again = any(thread.is_late and thread.pending.key == pending.key for thread in waiting)
         if (again or len(waiting) >= WAITING_REQUESTS) and pending.refuse is not None:
             pending.refuse(DEVICE_BUSY)
             return
-        # While one of them runs, the interval is a long one.
-        interval = waiting[0].interval if waiting else sys.getswitchinterval()
+        # Until one of them is late, the interval is a long one.
+        early = [thread for thread in waiting if not thread.is_late]
+        interval = early[0].interval if early else sys.getswitchinterval()
         thread = _RequestThread(pending, interval)
         self._request_threads.append(thread)
         thread.start()

@@ -177,7 +177,7 @@ def _device_variables(
     if accelerator == "tpu" and hardware.tpu:
         return {"TORCH_TPU_TOPOLOGY": tpu_environment.topology(hardware.tpu, world_size)}
     if accelerator == "cuda" and world_size > 1 and not facts.peer_to_peer():
-        return gpu_properties.WITHOUT_PEER_TO_PEER
+        return gpu_properties.without_peer_to_peer(facts.environment)
     return {}
 
 

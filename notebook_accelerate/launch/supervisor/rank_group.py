@@ -248,12 +248,12 @@ class RankGroup:
                 "holds its device; see dmesg, and nvidia-smi for a GPU"
             )
             self.events.warn([text])
-            self._kill(rank)
+            self._kill(rank, 0.0)
 
-    def _kill(self, rank: SupervisedRank) -> None:
+    def _kill(self, rank: SupervisedRank, patience: float = ABANDON_SECONDS) -> None:
         process = rank.process
         process.send_signal(signal.SIGKILL, group=True)
-        process.await_end(ABANDON_SECONDS)
+        process.await_end(patience)
         process.close()
         self._ranks.remove(rank)
         self._context.commands.requests.close(process.rank)

@@ -124,6 +124,8 @@ class Day:
         if self._left() < LEAST:
             return Result(item.name, "no time left")
         report, figures = OUT / f"{item.name}.xml", OUT / f"{item.name}-figures.json"
+        for earlier in (report, figures):
+            earlier.unlink(missing_ok=True)
         command = [
             sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}",
             *(item.arguments or (HERE.format(item.name),)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -67,3 +69,19 @@ def test_nccl_keeps_a_limit_that_ends_ranks_which_nobody_watches(
     assert found == [expected]
     assert collective_timeouts.lengthen(group) is None, "it is replaced once"
     assert found == [expected]
+
+
+def test_two_threads_that_find_a_group_replace_its_limit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"nccl": timedelta(minutes=10)}
+
+    def set_slowly(limit: timedelta, _group: object) -> None:
+        time.sleep(0.1)
+        limits["nccl"] = limit
+
+    monkeypatch.setattr(collective_timeouts, "group_timeouts", lambda _group: dict(limits))
+    monkeypatch.setattr(collective_timeouts, "set_group_timeout", set_slowly)
+    group = _Group()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(collective_timeouts.lengthen, (group, group)))
+    assert sorted(found, key=str) == [600.0, None]
+    assert limits == {"nccl": timedelta(minutes=30)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,3 +135,20 @@ def test_a_value_on_a_busy_device_is_refused_and_the_agent_goes_on(library: Path
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def _wait_with_another_thread(library: Path) -> tuple[float, float]:
+    """Return the switch interval after the main thread has waited in C, and the one at the start."""
+    wait, before = spin.load(library), sys.getswitchinterval()
+    wait(10.0)
+    return sys.getswitchinterval(), before
+
+
+def test_a_question_that_takes_long_does_not_slow_the_rank(library: Path) -> None:
+    run = _launch(_wait_with_another_thread, library)
+    _wait_until(lambda: run.ranks[0].state == "running")
+    time.sleep(1.0)
+    run.ask("wait(60.0)", timeout=0.5)
+    run.wait()
+    after, before = run.results[0]
+    assert after == before

@@ -145,7 +145,6 @@ def test_a_rank_that_sigkill_does_not_end_is_given_up(
     """As one whose system call does not return from a driver: its process stays, and the run ends."""
     run, group, _ = started
     monkeypatch.setattr(rank_group, "UNKILLABLE_SECONDS", 0.3)
-    monkeypatch.setattr(rank_group, "ABANDON_SECONDS", 0.1)
     group.stop(0.1, StopReason(RunStoppedError, "stopped by the test"))
     group.supervise()
     assert [info.state for info in run.ranks] == ["stopped", "stopped"]
