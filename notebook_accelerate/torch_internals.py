@@ -282,6 +282,18 @@ def default_device() -> str:
     return str(devices[-1]) if devices else ""
 
 
+def cuda_seed() -> int | None:
+    """Return the seed that this process's CUDA generators have, or get once CUDA is used; None if it is not seeded.
+
+    torch seeds the generators of a process that has not chosen a seed with a random number, when CUDA is first used.
+    """
+    torch: Any = sys.modules["torch"]
+    if torch.cuda.is_initialized():
+        return int(torch.cuda.initial_seed())
+    tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)
+    return int(torch.initial_seed()) if tracker is not None and tracker.call_order else None
+
+
 def flatten_mesh(mesh: DeviceMesh, name: str) -> Any:
     """Add a flat dimension over all dimensions of a device mesh.
 
@@ -538,6 +550,7 @@ __all__ = [
     "compiled_module",
     "compiled_name",
     "count_scheduler_step",
+    "cuda_seed",
     "default_device",
     "default_store",
     "disable_dynamo",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.state.warn_once import warn_once
 
 _ALIGNMENT = 64
 _HUGE_PAGE = 1 << 21
 _FOR_ALL_DEVICES = 1
 """cudaHostRegisterPortable."""
+_UNKNOWN_ERROR = 999
+"""cudaErrorUnknown."""
 
 
 @dataclass
@@ -179,13 +183,23 @@ class _Pages:
         self.memory = memoryview(pages)
         self._unlock: weakref.finalize[..., Any] | None = None
         if locked and (address := self._register()):
-            self._unlock = weakref.finalize(self, _unregister, address)
+            self._unlock = weakref.finalize(self, _unregister, address, os.getpid())
             self._unlock.atexit = False  # the system frees everything; CUDA may have ended before
 
     def _register(self) -> int:
         """Register the memory for all devices of the process; return its address, or 0 where that is not possible."""
         address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
-        error = int(_cuda_runtime().cudaHostRegister(address, len(self.memory), _FOR_ALL_DEVICES))
+        errors: list[int] = []
+
+        def register() -> None:
+            device_table.select_again()
+            errors.append(int(_cuda_runtime().cudaHostRegister(address, len(self.memory), _FOR_ALL_DEVICES)))
+
+        # CUDA keeps the last error of each thread, and torch would raise this one at the training's next kernel.
+        thread = threading.Thread(target=register, name="save_state locks memory")
+        thread.start()
+        thread.join()
+        error = errors[0] if errors else _UNKNOWN_ERROR
         if error:
             warn_once(
                 f"save_state(blocking=False) could not lock {len(self.memory) >> 20} MiB of main memory (CUDA error "
@@ -199,8 +213,9 @@ class _Pages:
             self._unlock()
 
 
-def _unregister(address: int) -> None:
-    _cuda_runtime().cudaHostUnregister(address)
+def _unregister(address: int, process: int) -> None:
+    if os.getpid() == process:  # CUDA does not work in a forked process, which has registered nothing
+        _cuda_runtime().cudaHostUnregister(address)
 
 
 def _cuda_runtime() -> Any:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.hardware import device_table
-from notebook_accelerate.torch_internals import default_device
+from notebook_accelerate.torch_internals import cuda_seed, default_device
 
 _SETTINGS: dict[str, str] = {
     "set_warn_always": "is_warn_always_enabled",
@@ -70,6 +70,7 @@ class InheritedState:
         numpy_rng: State of ``numpy.random``.
         numpy_errors: What ``numpy.geterr`` returns on the thread.
         torch_rng: State of torch's CPU generator.
+        device_seed: Seed of the generators of CUDA devices; None if the kernel has not seeded them.
         settings: Torch's settings of the process, by name.
         thread: Torch's settings of the thread, by name.
     """
@@ -80,6 +81,7 @@ class InheritedState:
     numpy_rng: Any = None
     numpy_errors: dict[str, Any] = field(default_factory=dict)
     torch_rng: bytes | None = None
+    device_seed: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     thread: dict[str, Any] = field(default_factory=dict)
 
@@ -96,6 +98,7 @@ def capture() -> InheritedState:
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_default_device"):
         state.torch_rng = torch.get_rng_state().numpy().tobytes()
+        state.device_seed = cuda_seed()
         state.settings = _process_settings(torch)
         state.thread = _thread_settings(torch)
     return state
@@ -118,8 +121,9 @@ def apply(state: InheritedState) -> None:
         torch: Any = import_module("torch")
         numbers = torch.frombuffer(bytearray(state.torch_rng), dtype=torch.uint8)
         torch.set_rng_state(numbers)
-        torch.manual_seed(torch.initial_seed())  # seeds all devices, once they are used, as the kernel's seed does
-        torch.set_rng_state(numbers)
+        if state.device_seed is not None:
+            torch.manual_seed(state.device_seed)  # seeds all devices, once they are used
+            torch.set_rng_state(numbers)
         _apply_process_settings(torch, state.settings)
         _apply_thread_settings(torch, state.thread)
 

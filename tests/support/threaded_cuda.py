@@ -42,6 +42,10 @@ class ThreadedCuda:
         """Return this thread's current device."""
         return getattr(self._threads, "device", 0)
 
+    def last_error(self) -> int:
+        """Return the last error of the calling thread."""
+        return getattr(self._threads, "last_error", 0)
+
     def set_device(self, device: Any) -> None:
         """Make a device this thread's current one."""
         self._threads.device = index_of(device)
@@ -70,8 +74,9 @@ class ThreadedCuda:
         return self
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        """Lock memory, unless more than `lockable` bytes would be locked."""
+        """Lock memory, unless more than `lockable` bytes would be locked; the thread then has a last error."""
         if sum(self.locked.values()) + size > self.lockable:
+            self._threads.last_error = 2
             return 2
         self.locked[address] = size
         return 0

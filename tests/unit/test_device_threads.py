@@ -141,6 +141,7 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(cuda: ThreadedCuda) -> No
     with pytest.warns(UserWarning, match="could not lock 2 MiB of main memory"):
         buffers._reserve(True, 100)
     assert len(buffers._buffers[True].memory) == 2 << 20
+    assert cuda.last_error() == 0, "torch would raise it at the training's next kernel"
     buffers.release()
 
 

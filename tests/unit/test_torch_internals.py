@@ -107,6 +107,16 @@ def test_the_flight_recorder_dumps(group: None) -> None:
 # -- Devices, meshes and tensors ---------------------------------------------------------------------------------------
 
 
+def test_the_seed_of_cuda_is_known_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = type(torch.cuda._lazy_seed_tracker)()  # type: ignore[attr-defined]
+    for module in (torch.cuda, sys.modules["torch.cuda.random"]):
+        monkeypatch.setattr(module, "_lazy_seed_tracker", tracker, raising=False)
+    assert torch_internals.cuda_seed() is None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        assert torch_internals.cuda_seed() == 11
+
+
 def test_the_default_device_is_that_of_the_thread() -> None:
     assert torch_internals.default_device() == ""
     with torch.device("meta"):

@@ -67,6 +67,13 @@ def _queued_seed() -> tuple[int, bool]:
     return torch.initial_seed(), bool(torch.cuda._lazy_seed_tracker.call_order)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_devices_of_a_kernel_without_a_seed_are_not_seeded(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda._lazy_seed_tracker, "call_order", [])  # type: ignore[attr-defined]
+    run = notebook_launcher(_queued_seed, (), 1, use_port=0, start_method=method)
+    assert not run.results[0][1]
+
+
 @pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_the_kernels_seed_reaches_the_devices_of_every_rank(method: str) -> None:
     with torch.random.fork_rng(devices=[]):
