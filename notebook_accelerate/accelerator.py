@@ -296,7 +296,7 @@ class Accelerator(AcceleratorProperties):
         """
         return self.strategy.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
-    # Private names of Accelerate that libraries on top of it call.
+    # Private Accelerate methods that downstream libraries call.
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects as `prepare` does, and return a tuple also for one object."""

@@ -259,7 +259,7 @@ def greet_in_one_dtype(stage: Any) -> None:
 def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
     """Return the functions that dump torch's flight recorders as JSON, by name; empty until torch is loaded.
 
-    NCCL's operations are in a recorder of their own, which only a torch built for CUDA or ROCm has.
+    NCCL has a separate recorder, which exists only in CUDA and ROCm builds of torch.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     names = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}

@@ -74,7 +74,7 @@ def align_hooks(module: Any) -> list[Any]:
     found, hooks = [], [getattr(module, "_hf_hook", None)]
     while hooks:
         hook = hooks.pop(0)
-        if isinstance(hook, SequentialHook):  # another in it, if hooks were appended one after the other
+        if isinstance(hook, SequentialHook):  # Appending hooks one at a time nests SequentialHooks.
             hooks[:0] = hook.hooks
         elif isinstance(getattr(hook, "gradients", None), GradientSink):
             found.append(hook)

@@ -107,7 +107,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def has_offloaded_params(module: torch.nn.Module) -> bool:
-    """Return whether a module's own weights are loaded for each forward, by any of its hooks.
+    """Return whether any of a module's hooks loads its own weights for each forward.
 
     Args:
         module: The module.

@@ -95,7 +95,7 @@ def fit_compiled_names(names: Iterable[str], wanted: Iterable[str]) -> dict[str,
         wanted: The model's names.
 
     Returns:
-        The new name of each; a name that fits already, or has no counterpart, is not changed.
+        The new name of each tensor. Names that already match, or match nothing, are unchanged.
     """
     exact = set(wanted)
     by_plain = {uncompiled_name(name): name for name in exact}

@@ -1,4 +1,4 @@
-"""Unpickles plain data: values are created, and nothing else that a file names is imported or called.
+"""A restricted unpickler that creates plain values and never imports or calls anything else that a file names.
 
 pickle calls whatever a file names, so that a checkpoint could run its author's code. torch.load with `weights_only`
 reads tensors, numbers and dictionaries, but refuses other data that a training state may contain: dates, paths, deques,

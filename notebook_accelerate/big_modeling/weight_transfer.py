@@ -164,7 +164,7 @@ def _check_room(sources: Sequence[Source]) -> None:
     """Check that main memory has room for what pinning adds: torch rounds each pinned tensor up to a power of two.
 
     Raises:
-        RuntimeError: It has not: the system would end the process rather than refuse the memory.
+        RuntimeError: Too little memory is free. The system would kill the process instead of refusing the request.
     """
     sizes = [source.nbytes for source in sources if source.nbytes]
     added = sum((1 << (size - 1).bit_length()) - size for size in sizes) + max(sizes, default=0)

@@ -71,7 +71,7 @@ class Snapshot:
             self.copied.set()
 
     def _run(self) -> None:
-        """Run the copies, those of each CUDA device on a stream of that device: training has the default streams."""
+        """Run the copies. Each CUDA device gets a side stream, because training uses the default stream."""
         streams: dict[torch.device, Any] = {}
         for job in self._deferred:
             device = job.source.device
@@ -172,7 +172,7 @@ class _Pages:
 
     Args:
         size: Bytes.
-        locked: Whether to register the memory with CUDA. Where the system locks no more memory, it stays pageable.
+        locked: Whether to page-lock the memory with CUDA. If CUDA refuses, the memory stays pageable.
     """
 
     def __init__(self, size: int, *, locked: bool) -> None:
@@ -187,7 +187,7 @@ class _Pages:
             self._unlock.atexit = False  # the system frees everything; CUDA may have ended before
 
     def _register(self) -> int:
-        """Register the memory for all devices of the process; return its address, or 0 where that is not possible."""
+        """Register the memory for all devices of the process. Return its address, or 0 if CUDA refuses."""
         address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         errors: list[int] = []
 

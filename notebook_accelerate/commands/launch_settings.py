@@ -31,7 +31,7 @@ _EXCLUSIVE = (
     ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp"),
     ("use_deepspeed", "use_fsdp", "use_megatron_lm"),
 )
-"""Options of which at most one may be given."""
+"""Groups of mutually exclusive options."""
 
 
 def option(args: argparse.Namespace, name: str, default: Any = None) -> Any:

@@ -104,7 +104,7 @@ def check_seconds(name: str, value: object, *, most: float = MAX_SECONDS, zero: 
 
 
 def short_repr(value: object) -> str:
-    """Return the ``repr`` of a value for a message, shortened; that of a very large int raises an error."""
+    """Return a shortened ``repr`` for a message. The ``repr`` of a very large int raises ValueError."""
     try:
         text = repr(value)
     except ValueError:

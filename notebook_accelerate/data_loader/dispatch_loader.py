@@ -174,7 +174,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
     def _draw_as_reader(self) -> None:
         """Draw the random numbers that rank 0 draws to start a pass.
 
-        Ranks that were seeded alike stay alike: in dropout, and in decisions that all of them have to take.
+        Ranks with equal seeds keep equal random states, so dropout and shared decisions agree.
         """
         resumed, self._order.resumed = self._order.resumed, None
         if self._is_over or self._loaded_position():

@@ -76,7 +76,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return None if samples < 0 else samples
 
     def share_last_round(self) -> None:
-        """Let the process that starts a worker read `last_round` of its copy. Only for one worker."""
+        """Share `last_round` between the worker and its parent process. Supports one worker only."""
         self._last_round.share_memory_()  # type: ignore[no-untyped-call]
 
     @property

@@ -37,7 +37,7 @@ def detect(environment: Mapping[str, str] | None = None) -> HardwareInfo:
     """Detect this machine's properties; creates no context on a device and does not import torch.
 
     Args:
-        environment: Environment variables of the processes that use the devices; None means those of this one.
+        environment: Environment of the processes that will use the devices. Defaults to this process's.
     """
     accelerator, number = _accelerators(environment)
     return HardwareInfo(

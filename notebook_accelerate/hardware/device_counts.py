@@ -30,7 +30,7 @@ def count(device_type: str, environment: Mapping[str, str] | None = None) -> int
 
     Args:
         device_type: Name of the type, as in ``torch.device(...).type``; a machine has one "cpu".
-        environment: Environment variables of the process; None means those of this one.
+        environment: Environment variables of that process. Defaults to this process's environment.
 
     Returns:
         The number; it is cached for each combination of the variables that restrict it.

@@ -23,9 +23,9 @@ MAX_LINKS = 40
 MAX_DEPTH = 50
 """Deepest nesting of JSON."""
 MIN_CONTAINERS = 1 << 16
-"""Lists and objects that JSON of any length may have; with more, at most one in eight bytes."""
+"""Lists and objects always allowed. Longer JSON may have one per eight bytes."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, also one without an end: otherwise the search would begin again at each quote in it."""
+"""A JSON string, terminated or not. Matching unterminated ones keeps the search linear."""
 
 
 class ForeignFileError(PermissionError):
@@ -61,7 +61,7 @@ def check_folder(folder: Path, *, private: bool = False) -> None:
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ForeignFileError: Another user has power over it; the message says what to do.
+        ForeignFileError: Another user can modify or replace it. The message says what to do.
     """
     here = Path(folder.absolute().anchor)
     found = here.stat()
@@ -101,7 +101,7 @@ def is_own_folder(folder: Path) -> bool:
 
 
 def _check_writers(folder: Path, found: os.stat_result) -> None:
-    """Check that nobody but its owner can replace the entries of a folder that others own."""
+    """Check that only the owner of a folder can replace its entries."""
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     if found.st_mode & stat.S_ISVTX:
@@ -233,7 +233,7 @@ def open_regular(path: Path, *, own: bool = False) -> int:
 
 
 def parse_json(data: bytes, most_containers: int | None = None) -> Any:
-    """Return the value of JSON, whose memory is in proportion to its length.
+    """Parse JSON, limiting memory in proportion to its length.
 
     Args:
         data: The JSON, in UTF-8.

@@ -88,10 +88,10 @@ def _use(uuid: str, handle: Any) -> GpuUse:
 
 
 _calls = threading.RLock()
-"""Held during calls of NVML, and by whoever forks: in a child that was forked in between, its own locks stay locked."""
+"""Held during NVML calls and during forks: a child forked inside an NVML call would inherit NVML's locks locked."""
 
 
-# The lock is the forking thread's in the child, too: it releases it in both.
+# The forking thread owns the lock in the child too, so both processes release it.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_calls.acquire, after_in_parent=_calls.release, after_in_child=_calls.release)
 
@@ -159,14 +159,14 @@ def visible_gpu(local_index: int) -> Gpu | None:
         return _mig_slice(entry)
     if not entry.isdigit():
         return next((gpu for gpu in physical if gpu.uuid.startswith(entry)), None)
-    # CUDA's numbers begin with the fastest GPU, NVML's follow the PCI bus: they agree if all are of one model.
+    # CUDA numbers the fastest GPU first, NVML follows the PCI bus. The orders agree if all GPUs are the same model.
     if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in physical}) > 1:
         return None
     return next((gpu for gpu in physical if gpu.index == int(entry)), None)
 
 
 def _mig_slice(uuid: str) -> Gpu | None:
-    """Return a slice of a GPU: its own memory and identity, with the other properties of the GPU."""
+    """Return a MIG slice, with its own memory and UUID and the other properties of its GPU."""
     with _session():
         part = _query("nvmlDeviceGetHandleByUUID", uuid)
         whole = None if part is None else _query("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", part)

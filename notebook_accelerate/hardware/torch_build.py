@@ -59,7 +59,7 @@ A host queues NCCL's operations ahead of its device: hundreds may follow the one
 
 
 def watched_rank_variables() -> dict[str, str]:
-    """Return torch's variables in a rank that a kernel watches.
+    """Return the torch environment variables for a supervised rank.
 
     They turn the flight recorders on, and NCCL's own watch of its threads off: that would abort a rank which was
     suspended for eight minutes, with its machine or by Ctrl-Z.

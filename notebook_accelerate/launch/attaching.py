@@ -295,7 +295,7 @@ def leave() -> None:
 def stop_detached(grace: float) -> None:
     """Stop the user's detached runs of this machine, and wait for their ends.
 
-    A process of a run that does not answer is named, and killed after ``grace`` and some seconds.
+    If a supervisor does not answer, a warning names it, and it is killed a few seconds after ``grace``.
     """
     running = [run for run in detached_runs() if (run.ended is None or run.held) and not run.commands.refusal]
     for run in running:

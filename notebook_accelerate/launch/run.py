@@ -80,7 +80,7 @@ class Run(RunDebugging, RunDisplay):
         name: The run's name.
         folder: Where the run is kept; None where it is not.
         journal_file: The file of its journal in that folder; None where it is not kept.
-        environment: The versions and the machine of an opened run, as its report shows them; empty: those here.
+        environment: Versions and machine of an opened run, shown in its report. If empty, this process's are shown.
         origin: The notebook, or the folder, that launched a detached run; "" for other runs.
         journal: The run's events, in order.
         commands: Commands to the supervisor.
@@ -383,7 +383,7 @@ class Run(RunDebugging, RunDisplay):
         Raises:
             ValueError: ``timeout`` is not a number of seconds.
         """
-        # A negative number of seconds is over, as in threading.
+        # A negative timeout expires immediately, as in threading.
         past = timeout is not None and is_number(timeout) and timeout < 0
         check_seconds("timeout", abs(timeout) if timeout is not None and past else timeout, none="no limit")
         deadline = None if timeout is None else time.monotonic() + timeout

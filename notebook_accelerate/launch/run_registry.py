@@ -63,7 +63,7 @@ class _Entry:
             self._summary, self.run = self.run.without_results(), None
 
     def clear_frames(self) -> bool:
-        """Forget the variables in the frames of a failed run's errors; return whether there were frames.
+        """Clear the local variables in the tracebacks of a failed run. Return whether there were any tracebacks.
 
         The frames of a run in the kernel itself are the function's own: after an out-of-memory error they hold the
         memory that the next launch needs. The tracebacks stay.

@@ -87,7 +87,7 @@ class RankFacts:
         item_line: The line with most of them.
         kernels: Kernels per step on a device.
         kernel_seconds: The device's busy time, without NCCL's kernels: these are busy while they wait for other ranks.
-        communicating: The time in which the device runs NCCL's kernels alone.
+        communicating: The time during which only NCCL kernels run on the device.
         synchronizing: Waiting for the device in ``item()`` and the like.
         barriers: Barriers per step.
         barrier_seconds: The main thread's time in them.
@@ -461,7 +461,7 @@ def find_waits(
 
 
 def _step_of(trace: RankTrace, event: int) -> int | None:
-    """Return the step in which the host has called a collective; its kernel may run in a later one."""
+    """Return the step that called a collective. The kernel may run during a later step."""
     launch = trace.launch_of(event)
     at = trace.start[event if launch is None else launch]
     return next((index for index, (start, end) in enumerate(trace.steps()) if start <= at < end), None)
@@ -493,7 +493,7 @@ def _wait(
 
 
 def _union(trace: RankTrace, events: Sequence[int]) -> float:
-    """Return the microseconds in which at least one of the events, in order of their start, runs."""
+    """Return the microseconds covered by at least one event. The events must be sorted by start."""
     total = until = 0.0
     for event in events:
         total += max(0.0, trace.end(event) - max(trace.start[event], until))
@@ -502,7 +502,7 @@ def _union(trace: RankTrace, events: Sequence[int]) -> float:
 
 
 class _LaunchedKernels:
-    """The kernels of a trace by when, and on which thread, they were launched."""
+    """Looks up a trace's kernels by launch thread and launch time."""
 
     def __init__(self, trace: RankTrace) -> None:
         self._trace = trace

@@ -72,7 +72,7 @@ class RankTrace:
         names: The names of events.
         threads: The threads and streams.
         arguments: By event, the arguments that torch has recorded of it, where they are of use.
-        correlation: What a kernel and the call that has launched it have in common; 0 for other events.
+        correlation: The ID shared by a kernel and the call that launched it; 0 for other events.
         memory: Allocations: time, bytes (negative: freed), address; those on accelerators where there are such.
         base: The time of the trace's 0, in seconds since the epoch.
         facts: What the rank has recorded besides: see ``worker.step_profiler``.
@@ -120,7 +120,7 @@ class RankTrace:
         return self.category[event] == _CATEGORY["collective"] and self.on_device(event)
 
     def launch_of(self, kernel: int) -> int | None:
-        """Return the event of the call that has launched a kernel; None where the trace does not have it."""
+        """Return the event that launched a kernel, or None if the trace does not contain it."""
         if self._launches is None:
             found = (event for event in range(len(self)) if self.correlation[event] and not self.on_device(event))
             self._launches = {self.correlation[event]: event for event in found}

@@ -67,7 +67,7 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
 
 
 def _avoid_peer_to_peer() -> None:
-    """Keep NCCL from hanging on GPUs whose driver promises an access to each other's memory that they do not have."""
+    """Keep NCCL from hanging on GPUs whose driver wrongly reports peer-to-peer access."""
     missing = gpu_properties.without_peer_to_peer(os.environ)
     if missing and not gpu_properties.check_cuda_p2p_ib_support():
         os.environ.update(missing)

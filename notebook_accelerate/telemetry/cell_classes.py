@@ -1,4 +1,4 @@
-"""Classes of notebook cells in several processes: which class of one process is which of another.
+"""Match classes defined in notebook cells between the kernel and its ranks.
 
 A class of a cell belongs to ``__main__``, which no other process can import, and its instances are compared with
 ``isinstance`` and ``==`` on both sides. Three rules keep one class one class:
@@ -79,7 +79,7 @@ def _main() -> dict[str, Any]:
 
 
 def renew_main() -> None:
-    """Give this process an empty ``__main__`` for the names of the user's cells, in place of its command line's."""
+    """Replace ``__main__`` with an empty module for the names of the user's cells."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -164,13 +164,13 @@ def token_of(kind: type) -> str:
 
 
 def known(token: str) -> type | None:
-    """Return this process's class of a token; None if there is none, or no longer."""
+    """Return the class with this token, or None if this process has none."""
     found: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(token)
     return found
 
 
 def find(name: str, token: str, digest: str, *, warn: bool = False) -> type | None:
-    """Return this process's class for a class of another process; None if this process has none.
+    """Return this process's counterpart of a class in another process, or None.
 
     Args:
         name: Its qualified name.
@@ -370,7 +370,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduced:
-    """Reduce a class to its definition, from which a process makes it unless it has the class.
+    """Reduce a class to its definition. The reader builds the class only if it does not have it yet.
 
     Args:
         kind: The class.

@@ -1,4 +1,4 @@
-"""What can be said about an exception of any class, whose attributes and text may raise errors themselves."""
+"""Describe exceptions safely, even if their attributes or ``__str__`` raise."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MAX_HANDLER_BYTES = 1 << 20
 
 @dataclass
 class LoggerSettings:
-    """What a logger was set to.
+    """The settings of a logger.
 
     Attributes:
         level: Its level.
@@ -89,7 +89,7 @@ def _logger_settings(name: str, logger: logging.Logger) -> LoggerSettings:
 
 
 def _writes(handler: logging.Handler) -> bool:
-    """Return whether someone can read what a handler writes in a rank; the text of a StringIO is the rank's own."""
+    """Return whether a handler's output is visible outside the rank. A StringIO's is not."""
     stream = getattr(handler, "__dict__", {}).get("stream")
     return type(handler) is not logging.NullHandler and (not isinstance(stream, StringIO) or bool(_stream_name(stream)))
 
@@ -163,7 +163,7 @@ def apply(data: bytes) -> None:
 
 
 class _CategoryByName(type):
-    """A warning category whose module is not imported: importing those of IPython and torch takes a quarter second."""
+    """A warning category whose module is not imported: importing IPython's and torch's takes a quarter of a second."""
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         name = cls.__module__, cls.__qualname__
@@ -171,7 +171,7 @@ class _CategoryByName(type):
 
 
 def _category(module: str, name: str) -> type[Warning]:
-    """Return a category, or a class that stands for it as long as its module is not imported."""
+    """Return a category, or a placeholder if its module has not been imported."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -134,9 +134,9 @@ def _rebuild_tensor(
 
 
 def _own_device(device: str) -> str:
-    """Return the device of this rank for a tensor that was on the kernel's.
+    """Return this rank's device in place of the kernel's device.
 
-    On the kernel's own device, the tensors of all ranks would need a context there of every rank.
+    Otherwise every rank would create a context on the kernel's device.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
@@ -331,7 +331,7 @@ def _new_named_type(kind: Any, name: str, options: dict[str, Any]) -> Any:
 
 
 def _of_the_kernel(value: Any) -> tuple[str, str] | None:
-    """Return the module and name of what replaces a name of cells that only a kernel has; None for other values."""
+    """Return the module and name of the replacement for an IPython-only object, or None for other values."""
     kind = type(value)
     if kind is MethodType and value.__name__ == "get_ipython" and hasattr(value.__self__, "user_ns"):
         return "notebook_accelerate.worker.rank_shell", "get_ipython"  # by name: this package must not import it
@@ -341,7 +341,7 @@ def _of_the_kernel(value: Any) -> tuple[str, str] | None:
 
 
 def _code(filename: str, arguments: tuple[Any, ...]) -> CodeType:
-    """Return a code object with its own file name, for lines of cells; cloudpickle 3.1.3 gives all the same."""
+    """Return a code object with its original file name; cloudpickle 3.1.3 gives all code the same one."""
     return CodeType(*arguments).replace(co_filename=filename)
 
 

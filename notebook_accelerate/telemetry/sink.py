@@ -157,7 +157,7 @@ class Sink:
 
 
 def drop_key(event: Event) -> Hashable | None:
-    """Return the key of similar events, every second one of which may be dropped; None: keep the event."""
+    """Return a key shared by similar events, half of which may be dropped, or None to keep the event."""
     if not event.droppable:
         return None
     values = getattr(event, "values", None)
@@ -165,7 +165,7 @@ def drop_key(event: Event) -> Hashable | None:
 
 
 def thin(items: Iterable[T], key: Callable[[T], Hashable | None]) -> list[T]:
-    """Return the items without every second one of each key; all items with the key None stay."""
+    """Drop every second item of each key. Items whose key is None are kept."""
     kept: list[T] = []
     odd: set[Hashable] = set()
     for item in items:

@@ -88,7 +88,7 @@ class GeneralTracker:
 
 
 class BlankTracker(GeneralTracker):
-    """Does nothing, whatever is called, read or assigned: the tracker of ranks on which no tracker was started.
+    """A no-op tracker for ranks on which no tracker was started.
 
     Code that logs images with `accelerator.get_tracker("wandb", unwrap=True)` runs on every rank.
 

@@ -54,7 +54,7 @@ class GroupTimeouts:
 
 
 def lengthen(group: Any) -> float | None:
-    """Replace a group's limit by a long one and return the previous one, in seconds; None where it stays.
+    """Raise a group's limit. Return the previous limit in seconds, or None if the limit was not changed.
 
     Args:
         group: The group.

@@ -57,7 +57,7 @@ def _redirect(streams: Mapping[str, Any]) -> None:
     old = {id(getattr(sys, name)): stream for name, stream in streams.items()}
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
-            # A handler whose stream is a property, as logging's last resort, follows sys.stderr by itself.
+            # Skip handlers whose stream is a property, such as logging.lastResort: they already follow sys.stderr.
             stream: Any = getattr(handler, "__dict__", {}).get("stream")
             if kind is not None and type(stream) is kind:  # IPython would keep each line that is written to it
                 handler.stream = streams.get(stream.name, streams["stderr"])

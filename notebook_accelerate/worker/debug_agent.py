@@ -108,7 +108,7 @@ class _Pending:
 
 
 class _RequestThread(threading.Thread):
-    """Serves a request while the main thread waits in C. Should that return, it waits for the interpreter lock first.
+    """Serves a request while the main thread waits in C. If that call returns, the main thread must wait for the GIL.
 
     A process may end with a segmentation fault where one thread reads ``parameter.grad`` while another sets it
     (torch 2.13).
@@ -300,7 +300,7 @@ class DebugAgent:
         thread.start()
 
     def _record_movement(self) -> None:
-        """Record when the main thread moves: it is at another bytecode, has computed, or ended a step.
+        """Record when the main thread makes progress: a new bytecode, processor time or a finished step.
 
         A thread that sleeps in each of its steps is at the same bytecode whenever it is looked at. Processor time is a
         sign of progress only where no accelerator is used: a thread that waits for a CUDA device spins.
@@ -329,7 +329,7 @@ class DebugAgent:
         key: object = None,
         at_step: bool = False,
     ) -> None:
-        # A main thread that has stood still for as long as a boundary is awaited will not reach one now.
+        # If the main thread has not moved for BOUNDARY_SECONDS, waiting longer for a step boundary is pointless.
         patience = 0.0 if steady_time.now() - self._moved > BOUNDARY_SECONDS else BOUNDARY_SECONDS
         with self._lock:
             self._pending.append(_Pending(serve, refuse, key=key, at_step=at_step, patience=patience))

@@ -32,13 +32,13 @@ CAPTURE_SECONDS = 10.0
 AGAIN_SECONDS = 0.1
 """Seconds after which a kernel that has lost its connection looks whether the process is still there."""
 SEND_SECONDS = 2.0
-"""Seconds that a command waits for that connection, or for a process that does not read."""
+"""Seconds that a command waits for a reconnection, or for the supervisor to read."""
 STATE_SECONDS = 5.0
 """Seconds to wait for the state of the ranks; a suspended process sends none."""
 PING_SECONDS = 1.0
-"""Seconds between two questions to the process of a run that is being stopped, whether it answers."""
+"""Seconds between pings to the supervisor of a run that is being stopped."""
 ANSWER_SECONDS = 5.0
-"""Seconds without an answer after which that process is named; it is killed so many seconds after the grace."""
+"""Seconds without an answer before a warning names the supervisor. It is killed this long after the grace period."""
 
 
 KILL_SECONDS = 10.0
@@ -96,7 +96,7 @@ class ControlClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the process of the run sends what happens."""
+        """Whether the supervisor is connected."""
         return not (self._over or self._left)
 
     def stop(self, grace: float) -> None:
@@ -280,7 +280,7 @@ def is_here(process: ProcessIdentity) -> bool:
 
 
 def silence_text(process: ProcessIdentity, seconds: float) -> str:
-    """Return the sentence that names a process that does not answer, and what happens to it."""
+    """Return the warning about a supervisor that does not answer."""
     why = f"is suspended; resume it with: kill -CONT {process.pid}" if is_suspended(process) else "does not answer"
     return f"{process}, which supervises a detached run, {why}. It will be killed with its ranks in {seconds:.0f} s."
 

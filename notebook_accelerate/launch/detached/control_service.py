@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.store import Record
 
 UNREAD_SECONDS = 30.0
-"""Seconds after which a kernel is dropped that does not read what waits for it. It reconnects when it reads again."""
+"""Seconds after which a kernel that stops reading is disconnected. It reconnects when it resumes."""
 LOOK_SECONDS = 1.0
-"""Seconds after which the service looks for news and for kernels that do not read."""
+"""Seconds between checks for new records and for kernels that have stopped reading."""
 MAX_UNREAD_BYTES = 64 << 20
 """Most bytes that wait for a kernel behind the message that it is reading; with more it is dropped."""
 MAX_COMMAND_BYTES = 64 << 20
@@ -66,11 +66,11 @@ class Client:
 
     @property
     def has_unread(self) -> bool:
-        """Whether something waits until the kernel reads."""
+        """Whether messages are queued for the kernel."""
         return bool(self._unread)
 
     def send(self, events: Sequence[Event]) -> None:
-        """Send events, as far as the kernel reads them now; the rest waits.
+        """Send as much as the kernel accepts without blocking, and queue the rest.
 
         Raises:
             ChannelClosedError: The kernel is gone, or does not read.
@@ -226,7 +226,7 @@ class ControlService:
 
     @contextmanager
     def _dropped_on_error(self, client: Client) -> Iterator[None]:
-        """Drop a kernel after an error with it: a peer must not end the service, which alone can stop the run."""
+        """Disconnect a kernel after an error. A bad peer must not end the service, which is needed to stop the run."""
         try:
             yield
         except Exception:  # noqa: BLE001 - the same

@@ -55,7 +55,7 @@ class DetachedEntry:
         identity, here = parse_identity(self.process), this_process()
         if identity is None or identity.machine != here.machine:
             return False
-        # Without an identifier of the machine (macOS has no /proc), the lock on its name shows whether it lives.
+        # Without a machine ID (macOS has no /proc), use the lock on the run's name.
         return not identity.has_ended() if here.machine else _is_claimed(self.name)
 
     @property
@@ -219,7 +219,7 @@ def claim(name: str) -> int | None:
 
 
 def _is_claimed(name: str) -> bool:
-    """Whether a living process has claimed a name."""
+    """Whether a running process holds the lock on a name."""
     try:
         descriptor = os.open(_claim_file(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

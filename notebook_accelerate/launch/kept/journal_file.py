@@ -55,9 +55,9 @@ MAX_WORK = 1_500_000_000
 """References that may be copied to read the events of a run: each copies those to its ranks, notes and attempts. Takes
 five seconds; a run of 16,000 ranks needs two thirds of it."""
 _RANK_WORK = 600
-"""What creating the state of a rank takes, as references that are copied."""
+"""Cost of creating a rank's state, in copied references."""
 _WARNING_WORK = 6
-"""What comparing a warning with an earlier one takes."""
+"""Cost of comparing two warnings, in copied references."""
 _SECTIONS = frozenset({"code"})
 """The sections that are kept, in addition to the header and the curves. Others, of a newer version, are left out."""
 MAX_LATEST = 20_000

@@ -65,7 +65,7 @@ MAX_RANKS = 1 << 14
 MAX_CONTAINERS = 1 << 20
 """Most lists and objects in the JSON of a frame: each takes 64 bytes of memory or more."""
 LATEST_TIME = 253_000_000_000.0
-"""A time in seconds since the epoch, in the year 9987: calendars end with 9999."""
+"""The latest time accepted, in seconds since the epoch (year 9987): datetime ends at 9999."""
 _TIMES = frozenset({"time", "since", "until"})
 """Names of fields that are such times."""
 

@@ -236,7 +236,7 @@ class _ReadOnly(NoCommands):
 
 
 class _SentRecords:
-    """Events of the run that its process has sent and that the file of the journal lacks.
+    """Run events received from the supervisor that are not in the journal file yet.
 
     Args:
         contents: The contents of the file.

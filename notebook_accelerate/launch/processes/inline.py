@@ -79,7 +79,7 @@ class _Tee:
             self._journal.add([Record(0, steady_time.now(), LogEvent(self._name, text))])
 
     def finish(self) -> None:
-        """Keep an unfinished last line too, then let go of the run.
+        """Record an unfinished last line, then drop the reference to the run's journal.
 
         Libraries that saved ``sys.stdout`` during the run refer to this object for as long as they are loaded.
         """

@@ -238,7 +238,7 @@ class RankGroup:
         self._selector.close()
 
     def _leave_unkillable(self) -> None:
-        """Give up ranks that SIGKILL has not ended: their system calls do not return, as in a driver that hangs."""
+        """Give up on ranks that survive SIGKILL because a system call does not return, for example in a hung driver."""
         for rank in list(self._ranks.living.values()):
             process = rank.process
             where = f" on {process.host}" if process.host else ""
