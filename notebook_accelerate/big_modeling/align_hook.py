@@ -208,7 +208,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def _release_weights(self) -> None:
-        held = [own[key] for own, key, _, _ in self._slots]
+        held = [own[key] for own, key, _, _ in self._slots if key in own]  # the forward may have deleted a weight
         for own, key, _, placeholder in self._slots:
             own[key] = placeholder
         if self._prefetcher is not None and self._unit is not None:

@@ -38,6 +38,7 @@ _CONTAINERS = {
     list, tuple, set, frozenset, collections.deque, torch.Size,
     dict, collections.OrderedDict, collections.Counter, collections.defaultdict,
 }  # fmt: skip
+_COSTLY: dict[Any, tuple[type, ...]] = {bytes: (int,), bytearray: (int,), int: (decimal.Decimal,)}
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, slice, range, torch.Tensor}
 _LEAVES = (
     *_ATOMS, pathlib.PurePath, enum.Enum, torch.dtype, torch.device, torch.layout, np.ndarray, np.generic, np.dtype,
@@ -137,8 +138,10 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def _check(self, function: Any, args: Any) -> None:
         if id(function) not in self._found:
             raise RefusedError(f"GLOBAL: the file calls {function!r:.100}.")
-        if any(type(argument) is range for argument in args):  # a set of one would take any amount of memory
-            raise RefusedError(f"GLOBAL: the file calls {function!r:.100} with a range.")
+        for argument in args:
+            # Small arguments from which these make values of any size.
+            if type(argument) in _COSTLY.get(function, ()) or type(argument) is range:
+                raise RefusedError(f"GLOBAL: the file calls {function!r:.100} with an argument of {type(argument)}.")
 
     def _load_reduce(self) -> None:
         args = self.stack.pop()

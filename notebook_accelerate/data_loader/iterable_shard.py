@@ -67,7 +67,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
-        self._last_round = torch.full((), -1, dtype=torch.int64)
+        self._last_round = torch.full((), -1, dtype=torch.int64, device="cpu")
 
     @property
     def last_round(self) -> int | None:

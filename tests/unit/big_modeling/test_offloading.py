@@ -122,6 +122,22 @@ def test_another_unit_does_not_wait_for_a_slow_read(tmp_path: Path) -> None:
         assert all(step >= prefetcher._next_use for step in prefetcher._ready), "the late read was dropped"
 
 
+def test_a_forward_may_delete_its_weight() -> None:
+    class Once(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            weight = self.weight
+            del self.weight
+            return value @ weight.T + self.bias
+
+    model = Once(2, 2)
+    batch = torch.ones(1, 2)
+    expected = nn.functional.linear(batch, model.weight, model.bias)
+    cpu_offload(model, torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.equal(model(batch), expected)
+        assert torch.equal(model(batch), expected)
+
+
 def test_an_error_in_a_forward_does_not_stop_the_next(tmp_path: Path) -> None:
     model = Deep(blocks=4, width=32, own=True).eval()
     plain = model(TOKENS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
@@ -202,3 +203,9 @@ def test_batches_that_cannot_be_cut_equally_are_refused(size: int) -> None:
         BatchSamplerShard(BatchSampler(range(9), size, False), 2, 0, split_batches=True)
     with pytest.raises(ValueError, match=rf"num_processes=2 .* batch size is {size}"):
         IterableDatasetShard(Numbers(9), size, False, 2, 0, split_batches=True)
+
+
+def test_a_shard_of_a_stream_does_not_depend_on_the_default_device() -> None:
+    with torch.device("meta"):
+        shard = IterableDatasetShard([1, 2, 3], 2)  # type: ignore[arg-type]
+    assert shard.last_round is None
