@@ -25,7 +25,7 @@ from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.processes.pickled_start import PickledFunction
 from notebook_accelerate.launch.start import start_here
 from notebook_accelerate.launch.state.waits import wait_for
-from notebook_accelerate.telemetry import cell_classes, tracebacks
+from notebook_accelerate.telemetry import cell_names, tracebacks
 from notebook_accelerate.telemetry.cell_sources import install_sources
 from notebook_accelerate.telemetry.pickling import load_file
 
@@ -52,7 +52,7 @@ def main(order: int, payload: int, answer: int, claimed: int) -> None:
         os._exit(0)  # the kernel waits for this process; the other one is nobody's child
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.set_inheritable(claimed, False)
-    cell_classes.renew_main()
+    cell_names.renew_main()
     DetachedRun(load_file(order), payload, socket.socket(fileno=answer), claimed).main()
 
 

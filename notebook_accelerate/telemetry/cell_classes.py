@@ -3,7 +3,7 @@
 A class of a cell belongs to ``__main__``, which no other process can import, and its instances are compared with
 ``isinstance`` and ``==`` on both sides. Three rules keep one class one class:
 
-- The ``__main__`` of a rank holds the names of the kernel's that its function needs, so that pickle finds them there.
+- The ``__main__`` of a rank holds the kernel's names that its function needs, so that pickle finds them there.
 - Every class has a token, which is the same in all processes. A class whose token is known here is that class.
 - A class of the same name and definition is the same class: the user has run its cell again, perhaps in a new kernel.
 
@@ -12,7 +12,6 @@ Everything else travels by value, and the reader of a value is warned when ``__m
 
 from __future__ import annotations
 
-import builtins
 import copyreg
 import enum
 import hashlib
@@ -36,11 +35,9 @@ from typing import Any
 
 from cloudpickle import cloudpickle
 
+from notebook_accelerate.telemetry.cell_names import Reduced, is_class, names_of_main
 from notebook_accelerate.telemetry.sink import current_sink
 
-Reduced = tuple[Any, ...]
-"""What a reducer returns: callable, arguments, state, None, None, and the callable that sets the state."""
-_MODULE_NAMES = ("__name__", "__package__", "__file__")
 _NOT_DEFINED = frozenset(
     (
         "__annotations__",
@@ -66,84 +63,12 @@ _MAX_DIGEST_BYTES = 4 << 20
 """Only classes with fewer parts are compared by their definition, and with smaller arrays."""
 
 
-def is_class(value: object) -> bool:
-    """Return whether a value is a class; unlike ``isinstance``, this runs no code of the value."""
-    return issubclass(type(value), type)
-
-
-# ---- names
-
-
-def _main() -> dict[str, Any]:
-    return vars(sys.modules["__main__"])
-
-
-def renew_main() -> None:
-    """Replace ``__main__`` with an empty module for the names of the user's cells."""
-    main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-
-
-def owner_in_main(value: Any) -> Any:
-    """Return the value under the first part of a class's or function's name in ``__main__``.
-
-    Returns:
-        ``value`` itself, or the class that it is nested in; None if it is not found by its name.
-    """
-    if getattr(value, "__module__", None) != "__main__":
-        return None
-    first, *rest = value.__qualname__.split(".")
-    owner = found = _main().get(first)
-    for name in rest:
-        found = vars(found).get(name) if is_class(found) else None
-    return owner if found is value else None
-
-
-def names_in_texts(code: CodeType) -> dict[str, Any]:
-    """Return the values that a function looks up by ``globals()["name"]`` or ``from __main__ import name``."""
-    codes = [code]
-    for each in codes:
-        codes += [value for value in each.co_consts if type(value) is CodeType]
-    used = {name for each in codes for name in each.co_names}
-    texts = {value for each in codes for value in each.co_consts if type(value) is str}
-    names = texts if used & {"globals", "vars", "eval"} else set()
-    if "__main__" in used | texts:
-        names |= used | texts
-    return {name: value for name, value in list(_main().items()) if name in names and not name.startswith("__")}
-
-
-class MainNames(dict[str, Any]):
-    """The globals of the functions of cells in a pickle; where it is read, they are those of ``__main__``."""
-
-    def __init__(self) -> None:
-        main = _main()
-        super().__init__({name: main[name] for name in _MODULE_NAMES if name in main})
-
-    def __reduce__(self) -> Reduced:
-        return _names_of_main, (dict(self),)
-
-
-def _names_of_main(module_names: dict[str, Any]) -> dict[str, Any]:
-    names = _main()
-    names.update(module_names)
-    return names
-
-
-def put_into_main(value: Any, state: Reduced) -> None:
-    """Set the state of a class or function, and enter it in ``__main__``."""
-    set_state, inner, owner = state
-    set_state(value, inner)
-    if value is owner:
-        _main()[value.__qualname__] = value
-
-
 # ---- tokens
 
 
 def note_classes() -> None:
     """Give each class in ``__main__`` a token, before processes are forked that pickle instances of it."""
-    kinds = [value if is_class(value) else type(value) for value in list(_main().values())]
+    kinds = [value if is_class(value) else type(value) for value in list(names_of_main().values())]
     for kind in {id(kind): kind for kind in kinds}.values():  # a notebook may have 100,000 names, of few classes
         with suppress(Exception):  # metaclasses of the user
             _note(kind)
@@ -179,7 +104,7 @@ def find(name: str, token: str, digest: str, *, warn: bool = False) -> type | No
         warn: Whether to warn if ``__main__`` has another class of that name.
     """
     ours = known(token)
-    current: Any = _main().get(name.partition(".")[0])
+    current: Any = names_of_main().get(name.partition(".")[0])
     for part in name.split(".")[1:]:
         current = vars(current).get(part) if is_class(current) else None
     if current is ours or not is_class(current):
@@ -410,16 +335,10 @@ def _complete(kind: type, state: tuple[Callable[[type, Any], Any], Any]) -> None
 
 
 __all__ = [
-    "MainNames",
     "definition_digest",
     "find",
-    "is_class",
     "known",
-    "names_in_texts",
     "note_classes",
-    "owner_in_main",
-    "put_into_main",
     "reduce_definition",
-    "renew_main",
     "token_of",
 ]

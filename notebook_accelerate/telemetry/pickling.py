@@ -18,16 +18,16 @@ import struct
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Literal, Protocol
 
 import cloudpickle
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry import cell_classes
+from notebook_accelerate.telemetry import cell_classes, cell_names
 from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.torch_internals import storage_key
 
@@ -160,10 +160,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         keep_device: Whether tensors are restored on their device; results are restored on the CPU, so that the kernel
             starts no accelerator runtime.
         purpose: Decides how the pickle holds classes and functions of cells.
+        omitted: Names of ``__main__`` that cannot be pickled and that a function may not need, each with the reason.
     """
 
     def __init__(
-        self, file: Writer, buffers: Callable[[pickle.PickleBuffer], object], *, keep_device: bool, purpose: Purpose
+        self,
+        file: Writer,
+        buffers: Callable[[pickle.PickleBuffer], object],
+        *,
+        keep_device: bool,
+        purpose: Purpose,
+        omitted: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers)
         self._storages: dict[int, _StorageHandle] = {}
@@ -171,8 +178,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._definitions: dict[str, bytes | str] = {}
         self.defined: set[str] = set()
         """Tokens of the classes whose definition is in the pickle."""
+        self._omitted = omitted
+        self.undetected: dict[str, Any] = {}
+        """The values of ``__main__`` that functions seem to read in ways that cloudpickle does not detect."""
         if purpose == "launch":
-            self.globals_ref[id(vars(sys.modules["__main__"]))] = cell_classes.MainNames()
+            self.globals_ref[id(vars(sys.modules["__main__"]))] = cell_names.MainNames(dict(omitted))
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce plain tensors, classes and functions of cells, exceptions, and names that only a kernel has."""
@@ -183,7 +193,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is CodeType:
             _, arguments = self.dispatch_table[CodeType](obj)
             return _code, (obj.co_filename, arguments)
-        if type(obj) is FunctionType or cell_classes.is_class(obj):
+        if type(obj) is FunctionType or cell_names.is_class(obj):
             return self._reduce_definition(obj, super().reducer_override(obj))
         if issubclass(type(obj), BaseException) and type(obj) not in self.dispatch_table:
             return _reduce_exception(obj)
@@ -197,7 +207,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce a class or function; ``reduced`` is what cloudpickle reduces it to."""
         if reduced is NotImplemented or len(reduced) < 6:  # it is imported by its name
             return reduced
-        if cell_classes.is_class(value):
+        if cell_names.is_class(value):
             if self._purpose == "values":
                 return self._reduce_to_token(value)
             self.defined.add(cell_classes.token_of(value))
@@ -206,11 +216,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         make, arguments, state, _, _, set_state = reduced
         if type(value) is FunctionType and value.__globals__ is vars(sys.modules["__main__"]):
-            state[1]["__globals__"] |= cell_classes.names_in_texts(value.__code__)
-        owner = cell_classes.owner_in_main(value)
+            names = cell_names.undetected_names(value.__code__) - state[1]["__globals__"].keys() - self._omitted.keys()
+            found = {name: value.__globals__[name] for name in sorted(names)}
+            self.undetected |= found
+            state[1]["__globals__"] |= found
+        owner = cell_names.owner_in_main(value)
         if owner is None:
             return reduced
-        return make, arguments, (set_state, state, owner), None, None, cell_classes.put_into_main
+        return make, arguments, (set_state, state, owner), None, None, cell_names.put_into_main
 
     def _reduce_to_token(self, kind: type) -> tuple[Any, ...]:
         token = cell_classes.token_of(kind)
@@ -371,17 +384,23 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
     Raises:
         SerializationError: A part of ``value`` cannot be pickled; the message says which and why.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    try:
-        Pickler(file, buffers.append, keep_device=keep_device, purpose=purpose).dump(value)
-        return Payload(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
-    except SerializationError:
-        raise
-    except Exception as error:
-        name = _unpicklable_name(value)
-        part = f", because of {name!r}" if name else ""
-        raise SerializationError(f"{what} cannot be pickled{part}: {describe_error(error)}") from error
+    omitted: dict[str, str] = {}
+    while True:
+        buffers: list[pickle.PickleBuffer] = []
+        file = io.BytesIO()
+        pickler = Pickler(file, buffers.append, keep_device=keep_device, purpose=purpose, omitted=omitted)
+        try:
+            pickler.dump(value)
+            return Payload(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
+        except Exception as error:
+            if found := _unpicklable(pickler.undetected, omitted):
+                omitted |= found
+                continue
+            if isinstance(error, SerializationError):
+                raise
+            name = _unpicklable_name(value)
+            part = f", because of {name!r}" if name else ""
+            raise SerializationError(f"{what} cannot be pickled{part}: {describe_error(error)}") from error
 
 
 def _unpicklable_name(value: Any) -> str:
@@ -394,17 +413,25 @@ def _unpicklable_name(value: Any) -> str:
         named = {**used.globals, **used.nonlocals}
         named |= dict(inspect.signature(function).bind_partial(*value[1]).arguments)
         for name, part in named.items():
-            if not _is_picklable(part):
+            if _why_unpicklable(part):
                 return name
     return ""
 
 
-def _is_picklable(value: Any) -> bool:
+def _unpicklable(values: Mapping[str, Any], omitted: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of those values that cannot be pickled even without the others, each with the reason."""
+    without = {**omitted, **dict.fromkeys(values, "")}
+    found = {name: _why_unpicklable(value, without) for name, value in values.items()}
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def _why_unpicklable(value: Any, omitted: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the error that pickling a value raises; "" if it can be pickled."""
     try:
-        Pickler(io.BytesIO(), id, keep_device=True, purpose="launch").dump(value)
-    except Exception:  # noqa: BLE001 - any class of the user may raise anything
-        return False
-    return True
+        Pickler(io.BytesIO(), id, keep_device=True, purpose="launch", omitted=omitted).dump(value)
+    except Exception as error:  # noqa: BLE001 - any class of the user may raise anything
+        return describe_error(error)
+    return ""
 
 
 def dump_bytes(value: Any, what: str, purpose: Purpose = "values") -> bytes:

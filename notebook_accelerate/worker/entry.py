@@ -37,6 +37,7 @@ from notebook_accelerate.telemetry import (
     Sink,
     StatusEvent,
     cell_classes,
+    cell_names,
     inherited_state,
     install_sink,
     notebook_settings,
@@ -97,7 +98,7 @@ def main(
         if forked:
             exit_handlers.forget_inherited()
         if inherited is None:
-            cell_classes.renew_main()
+            cell_names.renew_main()
         gc.freeze()  # O(1): from now on the collector sees the rank's own objects only, and copies no memory
         detach(wiring, inherited)
         agent, debugging, devices = connect(wiring)
@@ -234,6 +235,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         return Outcome(failure_event(stop, "interrupted"))
     except BaseException as error:  # noqa: BLE001 - the kernel handles what the user's function raises
         note_memory(error)
+        cell_names.explain_omitted(error)
         event = failure_event(error, "exception")
         if order.hold and (place := attribute(error, "__traceback__")) is not None:
             state_resets.require_sink().send(event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.kernel import Kernel
+from tests.support.launching import said
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
@@ -77,6 +78,21 @@ def reads_names():
     from __main__ import FACTOR as factor
     return factor, "FACTOR" in globals(), "TABLE" in globals(), "TABLE2" in globals(), __name__
 
+def reads_eval(model):
+    model.eval()
+    return sorted(name for name in globals() if name[0] != "_"), "lock", __name__ == "__main__"
+
+def reads_in_body():
+    class Inner:
+        factor = FACTOR
+        def __init__(self):
+            self.lock = 1
+    return Inner.factor
+
+def reads_lock():
+    from __main__ import lock
+    return lock
+
 def reads_main():
     import __main__
     return sorted(set(vars(__main__)) & set("Batch TABLE serve sys".split())), hasattr(__main__, "__file__")
@@ -125,6 +141,22 @@ def test_ranks_pickle_arguments_whose_classes_the_function_does_not_name(kernel:
 def test_names_that_a_function_has_in_texts(kernel: Kernel, method: str) -> None:
     kernel.check(f"r = launch(reads_names, start_method={method!r}, panel=False).results[0]")
     assert kernel.value("r") == [2, True, True, False, "__main__"]
+
+
+@METHODS
+def test_names_in_the_body_of_a_class_in_a_function(kernel: Kernel, method: str) -> None:
+    assert kernel.value(f"launch(reads_in_body, start_method={method!r}, panel=False).results") == [2, 2]
+
+
+def test_attributes_are_not_names_of_the_notebook(kernel: Kernel) -> None:
+    kernel.check("eval = (i for i in range(3))")  # it cannot be pickled
+    kernel.check("r = launch(reads_eval, Net(), start_method='zygote', panel=False).results[0]; del eval")
+    assert kernel.value("r") == [["Net", "reads_eval", "torch"], "lock", True]
+
+
+def test_an_error_says_why_a_name_was_not_sent(kernel: Kernel) -> None:
+    cell = kernel.run("launch(reads_lock, start_method='zygote', panel=False)")
+    assert "The notebook has 'lock', but it could not be sent to this rank: TypeError: cannot pickle" in said(cell)
 
 
 def test_the_main_module_of_a_rank_has_only_what_the_function_needs(kernel: Kernel) -> None:

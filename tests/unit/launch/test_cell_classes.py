@@ -22,7 +22,7 @@ import torch
 from cloudpickle import cloudpickle
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry import cell_classes, pickling
+from notebook_accelerate.telemetry import cell_classes, cell_names, pickling
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_bytes
 
 SOURCES = {
@@ -160,13 +160,92 @@ def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], forget: Calla
     _run(source, main)
     descriptor = dump((main["train"], ()), "the function").to_file()
     forget()
-    cell_classes.renew_main()
+    cell_names.renew_main()
     train, _ = pickling.load_file(descriptor)
     names = vars(sys.modules["__main__"])
     assert train.__globals__ is names
     assert {"train", "Kind", "count"} <= names.keys()
     assert "Base" not in names
     assert train()[0] is train()[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("model.eval(), model.vars(), 'table', 'lock'", set()),
+        ("'table' if __name__ == '__main__' else model.modules()", set()),
+        ("vars(model), 'table'", set()),
+        ("globals()['table']", {"table"}),
+        ("[globals()[name] for name in ('table', 'lock')]", {"table", "lock"}),
+        ("eval('table + size.lock')", {"table", "size"}),
+        ("exec('print(table)') or 'size'", {"table", "size"}),
+        ("sys.modules[__name__].table, model.eval()", {"table", "eval"}),
+        ("vars(sys.modules['__main__'])['table']", {"table"}),
+        ("sys.modules.get('__main__').table", {"table"}),
+        ("getattr(import_module('__main__'), 'table')", {"table"}),
+        ("__import__('__main__').table, importlib.import_module(__name__).size", {"table", "size"}),
+        ("(lambda: globals()['table'])()", {"table"}),
+    ],
+)
+def test_names_that_a_function_reads_by_texts(main: dict[str, Any], body: str, expected: set[str]) -> None:
+    _run("def eval(model): ...\ntable = lock = size = 1\ndef Kind(): return " + body, main)
+    if not expected or "eval" not in expected:
+        del main["eval"]
+    assert cell_names.undetected_names(main["Kind"].__code__) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("from __main__ import table as t, size; model.eval(); t.lock", {"table", "size"}),
+        ("import __main__; print('size', __main__.table)", {"table", "size"}),
+        ("import __main__ as m; from __main__ import size; m.table", {"table", "size"}),
+        ("from os.path import table; import size", set()),
+        ("class Inner: x = table", {"table"}),
+        ("class Inner:\n  size = 1\n  x = size\n  class Deeper: y = lock", {"lock"}),
+    ],
+)
+def test_names_in_statements_of_a_function(main: dict[str, Any], lines: str, expected: set[str]) -> None:
+    _run("def eval(model): ...\ntable = lock = size = 1\ndef Kind():\n " + lines, main)
+    assert cell_names.undetected_names(main["Kind"].__code__) == expected
+
+
+def test_an_own_function_named_eval_reads_no_names_in_texts(main: dict[str, Any]) -> None:
+    _run("def eval(model, name): ...\ntable = 1\ndef Kind(): return eval(1, 'table')", main)
+    assert cell_names.undetected_names(main["Kind"].__code__) == set()
+
+
+def test_names_in_texts_that_cannot_be_pickled_are_left_out(main: dict[str, Any], forget: Callable[[], None]) -> None:
+    source = """
+lock, table = threading.Lock(), [1]
+def helper(): return globals()["lock"]
+def Kind(name):
+    names = "helper", "lock", "table"
+    return globals()[name], names
+"""
+    _run(source, main)
+    descriptor = dump((main["Kind"], ("table",)), "the function").to_file()
+    forget()
+    cell_names.renew_main()
+    function, _ = pickling.load_file(descriptor)
+    assert function("table")[0] == [1]
+    assert {"helper", "table"} < vars(sys.modules["__main__"]).keys()
+    with pytest.raises(KeyError, match="'lock'") as found:
+        function("helper")[0]()
+    cell_names.explain_omitted(found.value)
+    assert found.value.__notes__ == [
+        "The notebook has 'lock', but it could not be sent to this rank: TypeError: cannot pickle '_thread.lock' object"
+    ]
+
+
+def test_an_error_about_another_name_is_not_explained(main: dict[str, Any]) -> None:
+    _run("lock = threading.Lock()\ndef Kind(): return globals()['lock']", main)
+    descriptor = dump((main["Kind"], ()), "the function").to_file()
+    cell_names.renew_main()
+    pickling.load_file(descriptor)
+    for error in (NameError("name 'block' is not defined"), ValueError("lock"), AttributeError("no lock")):
+        cell_names.explain_omitted(error)
+        assert not hasattr(error, "__notes__")
 
 
 def test_different_classes_of_one_name_stay_different_in_a_launch(
@@ -188,7 +267,7 @@ def train(): return [scale(1) for scale in scales], first(), type(first) is type
     descriptor = dump((main["train"], ()), "the function").to_file()
     expected = main["train"]()
     forget()
-    cell_classes.renew_main()
+    cell_names.renew_main()
     train, _ = pickling.load_file(descriptor)
     assert train() == expected == ([2, 3, 2], 1, False, True)
 
