@@ -339,6 +339,8 @@ gpu-day-wheels:
 	$(PYTHON) -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: --dest $(GPU_DAY_WHEELS) \
 		--python-version 3.12 --implementation cp $(foreach tag,2_28 2_27 2_24 2_17,--platform manylinux_$(tag)_x86_64) \
 		--platform manylinux2014_x86_64 --platform manylinux1_x86_64 -r requirements/gpu-day.txt
+	$(PYTHON) -m tests.gpu.day.wheels $(GPU_DAY_WHEELS)
+	du -sh $(GPU_DAY_WHEELS)
 
 test-cuda: $(CUDA_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(CUDA_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-cuda tests/cuda

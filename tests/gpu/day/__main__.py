@@ -1,40 +1,45 @@
 """Runs what fits into nine minutes on a machine with one GPU: ``python -m tests.gpu.day``, or ``make test-gpu-day``.
 
 Each item is a pytest in a session of its own, which is killed at its limit. Items of a lane run one after another, the
-lanes of a phase next to each other; what measures time or memory has a phase of its own. Results are written after each
-item, into the folder OUT (.build/gpu-day): summary.md, results.json, and a log, a JUnit file and figures of each item.
+lanes of a phase in parallel; what measures time or memory has a phase of its own. After each item, the folder OUT
+(.build/gpu-day) has summary.md, results.json and logs.tar.gz: few files, for machines that return few. While an item
+runs, its log is in .build/gpu-day-logs.
 
-GPU_DAY_SECONDS (540) is the time for all, and GPU_DAY_ONLY=stuck,nccl chooses items. TEST_GPU=dry, or GPU_DAY_DRY=1,
-runs the items on the CPU, which shows that they work.
+- ``GPU_DAY_SECONDS`` (540): the time for all items.
+- ``GPU_DAY_ONLY=stuck,nccl``: only these items.
+- ``TEST_GPU=dry`` or ``GPU_DAY_DRY=1``: all items run on the CPU, which shows that the tests work. Limits are three
+  times as long there, and there is no limit for all unless GPU_DAY_SECONDS is set.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
-import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.gpu.day import outcomes
+
 ROOT = Path(__file__).resolve().parents[3]
-OUT = Path(os.environ.get("OUT") or ROOT / ".build" / "gpu-day")
-DRY = os.environ.get("GPU_DAY_DRY") == "1" or os.environ.get("TEST_GPU") == "dry"
-SECONDS = float(os.environ.get("GPU_DAY_SECONDS") or 540)
-ONLY = set(filter(None, os.environ.get("GPU_DAY_ONLY", "").split(",")))
-LEAST = 12.0
-"""Seconds that must be left to begin an item."""
-HERE, TESTS = "tests/gpu/day/check_{}.py", "tests/gpu/test_{}.py"
-# DeepSpeed is not on such a machine.
-TRAINING = [TESTS.format("training"), "--deselect=tests/gpu/test_training.py::test_zero"]
-# What it compares is the memory of the whole device, which other lanes use: `kernel` checks it alone.
-LAUNCH = [TESTS.format("launch"), "--deselect=tests/gpu/test_launch.py::test_memory_is_freed_after_the_run"]
-SINGLE = [TESTS.format(name) for name in ("big_modeling", "checkpointing", "quantization", "detection")]
+SECONDS = 540.0
+LEAST_SECONDS = 12.0
+"""An item does not start if less time is left."""
+RESERVE_SECONDS = 5.0
+"""What is left for writing the results."""
+DRY_FACTOR = 3.0
+"""How much longer an item may take on two busy cores than on a machine with a GPU."""
+LONGEST = 700
+"""Characters of a failure in the summary: its end, which says what went wrong."""
 
 
 @dataclass(frozen=True)
@@ -44,30 +49,42 @@ class Item:
     Attributes:
         name: Its name.
         limit: Seconds after which it is killed.
-        arguments: What pytest runs; empty: the file of checks with this name.
+        tests: pytest's arguments: files relative to tests/gpu, and options.
     """
 
     name: str
     limit: float
-    arguments: tuple[str, ...] = ()
+    tests: tuple[str, ...]
 
 
-PHASES: list[list[list[Item]]] = [
-    [[Item("facts", 75)]],
-    [[Item("kernel", 100)]],
-    [[Item("stuck", 100)]],
+Lane = Sequence[Item]
+
+
+def _check(name: str, limit: float) -> Item:
+    return Item(name, limit, (f"day/check_{name}.py",))
+
+
+_FILES = ("big_modeling", "checkpointing", "quantization", "detection")
+# DeepSpeed is not on such a machine.
+_ZERO = "--deselect=tests/gpu/test_training.py::test_zero"
+# It compares the memory of the whole device, which other lanes use: `kernel` checks the same alone.
+_FREED = "--deselect=tests/gpu/test_launch.py::test_memory_is_freed_after_the_run"
+PHASES: Sequence[Sequence[Lane]] = (
+    [[_check("facts", 75)]],
+    [[_check("kernel", 100)]],
+    [[_check("stuck", 100)]],
     [
-        [Item("nccl", 130), Item("memory", 60)],
-        [Item("parity", 120), Item("precision", 110)],
-        [Item("saving", 90), Item("single", 140, tuple(SINGLE))],
-        [Item("training", 200, tuple(TRAINING))],
-        [Item("launch", 110, tuple(LAUNCH))],
+        [_check("nccl", 130), _check("memory", 60)],
+        [_check("parity", 120), _check("precision", 110)],
+        [_check("saving", 90), Item("single", 140, tuple(f"test_{name}.py" for name in _FILES))],
+        [Item("training", 200, ("test_training.py", _ZERO))],
+        [Item("launch", 110, ("test_launch.py", _FREED))],
     ],
-    [[Item("profiles", 80)]],
-    [[Item("offload", 90)]],
-    [[Item("costs", 110)]],
-    [[Item("figures", 90, (TESTS.format("costs"),))]],
-]
+    [[_check("profiles", 80)]],
+    [[_check("offload", 90)]],
+    [[_check("costs", 110)]],
+    [[Item("figures", 90, ("test_costs.py",))]],
+)
 """Phases in their order; each is a list of lanes."""
 
 
@@ -77,111 +94,145 @@ class Result:
 
     Attributes:
         item: Its name.
-        ended: pytest's exit code, "killed" at the limit, or "no time left".
+        ended: pytest's exit status, "killed at its limit", or "no time left".
+        begin: When it began, in seconds since the day's start.
         seconds: How long it ran.
-        counts: Tests by outcome.
-        failed: The failed tests with the first line of what failed.
-        figures: What was measured, by name.
+        tests: The outcome of each test.
     """
 
     item: str
-    ended: int | str
+    ended: str
+    begin: float = 0.0
     seconds: float = 0.0
-    counts: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    figures: dict[str, str] = field(default_factory=dict)
+    tests: list[outcomes.Outcome] = field(default_factory=list)
+
+    @property
+    def counts(self) -> str:
+        """The numbers of tests by outcome."""
+        counted = Counter(test.outcome for test in self.tests)
+        return ", ".join(f"{counted[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counted[kind])
 
 
 class Day:
-    """Runs the items and writes their results."""
+    """Runs items within a time and writes their results.
 
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._lock = threading.Lock()
-        self._results: list[Result] = []
-        OUT.mkdir(parents=True, exist_ok=True)
+    Args:
+        out: The folder for the results.
+        logs: The folder for the logs, which is emptied first.
+        seconds: The time for all items.
+        dry: Whether they run on the CPU.
+    """
 
-    def run(self) -> int:
-        """Run all items; return 1 if one did not pass."""
-        for phase in PHASES:
-            lanes = [threading.Thread(target=self._run_lane, args=(lane,)) for lane in phase]
-            for lane in lanes:
-                lane.start()
-            for lane in lanes:
-                lane.join()
-        print((OUT / "summary.md").read_text() if self._results else "no item has this name", flush=True)
-        return int(not self._results or any(result.ended != 0 for result in self._results))
+    def __init__(self, out: Path, logs: Path, seconds: float = SECONDS, *, dry: bool = False) -> None:
+        self.results: list[Result] = []
+        self._out, self._logs, self._seconds, self._dry = out, logs, seconds, dry
+        self._begin, self._lock = time.monotonic(), threading.Lock()
+        shutil.rmtree(logs, ignore_errors=True)
+        for folder in (out, logs):
+            folder.mkdir(parents=True, exist_ok=True)
 
-    def _run_lane(self, lane: list[Item]) -> None:
+    def run(self, phases: Iterable[Iterable[Lane]], only: Sequence[str] = ()) -> int:
+        """Run phases one after another, the lanes of each in parallel; return 1 if an item failed or did not run.
+
+        Args:
+            phases: The phases.
+            only: Names of the items to run; empty: all.
+        """
+        for phase in phases:
+            lanes = [[item for item in lane if not only or item.name in only] for lane in phase]
+            threads = [threading.Thread(target=self._run_lane, args=(lane,)) for lane in lanes]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return int(any(result.ended != "0" for result in self.results))
+
+    def _run_lane(self, lane: Lane) -> None:
         for item in lane:
-            if not ONLY or item.name in ONLY:
-                self._note(self._run_item(item))
-
-    def _left(self) -> float:
-        return SECONDS - (time.monotonic() - self._begin)
+            result = self._run_item(item)
+            with self._lock:
+                self.results.append(result)
+                self._write()
+            said = f"{item.name}: {result.ended}, {result.seconds:.0f} s, {result.counts}"
+            print(f"[{self._now():4.0f} s] {said}", flush=True)
 
     def _run_item(self, item: Item) -> Result:
-        if self._left() < LEAST:
-            return Result(item.name, "no time left")
-        report, figures = OUT / f"{item.name}.xml", OUT / f"{item.name}-figures.json"
-        for earlier in (report, figures):
-            earlier.unlink(missing_ok=True)
-        command = [
-            sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}",
-            *(item.arguments or (HERE.format(item.name),)),
-        ]  # fmt: skip
-        environment = {**os.environ, "TEST_GPU": "dry" if DRY else "", "TEST_GPU_FIGURES": str(figures)}
-        begin = time.monotonic()
-        with (OUT / f"{item.name}.log").open("wb") as log:
+        begin = self._now()
+        left = self._seconds - begin
+        if left < LEAST_SECONDS:
+            return Result(item.name, "no time left", begin)
+        written = self._logs / f"{item.name}.jsonl"
+        with (self._logs / f"{item.name}.log").open("wb") as log:
             process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-                start_new_session=True,
+                self._command(item), cwd=ROOT, env=self._environment(written), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
-            ended: int | str
             try:
-                ended = process.wait(min(item.limit, self._left() - LEAST / 2))
+                limit = item.limit * (DRY_FACTOR if self._dry else 1.0)
+                ended = str(process.wait(min(limit, left - RESERVE_SECONDS)))
             except subprocess.TimeoutExpired:
-                ended = "killed"
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        result = Result(item.name, ended, round(time.monotonic() - begin, 1))
-        _read_report(result, report)
-        with contextlib.suppress(OSError, ValueError):
-            result.figures = json.loads(figures.read_text())
-        return result
+                ended = "killed at its limit"
+            with suppress(ProcessLookupError):  # also what an item has left behind
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return Result(item.name, ended, round(begin, 1), round(self._now() - begin, 1), outcomes.read(written))
 
-    def _note(self, result: Result) -> None:
-        with self._lock:
-            self._results.append(result)
-            (OUT / "results.json").write_text(json.dumps([asdict(each) for each in self._results], indent=1))
-            (OUT / "summary.md").write_text(_summary(self._results))
-            at = time.monotonic() - self._begin
-            print(f"[{at:4.0f} s] {result.item}: {result.ended}, {result.seconds:g} s, {result.counts}", flush=True)
+    def _command(self, item: Item) -> list[str]:
+        options = ["-v", "-rs", "-p", "no:cacheprovider", "-p", outcomes.__name__, "--durations=15"]
+        paths = [each if each.startswith("-") else str(ROOT / "tests" / "gpu" / each) for each in item.tests]
+        return [sys.executable, "-m", "pytest", *options, *paths]
 
+    def _environment(self, written: Path) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", outcomes.FILE: str(written.resolve())}
+        return {**os.environ, **own, "TEST_GPU": "dry" if self._dry else ""}
 
-def _read_report(result: Result, report: Path) -> None:
-    """Read the outcomes of tests; an item that was killed has none."""
-    with contextlib.suppress(OSError, ET.ParseError):
-        for case in ET.parse(report).iter("testcase"):
-            problem = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
-            outcome = "passed" if problem is None else problem.tag
-            result.counts[outcome] = result.counts.get(outcome, 0) + 1
-            if problem is not None and outcome != "skipped":
-                text = problem.get("message", "").strip() or "?"
-                result.failed[f"{case.get('classname')}::{case.get('name')}"] = text.splitlines()[0][:300]
+    def _now(self) -> float:
+        return time.monotonic() - self._begin
+
+    def _write(self) -> None:
+        rows = [{**asdict(result), "counts": result.counts} for result in self.results]
+        (self._out / "results.json").write_text(json.dumps(rows, indent=1))
+        (self._out / "summary.md").write_text(summary(self.results, dry=self._dry))
+        packed = self._logs.with_suffix(".part")
+        with tarfile.open(packed, "w:gz") as archive:
+            archive.add(self._logs, "logs")
+        shutil.move(packed, self._out / "logs.tar.gz")
 
 
-def _summary(results: list[Result]) -> str:
-    lines = ["| item | ended | seconds | tests |", "|---|---|---|---|"]
-    for each in results:
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in each.counts.items())
-        lines.append(f"| {each.item} | {each.ended} | {each.seconds:g} | {counts} |")
-    lines += ["", *(f"- FAILED {name}: {text}" for each in results for name, text in each.failed.items())]
-    if figures := [row for each in results for row in each.figures.items()]:
-        lines += ["", "| figure | measured |", "|---|---|", *(f"| {name} | {value} |" for name, value in figures)]
+def summary(results: Sequence[Result], *, dry: bool = False) -> str:
+    """Return the results as Markdown: a table of the items, what failed or was skipped, and the figures.
+
+    Args:
+        results: The items so far.
+        dry: Whether they ran on the CPU.
+    """
+    lines = ["A dry run on the CPU: its figures mean nothing.", ""] if dry else []
+    lines += ["| item | exit status | seconds | tests |", "|---|---|---|---|"]
+    lines += [f"| {each.item} | {each.ended} | {each.seconds:.0f} | {each.counts} |" for each in results]
+    for kind, title in (("failed", "Failed"), ("skipped", "Skipped")):
+        found = [(each.item, test) for each in results for test in each.tests if test.outcome == kind]
+        lines += ["", f"## {title}", ""] if found else []
+        lines += [f"- [{item}] {test.test}: {' '.join(test.why[-LONGEST:].split())}" for item, test in found]
+    figures = [(each.item, *figure) for each in results for test in each.tests for figure in test.figures]
+    lines += ["", "## Figures", "", "| item | figure | measured |", "|---|---|---|"] if figures else []
+    lines += [f"| {item} | {name} | {value} |" for item, name, value in figures]
     return "\n".join(lines) + "\n"
 
 
+def main() -> int:
+    """Run the day as the environment variables say; return the exit status."""
+    dry = os.environ.get("TEST_GPU") == "dry" or os.environ.get("GPU_DAY_DRY") == "1"
+    seconds = float(os.environ.get("GPU_DAY_SECONDS") or (86_400 if dry else SECONDS))
+    only = [name for name in os.environ.get("GPU_DAY_ONLY", "").split(",") if name]
+    known = [item.name for phase in PHASES for lane in phase for item in lane]
+    if unknown := sorted(set(only) - set(known)):
+        raise SystemExit(f"GPU_DAY_ONLY names {', '.join(unknown)}; the items are {', '.join(known)}")
+    out = Path(os.environ.get("OUT") or ROOT / ".build" / "gpu-day").absolute()
+    status = Day(out, ROOT / ".build" / "gpu-day-logs", seconds, dry=dry).run(PHASES, only)
+    print((out / "summary.md").read_text())
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(Day().run())
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -16,12 +17,19 @@ from tests.support import gpu
 from tests.support.gpu import Figure
 
 pytestmark = pytest.mark.gpu
+NOT_INITIALISED = 3
+"""What cuDeviceGetCount returns in a process in which nobody has called cuInit."""
 PROBE = """
-import time
+import ctypes, json, time
 from notebook_accelerate.launch.plan import fork_probe
 begin = time.perf_counter()
 hazard = fork_probe.fork_hazard()
-print(hazard or "safe to fork", f"{time.perf_counter() - begin:.3f} s", sep=" | ")
+seconds = time.perf_counter() - begin
+try:
+    driver = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+except OSError:
+    driver = None
+print(json.dumps([driver, hazard, seconds]))
 """
 QUIET = {
     "import torch": "import torch",
@@ -38,21 +46,28 @@ LOUD = {
 }
 
 
-def _probed(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code + PROBE], capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.strip().splitlines()[-1]
+def _probed(code: str) -> tuple[int | None, str | None, float]:
+    """Return the driver's status after some code, why its process must not be forked, and the probe's seconds."""
+    done = subprocess.run([sys.executable, "-c", code + PROBE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    driver, hazard, seconds = json.loads(done.stdout.splitlines()[-1])
+    return driver, hazard, seconds
 
 
 @pytest.mark.parametrize("name", QUIET)
 def test_a_kernel_stays_safe_to_fork(name: str, figure: Figure) -> None:
-    found = _probed(QUIET[name])
-    figure(f"after {name}: fork", found)
-    assert found.startswith("safe to fork")
+    driver, hazard, seconds = _probed(QUIET[name])
+    figure(f"the fork probe after {name}", f"{1000 * seconds:.0f} ms")
+    assert not hazard
+    assert driver in ((NOT_INITIALISED, None) if gpu.DRY else (NOT_INITIALISED,))
 
 
 @pytest.mark.parametrize("name", LOUD)
-def test_what_initialises_the_driver(name: str, figure: Figure) -> None:
-    figure(f"after {name}: fork", _probed(LOUD[name]))
+def test_a_process_with_an_initialised_driver_is_never_called_safe(name: str, figure: Figure) -> None:
+    driver, hazard, _ = _probed(LOUD[name])
+    figure(f"the driver after {name}", f"{'not ' * (driver != 0)}initialised; {hazard or 'safe to fork'}")
+    assert hazard or driver != 0
+    assert gpu.DRY or name != "a context" or driver == 0, "cuDeviceGetCount tells whether the driver is initialised"
 
 
 @gpu.only_cuda
@@ -64,8 +79,9 @@ def test_whether_a_thread_spins_while_it_waits(name: str, figure: Figure) -> Non
     torch.cuda._sleep(3_600_000_000)
     used, begin = time.clock_gettime(clock), time.perf_counter()
     wait()
-    share = (time.clock_gettime(clock) - used) / (time.perf_counter() - begin)
-    figure(f"processor time while {name}() waits", f"{share:.0%}")
+    cpu, seconds = time.clock_gettime(clock) - used, time.perf_counter() - begin
+    figure(f"processor time while {name}() waits", f"{cpu / seconds:.0%} of {seconds:.1f} s")
+    assert seconds > 0.5, "the device was not busy: this measured nothing"
 
 
 @gpu.only_cuda

@@ -41,6 +41,7 @@ def test_a_batch_size_that_fits_is_found(figure: Figure) -> None:
     fits, tries = run.results[0]
     figure("batch size that fits 3 % of the memory", f"{fits} after {tries} tries")
     assert tries > 1
+    assert 0 < fits < 4096
 
 
 def _exhaust() -> torch.Tensor:

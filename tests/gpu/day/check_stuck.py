@@ -1,55 +1,87 @@
-"""A rank whose main thread waits for its device: it is seen, diagnosed, asked, stopped and killed."""
+"""A rank whose main thread waits for its device: it is seen, diagnosed, asked, stopped and killed.
+
+In a dry run, a thread that spins in C stands for the wait, and a stand-in of torch.cuda says that a device is in use.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from notebook_accelerate import Accelerator, notebook_launcher
+from notebook_accelerate.debugging import native_stacks
 from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.launch import Run
-from tests.support import gpu
+from tests.support import gpu, spin
+from tests.support.counted_cuda import CountedCuda
 from tests.support.gpu import Figure
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.gpu
-SECONDS = gpu.size(45, 20)
+SECONDS = 45
+"""How long the rank would wait by itself."""
 
 
-def _wait_for_device() -> str:
+class _OnDevice:
+    """What stands for a tensor in a dry run: its value takes as long as the wait."""
+
+    def __init__(self, wait: Callable[[float], None]) -> None:
+        self._wait = wait
+
+    def __repr__(self) -> str:
+        self._wait(SECONDS)
+        return "its value"
+
+
+def _wait_for_device(library: Path | None) -> str:
     accelerator = Accelerator(cpu=gpu.DRY)
-    tensor = torch.ones(3, device=accelerator.device)
-    if gpu.DRY:
-        time.sleep(SECONDS)
+    tensor: Any = torch.ones(3, device=accelerator.device)
+    ready = True  # noqa: F841 - the tests ask for it
+    if library is not None:
+        wait = spin.load(library)
+        tensor = _OnDevice(wait)
+        CountedCuda().install()
+        wait(SECONDS)
     else:
         torch.cuda._sleep(int(1.7e9 * SECONDS))
         torch.cuda.synchronize()
-    return f"the wait ended by itself: {tensor.sum().item()}"
+    return f"the wait ended by itself: {tensor!r}"
 
 
-def _launch(**options: float) -> Run:
-    run = notebook_launcher(_wait_for_device, num_processes=1, use_port=0, block=False, **options)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """Return what the rank waits in; None for the device itself."""
+    return spin.build(tmp_path_factory.mktemp("spin")) if gpu.DRY else None
+
+
+def _launch(library: Path | None, **options: float) -> Run:
+    run = notebook_launcher(_wait_for_device, (library,), num_processes=1, use_port=0, block=False, **options)
     assert isinstance(run, Run)
     return run
 
 
 @pytest.fixture
-def waiting() -> Iterator[Run]:
+def waiting(library: Path | None) -> Iterator[Run]:
     """Return a run whose rank waits."""
-    run = _launch(timeout=90)
-    time.sleep(gpu.size(7, 5))
+    run = _launch(library, timeout=90)
+    until(lambda: run.ended or run.ask("ready", timeout=5.0) == {0: True}, 40.0)
+    time.sleep(3.0)  # until the main thread has stood still for a while
     yield run
     run.stop(grace=1.0)
     run.wait(20)
 
 
-def test_hang_timeout_ends_it() -> None:
+def test_hang_timeout_ends_it(library: Path | None) -> None:
     begin = time.monotonic()
-    run = _launch(hang_timeout=6)
+    run = _launch(library, hang_timeout=6)
     run.wait(SECONDS - 5)
     assert isinstance(run.error, RunTimeoutError), "a rank that waits for the device counts as moving"
     assert "hang_timeout" in str(run.error)
@@ -67,11 +99,29 @@ def test_it_is_diagnosed(waiting: Run, figure: Figure) -> None:
 def test_questions_are_answered(waiting: Run, figure: Figure) -> None:
     assert waiting.ask("1 + 1", timeout=6) == {0: 2}
     begin = time.perf_counter()
-    answer = str(waiting.ask("tensor + 0" if gpu.DRY else "tensor", timeout=6)[0])
+    answer = str(waiting.ask("tensor", timeout=6)[0])
     figure("question for a tensor on a busy device", f"{time.perf_counter() - begin:.2f} s")
-    assert gpu.DRY or "the device is busy" in answer
+    assert "the device is busy" in answer
     assert waiting.ask("1 + 1", timeout=6) == {0: 2}, "the agent keeps working"
     assert "_wait_for_device" in str(waiting.stacks())
+    begin = time.perf_counter()
+    assert waiting.memory(seconds=0) is not None
+    figure("run.memory(seconds=0) of a waiting rank", f"{time.perf_counter() - begin:.2f} s")
+    assert waiting.ask("2 + 2", timeout=6) == {0: 4}
+
+
+@pytest.mark.skipif(native_stacks.command() is None, reason="py-spy is not installed")
+def test_py_spy_reads_its_native_frames_in_time(waiting: Run, figure: Figure) -> None:
+    command = [str(native_stacks.command()), "dump", "--native", "--pid", str(waiting.ranks[0].pid)]
+    begin = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    seconds = time.perf_counter() - begin
+    figure("py-spy dump --native of a waiting rank", f"{seconds:.2f} s")
+    if done.returncode and "ermission" in done.stderr:
+        pytest.skip("this machine does not let py-spy read other processes")
+    assert done.returncode == 0, done.stderr
+    assert "_wait_for_device" in done.stdout
+    assert seconds < native_stacks.SECONDS
 
 
 def test_it_stops(waiting: Run, figure: Figure) -> None:
