@@ -13,6 +13,8 @@ from notebook_accelerate.telemetry import step_sources, step_time
 from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.events import ProgressEvent
 
+_counter = step_sources.StepCounter()
+
 
 def move_to_device(state: Any, device: torch.device) -> Any:
     """Move every tensor of an optimizer's state to a device.
@@ -72,8 +74,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self._is_overflow = False
         self._accelerate_step_called = False
-        self._steps = 0
-        self._reports_progress = True
         self._is_accelerate_prepared = False
         if device_placement and optimizer.state:
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
@@ -100,12 +100,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if watched:
             step_time.switch(step_time.OPTIMIZER)
         result = self._take_step(closure)
-        self._steps += 1
         if watched:
             step_time.switch(step_time.OTHER)
-            if self._reports_progress:
-                sampler.end_step(self._steps, self.optimizer)
-                telemetry.emit(ProgressEvent(step=self._steps))
+            if steps := _counter.count(self):
+                sampler.end_step(steps, self.optimizer)
+                telemetry.emit(ProgressEvent(step=steps))
                 step_time.end_step()
         return result
 

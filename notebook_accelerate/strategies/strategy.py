@@ -210,7 +210,6 @@ class Strategy:
             device_placement = self.setup.device_placement
         prepared = AcceleratedOptimizer(optimizer, device_placement, self.setup.scaler)
         prepared.gradient_state = self.setup.gradient_state
-        prepared._reports_progress = not self.optimizers
         prepared._is_accelerate_prepared = True
         self.optimizers.append(prepared)
         return prepared

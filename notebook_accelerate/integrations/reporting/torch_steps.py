@@ -1,4 +1,4 @@
-"""Training loops of plain torch: the steps of the first optimizer, and how a step's time divides.
+"""Training loops of plain torch: the steps of one optimizer, and how a step's time divides.
 
 What this package's own Accelerator times and counts itself is left to it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from functools import wraps
 from typing import Any
 
@@ -15,21 +14,19 @@ import torch
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.integrations.import_hooks import when_imported
-from notebook_accelerate.telemetry import ProgressEvent, Sink, current_sink, step_time
+from notebook_accelerate.telemetry import ProgressEvent, current_sink, step_time
 from notebook_accelerate.telemetry.automatic_metrics import sampler
-from notebook_accelerate.telemetry.step_sources import ACCELERATOR, OPTIMIZER, claim, counts
+from notebook_accelerate.telemetry.step_sources import ACCELERATOR, OPTIMIZER, StepCounter, claim, counts
 
 LONE_STEPS = 3
 """Steps without a process group after which several ranks count as training apart."""
 
 
 class _Steps:
-    """Counts the steps of the first optimizer that takes one, in each run."""
+    """Times the steps of all optimizers, and reports those of the one that counts."""
 
     def __init__(self) -> None:
-        self._sink: Sink | None = None
-        self._counted: weakref.ref[Any] | None = None
-        self._steps = 0
+        self._counter = StepCounter()
 
     def begin(self, *_: Any) -> None:
         """Before a step of any optimizer."""
@@ -41,17 +38,12 @@ class _Steps:
         if not _times():
             return
         step_time.switch(step_time.OTHER)
-        if self._sink is not (sink := current_sink()):  # a new run in this process
-            self._sink, self._counted, self._steps = sink, None, 0
-        if self._counted is None or self._counted() is None:
-            self._counted = weakref.ref(optimizer)
-        if self._counted() is optimizer:
-            self._steps += 1
+        if steps := self._counter.count(optimizer):
             if claim(OPTIMIZER):
-                sampler.end_step(self._steps, optimizer)
-                telemetry.emit(ProgressEvent(step=self._steps))
+                sampler.end_step(steps, optimizer)
+                telemetry.emit(ProgressEvent(step=steps))
             step_time.end_step()
-            if self._steps == LONE_STEPS:
+            if steps == LONE_STEPS:
                 _warn_of_lone_ranks()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.telemetry import Channel, Event, MetricEvent, ProgressEvent, Sink, install_sink
+from notebook_accelerate.telemetry.step_sources import StepCounter
 
 
 class Kernel:
@@ -54,6 +56,55 @@ def test_optimizer_steps_and_logged_values_reach_the_kernel(kernel: Kernel) -> N
     assert progress == [1, 2]  # complete windows, of the first optimizer only
     assert [event.step for event in metrics] == [0, 1, 2, 3]
     assert metrics[0].values == {"loss": 0.5, "rate": 1}
+
+
+def _optimizers(number: int) -> list[torch.optim.Optimizer]:
+    found: list[torch.optim.Optimizer] = []
+    for _ in range(number):
+        weight = nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        found.append(torch.optim.SGD([weight], lr=0.1))
+    return found
+
+
+def _progress(kernel: Kernel) -> list[int]:
+    return [event.step for event in kernel.received() if isinstance(event, ProgressEvent)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "counted"),
+    [
+        pytest.param("BBBB", [1, 2, 3, 4], id="the first one is never used"),
+        pytest.param("AABB", [1, 2, 4], id="two phases"),
+        pytest.param("ABABAB", [1, 2, 3], id="in turn"),
+        pytest.param("ABCABC", [1, 2], id="three in turn"),
+        pytest.param("ABBABB", [1, 3, 4, 5], id="one that steps twice as often"),
+        pytest.param("BBABBA", [1, 2, 3, 4], id="one that steps half as often"),
+    ],
+)
+@pytest.mark.parametrize("prepared", [True, False])
+def test_one_of_several_optimizers_counts_the_steps(
+    kernel: Kernel, steps: str, counted: list[int], prepared: bool
+) -> None:
+    optimizers: list[torch.optim.Optimizer] = _optimizers(3)
+    counter = StepCounter()
+    if prepared:
+        optimizers = list(Accelerator(cpu=True).prepare(*optimizers))
+        for each in steps:
+            optimizers["ABC".index(each)].step()
+        assert _progress(kernel) == counted
+    else:
+        numbers = [counter.count(optimizers["ABC".index(each)]) for each in steps]
+        assert [number for number in numbers if number] == counted
+
+
+def test_an_optimizer_that_was_freed_does_not_count(kernel: Kernel) -> None:
+    counter = StepCounter()
+    for number in range(1, 4):
+        (optimizer,) = _optimizers(1)
+        assert counter.count(optimizer) == number
+        del optimizer
+        gc.collect()
 
 
 def test_a_value_that_is_not_a_number_raises(kernel: Kernel) -> None:
