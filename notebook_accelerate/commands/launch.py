@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,10 @@ def run_in_ranks(config: LaunchConfig, function: Callable[..., Any], *arguments:
     Raises:
         SystemExit: The function failed.
     """
+    if config.num_nodes == 1 and config.env:
+        # The ranks inherit this process's environment, and a single rank is this process, which has no other work.
+        os.environ.update(config.env)
+        config = config.changed(env=None)
     if config.num_processes != 1 and function is not script_runner.run_program:
         importlib.import_module("torch")  # once, not once in each forked rank
     try:

@@ -15,19 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.commands.launch_options import SECTIONS
-from notebook_accelerate.commands.launch_settings import given_options, option
+from notebook_accelerate.commands.launch_settings import dynamo_section, given_options, option
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.config_file import ClusterConfig
 from notebook_accelerate.config.enums import PrecisionType
-from notebook_accelerate.config.environ import as_text
 from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.plain_values import merge_dicts
-
-
-def _variables(args: argparse.Namespace, prefix: str) -> dict[str, str]:
-    """Return the options that begin with ``prefix`` as variables of the same name in capitals."""
-    given = {name: value for name, value in vars(args).items() if name.startswith(prefix) and value is not None}
-    return {name.upper(): as_text(value) for name, value in given.items()}
 
 
 def _training_variables(args: argparse.Namespace) -> dict[str, str]:
@@ -38,14 +31,13 @@ def _training_variables(args: argparse.Namespace) -> dict[str, str]:
     """
     precision = str(option(args, "mixed_precision", "no")).lower()
     check_one_of("mixed_precision", precision, PrecisionType.list())
-    found = _variables(args, "dynamo_")
-    if precision == "fp8":
-        found |= _variables(args, "fp8_")
-        if (formats := option(args, "fp8_override_linear_precision")) is not None:
-            del found["FP8_OVERRIDE_LINEAR_PRECISION"]
-            names = ("FP8_OVERRIDE_FPROP", "FP8_OVERRIDE_DGRAD", "FP8_OVERRIDE_WGRAD")
-            found |= {name: str(value) for name, value in zip(names, formats, strict=True)}
-    return {f"ACCELERATE_{name}": value for name, value in {"MIXED_PRECISION": precision, **found}.items()}
+    fp8 = {name.removeprefix("fp8_"): value for name, value in vars(args).items() if name.startswith("fp8_")}
+    sections = {
+        "dynamo_config": dynamo_section(args, {}),
+        "fp8_config": {name: value for name, value in fp8.items() if value is not None} if precision == "fp8" else {},
+    }
+    environment: dict[str, str] = ClusterConfig.from_dict({"mixed_precision": precision, **sections}).to_environment()
+    return environment
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from notebook_accelerate.config.constants import TORCH_DYNAMO_MODES
 from notebook_accelerate.config.enums import DynamoBackend
-from notebook_accelerate.config.environ import parse_flag
+from notebook_accelerate.config.environ import parse_flag, str_to_bool
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,21 @@ class Option:
             )
 
 
-def flags_text(text: str) -> tuple[bool, ...]:
-    """Convert "true,false,true" to truth values."""
-    return tuple(parse_flag(part) for part in text.split(","))
+def flags_text(text: str) -> tuple[int, ...]:
+    """Convert "true,false,true" to 1 and 0, as which Accelerate passes them on."""
+    return tuple(map(str_to_bool, text.split(",")))
 
 
-def _switches(*names: str, default: bool | None = None) -> tuple[Option, ...]:
-    return tuple(Option(name, type=parse_flag, default=default) for name in names)
+def flag_text(text: str) -> str:
+    """Return a truth value as it is written, as which Accelerate passes it on."""
+    parse_flag(text)
+    return text
 
 
-_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", parse_flag: "BOOL", flags_text: "BOOL,BOOL,BOOL"}
+_FLAGS = (parse_flag, flag_text, str_to_bool)
+_METAVARS: dict[Any, str] = {
+    int: "N", float: "X", str: "TEXT", flags_text: "BOOL,BOOL,BOOL", **dict.fromkeys(_FLAGS, "BOOL"),
+}  # fmt: skip
 
 GENERAL = (
     Option("config_file", "YAML or JSON file with the settings; without it, the default file where there is one."),
@@ -68,7 +73,7 @@ GENERAL = (
     Option("debug", "Ranks compare the tensors that they pass to collectives.", None),
 )
 HARDWARE = (
-    Option("cpu", "Train on the CPU.", None),
+    Option("cpu", "Train on the CPU, without the default configuration file.", None),
     Option("multi_gpu", "Train on several GPUs, as is done where there are several.", None),
     Option("tpu", "Train on a TPU, as is done where there is one.", None),
     Option("gpu_ids", "Numbers of the GPUs to use, separated by commas, or all."),
@@ -77,11 +82,14 @@ RESOURCES = (
     Option("mixed_precision", "Precision of the computation.", choices=("no", "fp16", "bf16", "fp8")),
     Option("num_processes", "Number of processes on all machines; without it, one per device.", int),
     Option("num_machines", "Number of machines.", int),
-    Option("num_cpu_threads_per_process", "CPU threads of each process.", int),
+    Option(
+        "num_cpu_threads_per_process",
+        "CPU threads of each process; without it OMP_NUM_THREADS, with --cpu a share of the cores, else 1.", int,
+    ),
     Option("enable_cpu_affinity", "Bind each process to the CPU cores near its GPU.", None),
     Option("max_restarts", "How often all processes are restarted after a failure.", int, default=0),
     Option("monitor_interval", "Seconds between two checks of the processes where the system reports no end.", float),
-)
+)  # fmt: skip
 MACHINES = (
     Option("machine_rank", "Index of this machine, from 0.", int),
     Option("main_process_ip", "Address of the machine with index 0."),
@@ -97,12 +105,15 @@ STRATEGIES = (
     Option("use_parallelism_config", "Train with several kinds of parallelism.", None),
 )
 DYNAMO = (
-    Option("dynamo_backend", "Back end of torch.compile.", choices=tuple(each.value.lower() for each in DynamoBackend)),
+    Option(
+        "dynamo_backend", "Back end of torch.compile.",
+        choices=tuple(each.value.lower() for each in DynamoBackend), default="no",
+    ),
     Option("dynamo_mode", "Mode of torch.compile.", choices=tuple(TORCH_DYNAMO_MODES), default="default"),
-    Option("dynamo_use_fullgraph", "Fail where a model does not compile to one graph.", None),
-    Option("dynamo_use_dynamic", "Compile for dynamic shapes.", None),
-    Option("dynamo_use_regional_compilation", "Compile repeated blocks once.", None),
-)
+    Option("dynamo_use_fullgraph", "Fail where a model does not compile to one graph.", None, default=False),
+    Option("dynamo_use_dynamic", "Compile for dynamic shapes.", None, default=False),
+    Option("dynamo_use_regional_compilation", "Compile repeated blocks once.", None, default=False),
+)  # fmt: skip
 DEEPSPEED = (
     Option("deepspeed_config_file", "JSON file of DeepSpeed; without it, the options below."),
     Option("zero_stage", "Stage of ZeRO, 0 to 3.", int),
@@ -142,15 +153,21 @@ MEGATRON = (
     Option("megatron_lm_pp_degree", "Ranks that split the layers into stages.", int, default=1),
     Option("megatron_lm_num_micro_batches", "Micro-batches of a step.", int),
     Option("megatron_lm_gradient_clipping", "Largest norm of gradients.", float, default=1.0),
-    *_switches(
-        "megatron_lm_use_custom_fsdp", "megatron_lm_no_load_optim", "megatron_lm_eod_mask_loss",
-        "megatron_lm_overlap_cpu_optimizer_d2h_h2d", "megatron_lm_no_save_optim", "megatron_lm_optimizer_cpu_offload",
-        "megatron_lm_use_precision_aware_optimizer", default=False,
+    *(
+        Option(name, type=parse_flag, default=False)
+        for name in (
+            "megatron_lm_use_custom_fsdp", "megatron_lm_no_load_optim", "megatron_lm_eod_mask_loss",
+            "megatron_lm_overlap_cpu_optimizer_d2h_h2d", "megatron_lm_no_save_optim",
+            "megatron_lm_optimizer_cpu_offload", "megatron_lm_use_precision_aware_optimizer",
+        )
     ),
-    *_switches(
-        "megatron_lm_sequence_parallelism", "megatron_lm_recompute_activations",
-        "megatron_lm_use_distributed_optimizer", "megatron_lm_attention_softmax_in_fp32",
-        "megatron_lm_calculate_per_token_loss", "megatron_lm_use_rotary_position_embeddings",
+    *(
+        Option(name, type=flag_text)
+        for name in (
+            "megatron_lm_sequence_parallelism", "megatron_lm_recompute_activations",
+            "megatron_lm_use_distributed_optimizer", "megatron_lm_attention_softmax_in_fp32",
+            "megatron_lm_calculate_per_token_loss", "megatron_lm_use_rotary_position_embeddings",
+        )
     ),
     Option("megatron_lm_decoder_last_pipeline_num_layers", type=int),
     Option("megatron_lm_recompute_granularity"),
@@ -165,17 +182,20 @@ MEGATRON = (
 )  # fmt: skip
 FP8 = (
     Option("fp8_backend", "Library that computes in fp8.", choices=("ao", "te", "msamp")),
-    Option("fp8_use_autocast_during_eval", "Compute in fp8 in evaluation, too (te).", None),
+    Option("fp8_use_autocast_during_eval", "Compute in fp8 in evaluation, too (te).", None, default=False),
     Option("fp8_margin", "Margin of the scaling (te).", int, default=0),
     Option("fp8_interval", "Steps between two computations of the scaling (te).", int, default=1),
     Option("fp8_format", "Format (te).", choices=("HYBRID", "E4M3", "E5M2"), default="HYBRID"),
     Option("fp8_amax_history_len", "Steps that the scaling looks back (te).", int, default=1024),
     Option("fp8_amax_compute_algo", "How it does (te).", choices=("max", "most_recent"), default="most_recent"),
-    Option("fp8_override_linear_precision", "true,false,false: products in higher precision (te).", flags_text),
+    Option(
+        "fp8_override_linear_precision", "true,false,false: products in higher precision (te).", flags_text,
+        default=(False, False, False),
+    ),
     Option("fp8_opt_level", "Level of MS-AMP.", choices=("O1", "O2"), default="O2"),
-    Option("fp8_enable_fsdp_float8_all_gather", "FSDP 2 gathers in fp8 (ao).", parse_flag, default=True),
-    Option("fp8_pad_inner_dim", "Pad dimensions to multiples of 16 (ao).", parse_flag, default=True),
-)
+    Option("fp8_enable_fsdp_float8_all_gather", "FSDP 2 gathers in fp8 (ao).", str_to_bool, default=1),
+    Option("fp8_pad_inner_dim", "Pad dimensions to multiples of 16 (ao).", str_to_bool, default=1),
+)  # fmt: skip
 PARALLELISM = (
     Option("parallelism_config_dp_replicate_size", "Replicas.", int, default=1),
     Option("parallelism_config_dp_shard_size", "Ranks that shard a replica.", int, default=1),
@@ -183,12 +203,12 @@ PARALLELISM = (
     Option("parallelism_config_ep_size", "Ranks that split experts; without it, 1.", int),
     Option("parallelism_config_cp_size", "Ranks that split sequences, with ring attention.", int, default=1),
     Option("parallelism_config_cp_backend", "torch.", choices=("torch",), default="torch"),
-    Option("parallelism_config_cp_comm_strategy", "allgather, as without it, or alltoall."),
+    Option("parallelism_config_cp_comm_strategy", "allgather or alltoall.", default="allgather"),
     Option("parallelism_config_sp_size", "Ranks that split sequences, with DeepSpeed's Ulysses.", int, default=1),
     Option("parallelism_config_sp_backend", "deepspeed.", choices=("deepspeed",), default="deepspeed"),
     Option("parallelism_config_sp_seq_length", "Length of sequences.", int),
-    Option("parallelism_config_sp_seq_length_is_variable", "Lengths differ, as without it.", parse_flag),
-    Option("parallelism_config_sp_attn_implementation", "Attention of transformers; without it, sdpa."),
+    Option("parallelism_config_sp_seq_length_is_variable", "Lengths differ.", parse_flag, default=True),
+    Option("parallelism_config_sp_attn_implementation", "Attention of transformers.", default="sdpa"),
 )
 OTHER = (
     Option("downcast_bf16", "On a TPU, bfloat16 for float and double.", None),
@@ -200,7 +220,7 @@ OTHER = (
         )
     ),
     Option("tee", default="0", short="-t", supported=False),
-    Option("role", default="default", supported=False),
+    Option("role", "Name of the processes' role, which they find in ROLE_NAME.", default="default"),
     Option("tpu_use_sudo", type=None, supported=False),
     Option("tpu_cluster", type=None, supported=False),
     Option("no_tpu_cluster", "One machine with a TPU, as is usual.", None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
         ValueError: The file has unknown keys or values.
     """
     path = option(args, "config_file")
-    if path is None and not Path(config_file.default_config_file).is_file():
+    if path is None and (option(args, "cpu", False) or not Path(config_file.default_config_file).is_file()):
         found: ClusterConfig = ClusterConfig.from_dict({})
     else:
         found = config_file.load_cluster_config(path)
@@ -61,7 +62,7 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
     for section in SECTIONS:
         contents = getattr(found, section) if section in _sections_in_use(args, found) else None
         setattr(found, section, {} if contents is None else _section(args, SECTIONS[section], contents))
-    found.dynamo_config = _dynamo(args, found.dynamo_config or {})
+    found.dynamo_config = dynamo_section(args, found.dynamo_config or {})
     found.fp8_config = _fp8(args, found.fp8_config or {}) if found.mixed_precision == "fp8" else {}
     return found
 
@@ -89,9 +90,10 @@ def given_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[s
     return {each.name: value for each in options if (value := option(args, each.name)) is not None}
 
 
-def _dynamo(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
-    merged = {**contents, **given_options(args, DYNAMO)}
-    return merged if merged.get("dynamo_backend") else {}
+def dynamo_section(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings of ``torch.compile`` by option: the defaults, under ``contents``, under given options."""
+    named = {f"dynamo_{name.removeprefix('dynamo_')}": value for name, value in contents.items()}
+    return _section(args, DYNAMO, named)
 
 
 def _fp8(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
@@ -112,8 +114,9 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
     """
     _check_supported(args)
     _check_conflicts(args)
-    arguments = cluster_config(args).to_launch_arguments()
-    arguments["env"] = {**arguments.get("env", {}), **_threads(args)} or None
+    found = cluster_config(args)
+    arguments = found.to_launch_arguments()
+    arguments["env"] = {**arguments["env"], **_launcher_variables(args, found)}
     for name in ("max_restarts", "monitor_interval"):
         if (value := option(args, name)) is not None:
             arguments[name] = value
@@ -124,9 +127,35 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
     return LaunchConfig(**arguments, as_accelerate=_as_accelerate(args), panel=False)
 
 
-def _threads(args: argparse.Namespace) -> dict[str, str]:
-    threads = option(args, "num_cpu_threads_per_process")
-    return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+def _launcher_variables(args: argparse.Namespace, found: ClusterConfig) -> dict[str, str]:
+    """Return the variables that Accelerate's launcher sets whatever the options are."""
+    variables = {"OMP_NUM_THREADS": _threads(args, found)}
+    by_torchrun = option(args, "multi_gpu", False) or any(getattr(found, section) for section in SECTIONS)
+    if by_torchrun or found.num_processes > 1 or found.num_machines > 1:
+        # Not KMP_AFFINITY: Intel's OpenMP would bind the threads of all ranks to the same cores.
+        return {**variables, "ROLE_NAME": str(option(args, "role", "default"))}
+    if found.use_cpu:
+        return {**variables, "KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
+    return {**variables, "ACCELERATE_USE_CPU": "False"}
+
+
+def _threads(args: argparse.Namespace, found: ClusterConfig) -> str:
+    """Return the number of CPU threads of each rank.
+
+    The option wins over OMP_NUM_THREADS. By default, ranks on the CPU share its cores, and other ranks have one thread
+    each, as under torchrun.
+    """
+    if (given := option(args, "num_cpu_threads_per_process")) is not None:
+        return str(given)
+    inherited = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if inherited not in {"", "0"}:
+        return inherited
+    if not found.use_cpu or found.num_processes < 1:
+        return "1"
+    import psutil
+
+    ranks = max(found.num_processes // max(found.num_machines, 1), 1)
+    return str(max((psutil.cpu_count(logical=False) or 1) // ranks, 1))
 
 
 def _as_accelerate(args: argparse.Namespace) -> bool:

@@ -238,16 +238,16 @@ class ClusterConfig(BaseConfig):
         """Return these settings as environment variables of a rank."""
         values: dict[str, Any] = {
             "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
-            "ACCELERATE_USE_CPU": self.use_cpu or None,
+            "ACCELERATE_USE_CPU": "True" if self.use_cpu else None,
             "ACCELERATE_DEBUG_MODE": self.debug or None,
-            "ACCELERATE_CPU_AFFINITY": self.enable_cpu_affinity or None,
+            "ACCELERATE_CPU_AFFINITY": "1" if self.enable_cpu_affinity else None,
             "ACCELERATE_DOWNCAST_BF16": self.downcast_bf16 or None,
             **_dynamo_variables(self.dynamo_config),
             **_fsdp_variables(self.fsdp_config),
             **_deepspeed_variables(self.deepspeed_config),
-            **_with_switch("ACCELERATE_USE_PARALLELISM_CONFIG", _upper(self.parallelism_config)),
-            **_with_switch("ACCELERATE_USE_MEGATRON_LM", _upper(self.megatron_lm_config)),
-            **_fp8_variables(self.fp8_config),
+            **_with_switch("ACCELERATE_USE_PARALLELISM_CONFIG", _parallelism_variables(self.parallelism_config)),
+            **_with_switch("ACCELERATE_USE_MEGATRON_LM", _capitalized(_upper(self.megatron_lm_config))),
+            **_capitalized(_fp8_variables(self.fp8_config)),
         }
         return {name: environ.as_text(value) for name, value in values.items() if value is not None}
 
@@ -338,12 +338,17 @@ def _joined(value: Any) -> Any:
     return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
+def _capitalized(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with True and False as Accelerate writes them in these sections; in others in lower case."""
+    return {name: str(value) if isinstance(value, bool) else value for name, value in values.items()}
+
+
 def _with_switch(switch: str, values: dict[str, Any]) -> dict[str, Any]:
     return {switch: True, **values} if values else {}
 
 
 def _dynamo_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    values = _upper(config, "ACCELERATE_")
+    values = _capitalized(_upper(config, "ACCELERATE_"))
     backend = str(values.get("ACCELERATE_DYNAMO_BACKEND", "NO")).upper()
     return values | {"ACCELERATE_DYNAMO_BACKEND": DynamoBackend(backend).value} if values else {}
 
@@ -369,8 +374,34 @@ def _deepspeed_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return _with_switch("ACCELERATE_USE_DEEPSPEED", values)
 
 
+def _parallelism_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the variables of the section, without settings of dimensions that are not split."""
+    values = _capitalized(_upper(config))
+    for size, settings in _OF_A_DIMENSION.items():
+        if int(values.get(size) or 1) <= 1:
+            values = {name: value for name, value in values.items() if name not in settings}
+    return values
+
+
+_OF_A_DIMENSION = {
+    "PARALLELISM_CONFIG_CP_SIZE": ("PARALLELISM_CONFIG_CP_COMM_STRATEGY",),
+    "PARALLELISM_CONFIG_SP_SIZE": (
+        "PARALLELISM_CONFIG_SP_SEQ_LENGTH",
+        "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
+        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
+    ),
+}
+
+
 def _fp8_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
     values = _upper(config, "ACCELERATE_FP8_")
     if "ACCELERATE_FP8_AMAX_HISTORY_LENGTH" in values:
         values["ACCELERATE_FP8_AMAX_HISTORY_LEN"] = values.pop("ACCELERATE_FP8_AMAX_HISTORY_LENGTH")
+    formats = (config or {}).get("override_linear_precision")
+    if isinstance(formats, (list, tuple)):
+        del values["ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION"]
+        values |= {
+            f"ACCELERATE_FP8_OVERRIDE_{name}": str(value)
+            for name, value in zip(("FPROP", "DGRAD", "WGRAD"), formats, strict=True)
+        }
     return values

@@ -365,5 +365,5 @@ def worker_variables(*, mixed_precision: str, cpu: bool) -> dict[str, str]:
     """Return the ACCELERATE_* variables that give a rank the launch's settings."""
     values = {"ACCELERATE_MIXED_PRECISION": mixed_precision, "FORK_LAUNCHED": "1"}
     if cpu:
-        values["ACCELERATE_USE_CPU"] = "true"
+        values["ACCELERATE_USE_CPU"] = "True"
     return values

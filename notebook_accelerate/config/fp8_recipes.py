@@ -79,7 +79,8 @@ class TERecipeKwargs(KwargsHandler):
     override_linear_precision: tuple[bool, bool, bool] | None = None
     """Whether forward, input gradients and weight gradients run in higher precision; default: all False.
 
-    Read from ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION, as "0,0,1".
+    Read from ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION, as "0,0,1", or from ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and
+    _WGRAD.
     """
     use_mxfp8_block_scaling: bool | None = None
     """Whether blocks of 32 values share a scale (ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING); default: False."""
@@ -100,8 +101,9 @@ def _fill_te(recipe: TERecipeKwargs | FP8RecipeKwargs) -> None:
     check_one_of("fp8_format", recipe.fp8_format, _FORMATS)
     check_one_of("amax_compute_algo", recipe.amax_compute_algo, _AMAX_ALGORITHMS)
     if recipe.override_linear_precision is None:
-        text = environ.text("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "0,0,0") or ""
-        recipe.override_linear_precision = _flags(text)
+        text = environ.text("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION")
+        each = [str(environ.flag(f"{_PREFIX}OVERRIDE_{name}")) for name in ("FPROP", "DGRAD", "WGRAD")]
+        recipe.override_linear_precision = _flags(text or ",".join(each))
     _flags(",".join(str(flag) for flag in recipe.override_linear_precision))
 
 

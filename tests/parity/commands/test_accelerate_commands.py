@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import json
 import os
@@ -19,6 +20,8 @@ import yaml
 from notebook_accelerate import LaunchConfig
 from notebook_accelerate.commands import estimate
 from notebook_accelerate.commands.accelerate_cli import parser_for
+from notebook_accelerate.commands.launch import launch_command_parser
+from notebook_accelerate.commands.launch_settings import launch_config
 
 pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
 
@@ -185,36 +188,99 @@ def test_the_default_file_has_the_same_place(variables: dict[str, str], tmp_path
 SHOW = """
 import json, os
 if os.environ.get("RANK", "0") == "0":
-    prefixes = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
+    prefixes = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "OMP_", "KMP_", "CUDA_", "ROLE_NAME")
     print("SHOWN", json.dumps({name: value for name, value in os.environ.items() if name.startswith(prefixes)}))
 """
-FLAGS = (
-    "--use_fsdp",
-    "--use_fsdp --fsdp_version 2 --fsdp_offload_params true --fsdp_state_dict_type SHARDED_STATE_DICT --debug",
-    "--use_megatron_lm --megatron_lm_tp_degree 2 --megatron_lm_recompute_activations true",
-    "--use_fsdp --fsdp_version 2 --use_parallelism_config --parallelism_config_tp_size 2",
-    "--mixed_precision bf16 --dynamo_backend inductor --dynamo_mode max-autotune --dynamo_use_dynamic",
+COMMANDS = (
+    "",
+    "--cpu",
+    "--cpu --num_processes 1",
+    "OMP_NUM_THREADS=5 --cpu --num_processes 1",
+    "OMP_NUM_THREADS=5 --multi_gpu --num_processes 2",
+    "--cpu --num_processes 1 --num_cpu_threads_per_process 3",
+    "--num_processes 1 --mixed_precision bf16 --gpu_ids 0 --enable_cpu_affinity --debug",
+    "--multi_gpu --num_processes 2 --gpu_ids 0,1 --role trainer",
+    "ACCELERATE_DYNAMO_BACKEND=EAGER ACCELERATE_MIXED_PRECISION=bf16 --cpu --num_processes 1",
+    "--multi_gpu --num_processes 2 --dynamo_backend inductor --dynamo_mode max-autotune --dynamo_use_dynamic",
+    "--use_fsdp --num_processes 1",
+    "--use_fsdp --num_processes 2",
+    "--use_fsdp --num_processes 2 --fsdp_version 2 --fsdp_offload_params true --debug",
+    "--use_megatron_lm --num_processes 2 --megatron_lm_tp_degree 2 --megatron_lm_recompute_activations true",
+    "--use_fsdp --num_processes 2 --fsdp_version 2 --use_parallelism_config --parallelism_config_tp_size 2",
+    "--use_fsdp --num_processes 2 --fsdp_version 2 --use_parallelism_config --parallelism_config_cp_size 2",
+    "--config_file compiled.yaml",
+    "--config_file compiled.yaml --dynamo_backend eager --mixed_precision bf16",
+    "--config_file fsdp.yaml",
+    "--config_file megatron.yaml",
+)
+FILES = {
+    "compiled": {
+        "distributed_type": "NO", "num_processes": 1, "use_cpu": True, "debug": True,
+        "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_dynamic": True},
+    },
+    "fsdp": {
+        "distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", "downcast_bf16": "no",
+        "fsdp_config": {**FSDP, "fsdp_version": 2},
+    },
+    "megatron": {
+        "distributed_type": "MEGATRON_LM", "num_processes": 2,
+        "megatron_lm_config": {"megatron_lm_tp_degree": 2, "megatron_lm_recompute_activations": True},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_scripts_have_the_same_variables(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    for name, contents in FILES.items():
+        common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**common, **contents}))
+    for name in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    words = line.split()
+    for name, _, value in (word.partition("=") for word in words if "=" in word):
+        monkeypatch.setenv(name, value)
+    shown = {}
+    for who in PROGRAMS:
+        text = command(tmp_path, who, "launch", *(word for word in words if "=" not in word), "show.py")
+        shown[who] = json.loads(text.rpartition("SHOWN")[2])
+        if not {"--cpu", "compiled.yaml"} & set(words):
+            # True here wherever the ranks have no accelerator: Accelerate's own ranks would train apart without it.
+            shown[who].pop("ACCELERATE_USE_CPU", None)
+    assert shown["ours"] == shown["theirs"]
+
+
+FUNCTIONS = (
+    "--num_processes 1 --mixed_precision fp8 --fp8_backend ao",
+    "--num_processes 1 --mixed_precision fp8 --fp8_backend te --fp8_override_linear_precision true,false,true",
+    "--num_processes 1 --mixed_precision fp8 --fp8_use_autocast_during_eval --fp8_pad_inner_dim false",
+    "--multi_gpu --num_processes 2 --mixed_precision fp8 --fp8_backend msamp --fp8_opt_level O1",
+    "--cpu --num_processes 1",
+    "--num_processes 1 --dynamo_backend inductor --dynamo_use_dynamic",
+    "--use_fsdp --num_processes 2 --fsdp_version 2 --use_parallelism_config --parallelism_config_cp_size 2",
+    "--use_megatron_lm --num_processes 2 --megatron_lm_recompute_activations 1",
 )
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-def test_ranks_have_the_same_variables(flags: str, tmp_path: Path) -> None:
-    (tmp_path / "show.py").write_text(SHOW)
-    shown = {}
-    for who in PROGRAMS:
-        text = command(tmp_path, who, "launch", "--num_processes", "2", *flags.split(), "show.py")
-        shown[who] = {name: value.lower() for name, value in json.loads(text.rpartition("SHOWN")[2]).items()}
-        # Set here wherever the ranks have no accelerator: Accelerate's own ranks would train apart without it.
-        shown[who].pop("ACCELERATE_USE_CPU", None)
-    ours, theirs = shown["ours"], shown["theirs"]
-    assert {name: ours[name] for name in theirs.keys() & ours.keys()} == {
-        name: theirs[name] for name in theirs.keys() & ours.keys()
-    }
-    # Set to their defaults by Accelerate, and left out here.
-    unset = {name: theirs[name] for name in theirs.keys() - ours.keys()}
-    assert all(name.startswith("ACCELERATE_DYNAMO_") for name in unset), unset
-    assert set(unset.values()) <= {"no", "false", "default"}
-    assert ours.keys() <= theirs.keys(), ours.keys() - theirs.keys()
+@pytest.mark.parametrize("line", FUNCTIONS)
+def test_functions_for_launchers_return_the_same_variables(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.commands import launch as their_launch  # noqa: TID251 - the peer
+    from accelerate.utils import launch as theirs  # noqa: TID251 - the peer
+
+    from notebook_accelerate import utils as ours
+
+    monkeypatch.setattr(theirs, "is_fp8_available", lambda: True)
+    arguments = their_launch.launch_command_parser().parse_args([*line.split(), "train.py"])
+    checked, _, _ = their_launch._validate_launch_command(arguments)
+    given = copy.deepcopy(checked)
+    if "--multi_gpu" in line or "--use_" in line:
+        assert ours.prepare_multi_gpu_env(given) == theirs.prepare_multi_gpu_env(checked)
+    else:
+        assert ours.prepare_simple_launcher_cmd_env(given) == theirs.prepare_simple_launcher_cmd_env(checked)
+    launched = {**os.environ, **(launch_config(launch_command_parser().parse_args([*line.split(), "a.py"])).env or {})}
+    prefix = "ACCELERATE_FP8_"
+    expected = {name: value for name, value in theirs.prepare_multi_gpu_env(checked).items() if prefix in name}
+    assert {name: value for name, value in launched.items() if prefix in name} == expected
 
 
 def test_the_alias_beside_the_installed_package(tmp_path: Path) -> None:

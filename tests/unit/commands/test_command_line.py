@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import pytest
 import yaml
 
@@ -77,7 +78,7 @@ def test_a_script_runs_as_main_in_labelled_processes(command: Command, tmp_path:
         name, argv, value, variables = json.loads(line[1])
         assert (name, argv, value) == ("__main__", ["inner/train.py", "--lr", "1"], 4)
         assert variables == {
-            "RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true",
+            "RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True",
             "MINE": None,
         }  # fmt: skip
 
@@ -246,6 +247,13 @@ def no_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+ALWAYS = {
+    "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+}  # fmt: skip
+"""Variables that Accelerate's command gives to every process."""
+
+
 def test_options_are_those_of_a_launch() -> None:
     found = settings(
         "--num_processes", "8", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
@@ -255,7 +263,10 @@ def test_options_are_those_of_a_launch() -> None:
     assert found.non_default() == {
         "num_processes": 4, "num_nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "use_port": "2000",
         "rdzv_backend": "c10d", "rdzv_conf": {"join_timeout": "5"}, "max_restarts": 2, "panel": False,
-        "env": {"ACCELERATE_DEBUG_MODE": "true", "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "3"},
+        "env": {
+            **ALWAYS, "ACCELERATE_DEBUG_MODE": "true", "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "3",
+            "ROLE_NAME": "default",
+        },
     }  # fmt: skip
 
 
@@ -271,7 +282,7 @@ OBSERVED: dict[str, dict[str, str]] = {
         "FSDP_VERSION": "2",
     },
     "--dynamo_backend inductor": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
-    "--enable_cpu_affinity": {"ACCELERATE_CPU_AFFINITY": "true"},
+    "--enable_cpu_affinity": {"ACCELERATE_CPU_AFFINITY": "1"},
     "--use_deepspeed --zero_stage 3 --gradient_clipping 0.5": {
         "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
         "ACCELERATE_GRADIENT_CLIPPING": "0.5", "ACCELERATE_DEEPSPEED_DEEPSPEED_MULTINODE_LAUNCHER": "standard",
@@ -282,14 +293,44 @@ OBSERVED: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("options", OBSERVED)
 def test_options_of_a_strategy_reach_the_ranks_as_variables(options: str) -> None:
-    assert dict(settings(*options.split()).env or {}) == OBSERVED[options]
+    found = settings("--num_processes", "2", *options.split()).env
+    assert found == {**ALWAYS, "OMP_NUM_THREADS": "1", "ROLE_NAME": "default", **OBSERVED[options]}
+
+
+@pytest.mark.parametrize(
+    ("options", "inherited", "expected"),
+    [
+        (["--num_processes", "8"], None, "1"),
+        (["--num_processes", "8"], "5", "5"),
+        (["--num_processes", "8", "--num_cpu_threads_per_process", "3"], "5", "3"),
+        (["--cpu", "--num_processes", "2"], None, "6"),
+        (["--cpu", "--num_processes", "2"], "0", "6"),
+        (["--cpu", "--num_processes", "64"], None, "1"),
+        (["--cpu", "--num_processes", "8", "--num_machines", "4"], None, "6"),
+        (["--cpu"], None, "1"),
+        (["--num_processes", "2"], "4,2", "4,2"),
+    ],
+)
+def test_threads_of_a_rank(
+    options: list[str], inherited: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 24 if logical else 12)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", inherited)
+    assert (settings(*options).env or {})["OMP_NUM_THREADS"] == expected
+
+
+def test_intels_openmp_is_not_told_to_bind_several_ranks_to_the_same_cores() -> None:
+    one, two = ((settings("--cpu", "--num_processes", count).env or {}).get("KMP_AFFINITY") for count in "12")
+    assert (one, two) == ("granularity=fine,compact,1,0", None)
 
 
 def test_fp8_options_have_accelerates_defaults() -> None:
     env = settings("--mixed_precision", "fp8", "--fp8_backend", "te", "--fp8-override-linear-precision", "1,0,1").env
     assert env is not None
     assert env["ACCELERATE_FP8_BACKEND"] == "te"
-    assert env["ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION"] == "True,False,True"
+    assert [env[f"ACCELERATE_FP8_OVERRIDE_{name}"] for name in ("FPROP", "DGRAD", "WGRAD")] == ["1", "0", "1"]
     assert (env["ACCELERATE_FP8_AMAX_HISTORY_LEN"], env["ACCELERATE_FP8_FORMAT"]) == ("1024", "HYBRID")
 
 
@@ -305,6 +346,8 @@ def test_options_win_over_the_file(no_default_file: Path) -> None:
     assert (found.env["FSDP_VERSION"], found.env["FSDP_OFFLOAD_PARAMS"]) == ("2", "false")
     other = settings("--use_deepspeed", "--zero_stage", "2")
     assert not [name for name in other.env or {} if name.startswith("FSDP")]
+    # As Accelerate: with --cpu, the default file is not read.
+    assert (settings("--cpu").num_processes, settings("--cpu").mixed_precision) == (None, "no")
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_a_module_runs_on_the_cpu() -> None:
     command, environment = prepare_simple_launcher_cmd_env(_options(cpu=True, module=True))
     assert command == [sys.executable, "-m", "train.py", "--epochs", "1"]
     assert (environment["ACCELERATE_USE_CPU"], environment["KMP_BLOCKTIME"]) == ("True", "1")
+    assert (environment["ACCELERATE_DYNAMO_BACKEND"], environment["ACCELERATE_DYNAMO_USE_DYNAMIC"]) == ("NO", "False")
 
 
 def test_a_sagemaker_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,8 @@ def test_a_sagemaker_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert estimator["hyperparameters"] == {"lr": 0.1}
     assert estimator["metric_definitions"] == [{"Name": "loss", "Regex": "loss=(.*)"}]
     assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
-    assert estimator["environment"] == {
+    assert estimator["environment"].pop("ACCELERATE_DYNAMO_BACKEND") == "NO"
+    assert {name: value for name, value in estimator["environment"].items() if "DYNAMO" not in name} == {
         "ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "MINE": "1",
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
     }  # fmt: skip

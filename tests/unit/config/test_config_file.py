@@ -78,7 +78,7 @@ def test_a_file_becomes_the_variables_of_a_rank(tmp_path: Path) -> None:
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_DEBUG_MODE": "true",
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": "true",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "True",
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",

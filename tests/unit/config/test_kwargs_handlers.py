@@ -145,6 +145,16 @@ def test_recipes_read_their_variables_and_check_their_choices(monkeypatch: pytes
         MSAMPRecipeKwargs(opt_level="O9")  # type: ignore[arg-type]
 
 
+def test_products_in_higher_precision_are_read_from_the_variables_of_accelerates_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("notebook_accelerate.config.fp8_recipes._require", lambda *_: None)
+    assert TERecipeKwargs().override_linear_precision == (False, False, False)
+    for name, value in {"FPROP": "1", "DGRAD": "0", "WGRAD": "True"}.items():
+        monkeypatch.setenv(f"ACCELERATE_FP8_OVERRIDE_{name}", value)
+    assert TERecipeKwargs().override_linear_precision == (True, False, True)
+
+
 def test_the_recipe_of_transformer_engine_fills_in_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("notebook_accelerate.config.fp8_recipes._require", lambda *_: None)
     monkeypatch.setenv("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "(False,True,0)")

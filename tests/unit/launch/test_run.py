@@ -468,7 +468,7 @@ def test_debug_launcher_is_two_ranks_on_the_cpu() -> None:
     def read() -> tuple[str, str]:
         return os.environ["WORLD_SIZE"], os.environ["ACCELERATE_USE_CPU"]
 
-    assert debug_launcher(read).results == (("2", "true"),) * 2
+    assert debug_launcher(read).results == (("2", "True"),) * 2
     assert len(debug_launcher(read, num_processes=3).results) == 3
 
 
