@@ -134,7 +134,9 @@ def _load_weights(
                 missing.discard(name_of_scales(name))
                 keep_8bit(model, name, value.to(config.torch_dtype), None if str(device) != "disk" else folder, index)
             elif str(device) == "disk":
-                index = offload_weight(_cast(name, value, config), name, folder, index=index)
+                cast = _cast(name, value, config)
+                index = offload_weight(cast, name, folder, index=index)
+                _place(model, name, torch.empty_like(cast, device="meta"), "meta")  # loaded in the dtype of this one
             else:
                 _place(model, name, _cast(name, value, config), "cpu" if device is None else device)
     save_offload_index(index, folder)

@@ -133,7 +133,15 @@ def _sockets() -> frozenset[str]:
             continue
         if target.startswith("socket:") and target not in LASTING:
             found.add(target)
-    return frozenset(found)
+    return frozenset(found - _of_cuda())
+
+
+def _of_cuda() -> set[str]:
+    """Return the sockets of CUDA's driver, which stay open from a process's first context to its end."""
+    with suppress(OSError):  # a system without /proc
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        return {f"socket:[{line.split()[6]}]" for line in lines if "cuda-uvmfd" in line}
+    return set()
 
 
 def _process_group() -> bool:

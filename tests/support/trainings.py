@@ -137,6 +137,7 @@ def losses_on_one_batch(accelerator: Accelerator, rate: float) -> list[float]:
     raw = fp8_net()
     inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
     loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed wants to know the batch size
+    inputs, labels = inputs.to(accelerator.device), labels.to(accelerator.device)
     model, optimizer, _ = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=rate), loader)
     assert has_ao_layers(accelerator.unwrap_model(model)) == (accelerator.mixed_precision == "fp8")
     losses = []

@@ -43,6 +43,23 @@ def _network() -> nn.Sequential:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_modules_on_disk_compute_in_the_dtype_that_was_asked_for(
+    tmp_path: Path, empty: bool, dtype: torch.dtype
+) -> None:
+    x, plain, without_weights = _saved(tmp_path)
+    model, location = (without_weights, tmp_path) if empty else (_network().eval(), None)
+    config = BnbQuantizationConfig(**NF4, torch_dtype=dtype)
+    quantized: Any = load_and_quantize_model(model, config, location, device_map=AWAY, offload_folder=tmp_path / "away")
+    assert quantized[3].weight.is_meta
+    assert quantized[3].weight.dtype == dtype
+    with torch.no_grad():
+        assert quantized[3](torch.ones(1, 512, dtype=dtype)).dtype == dtype
+        assert ((quantized(x.to(dtype)).float() - plain).norm() / plain.norm()).item() < 0.2
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(("how", "tolerance"), [(EIGHT, 0.02), (NF4, 0.15), (FP4, 0.18)], ids=["8", "nf4", "fp4"])
 def test_outputs_are_near_those_of_the_full_model(tmp_path: Path, empty: bool, how: Any, tolerance: float) -> None:
     model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
