@@ -10,20 +10,41 @@ import logging
 import re
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 
 _NOT_CARRIED = ("lock", "stream")
 """Attributes of handlers that belong to one process."""
 _STREAMS = ("stdout", "stderr")
-_MAX_HANDLER_BYTES = 1 << 20
-"""Larger handlers, such as those that keep records in memory, are sent without their own attributes."""
+_MAX_BYTES = 1 << 20
+"""Larger handlers, such as those that keep records in memory, are sent without their own attributes; a larger filter or
+formatter is not sent."""
+
+
+def _set_formatwarning(value: Any) -> None:
+    warnings.formatwarning = value
+
+
+def _set_showwarning(value: Any) -> None:
+    warnings.showwarning = value
+
+
+_HOOKS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "the logger class": (logging.getLoggerClass, logging.setLoggerClass),  # first: loggers are created below
+    "the log record factory": (logging.getLogRecordFactory, logging.setLogRecordFactory),
+    "warnings.formatwarning": (lambda: warnings.formatwarning, _set_formatwarning),
+    "warnings.showwarning": (lambda: warnings.showwarning, _set_showwarning),
+}
+"""Functions and classes that a notebook can replace for all modules, each with its getter and its setter."""
 
 
 @dataclass
@@ -35,6 +56,7 @@ class LoggerSettings:
         propagate: Whether its records reach the loggers above it.
         disabled: Whether it drops its records.
         handlers: Its handlers, each pickled.
+        filters: Its filters, each pickled, without those that its library adds.
         imported: Whether it has the name of a module that the kernel has imported, which may add its handlers itself.
     """
 
@@ -42,6 +64,7 @@ class LoggerSettings:
     propagate: bool
     disabled: bool
     handlers: list[bytes] = field(default_factory=list)
+    filters: list[bytes] = field(default_factory=list)
     imported: bool = False
 
 
@@ -53,69 +76,140 @@ class NotebookSettings:
         filters: Action, message, category by module and name, module and line of each warning filter, in their order.
         warnings_logged: Whether warnings are written to the log.
         disabled_level: The level up to which all logging is disabled.
+        raises: Whether errors of handlers are printed.
+        level_names: The name of each level.
         loggers: By name; "" for the root logger.
+        hooks: By name in `_HOOKS`, each pickled.
     """
 
     filters: list[tuple[str, str, tuple[str, str], str, int]]
     warnings_logged: bool
     disabled_level: int
+    raises: bool
+    level_names: dict[int, str]
     loggers: dict[str, LoggerSettings]
+    hooks: dict[str, bytes]
 
 
 # ---- in the kernel
 
 
 def capture() -> bytes:
-    """Return the settings of this process, pickled. Handlers that cannot be pickled write to standard error instead."""
+    """Return the settings of this process, pickled. Handlers that cannot be pickled write to standard error instead.
+
+    A warning names filters, formatters and hooks that cannot be pickled.
+    """
     loggers: dict[str, LoggerSettings] = {"": _logger_settings("", logging.root)}
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if isinstance(logger, logging.Logger):
             settings = _logger_settings(name, logger)
             if settings != LoggerSettings(logging.NOTSET, propagate=True, disabled=False, imported=settings.imported):
                 loggers[name] = settings
-    logged = getattr(warnings.showwarning, "__module__", "") == "logging"
-    found = NotebookSettings(_filters(), logged, logging.root.manager.disable, loggers)
+    found = NotebookSettings(
+        _filters(),
+        getattr(warnings.showwarning, "__module__", "") == "logging",
+        logging.root.manager.disable,
+        logging.raiseExceptions,
+        dict(logging._levelToName),
+        loggers,
+        _hooks(),
+    )
     return dump_bytes(found, "the logging setup", "launch")
 
 
+def _hooks() -> dict[str, bytes]:
+    found = {}
+    for name, (get, _) in _HOOKS.items():
+        value = get()
+        if getattr(value, "__module__", "") not in ("logging", "warnings"):
+            found[name] = _pickled(value, name)
+    return {name: data for name, data in found.items() if data}
+
+
 def _logger_settings(name: str, logger: logging.Logger) -> LoggerSettings:
+    place = f"the logger {name!r}" if name else "the root logger"
+    imported = name.partition(".")[0] in sys.modules
     return LoggerSettings(
         logger.level,
         bool(logger.propagate),
         logger.disabled,
-        [_pickled_or_plain(handler) for handler in logger.handlers if _writes(handler)],
-        name.partition(".")[0] in sys.modules,
+        [_pickled_or_plain(handler, place) for handler in logger.handlers if _writes(handler)],
+        _pickled_filters([each for each in logger.filters if not (imported and _root(each) == _root(logger))], place),
+        imported,
     )
+
+
+def _root(value: Any) -> str:
+    """Return the package of a logger, or the package that defines a filter."""
+    if isinstance(value, logging.Logger):
+        return value.name.partition(".")[0]
+    module = getattr(value, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def _writes(handler: logging.Handler) -> bool:
     """Return whether a handler's output is visible outside the rank. A StringIO's is not."""
+    if isinstance(handler, logging.NullHandler):
+        return False
     stream = getattr(handler, "__dict__", {}).get("stream")
-    return type(handler) is not logging.NullHandler and (not isinstance(stream, StringIO) or bool(_stream_name(stream)))
+    return not isinstance(stream, StringIO) or bool(_stream_name(stream))
 
 
-def _pickled_or_plain(handler: logging.Handler) -> bytes:
+def _pickled_filters(filters: Sequence[Any], place: str) -> list[bytes]:
+    found = [_pickled(each, f"the filter {_name(each)} of {place}") for each in filters]
+    return [data for data in found if data]
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__qualname__", "") or type(value).__qualname__)
+
+
+_warned: set[str] = set()
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    """Return a pickled value; b"" if that is impossible, with a warning at the first time."""
     try:
-        return _pickled_handler(handler)
+        data = dump_bytes(value, "it", "launch")
+        reason = f"it has more than {_MAX_BYTES >> 20} MiB" if len(data) > _MAX_BYTES else ""
+    except Exception as error:  # noqa: BLE001 - classes of the user
+        data, reason = b"", str(error)
+    if not reason:
+        return data
+    if what not in _warned:
+        _warned.add(what)
+        text = (
+            f"ranks that are not forked from the kernel log without {what}: {reason}. Set it in the function, too, or "
+            "launch with start_method='fork'"
+        )
+        warnings.warn_explicit(text, UserWarning, "notebook_accelerate", 0, registry={})
+    return b""
+
+
+def _pickled_or_plain(handler: logging.Handler, place: str) -> bytes:
+    try:
+        return _pickled_handler(handler, f"the {_name(handler)} of {place}")
     except Exception:  # noqa: BLE001 - handlers and streams of the user, which may lack the usual attributes
-        plain: dict[str, Any] = {"_name": None, "level": logging.NOTSET, "formatter": None, "filters": []}
-        return dump_bytes((logging.StreamHandler, plain, "stderr"), "a logging handler", "launch")
+        plain: dict[str, Any] = {"_name": None, "level": logging.NOTSET, "formatter": None}
+        return dump_bytes((logging.StreamHandler, plain, "stderr", []), "a logging handler", "launch")
 
 
-def _pickled_handler(handler: logging.Handler) -> bytes:
+def _pickled_handler(handler: logging.Handler, place: str) -> bytes:
     stream = _stream_name(vars(handler).get("stream"))
     kept = {name: value for name, value in vars(handler).items() if name not in _NOT_CARRIED}
-    common = {name: kept.get(name) for name in ("_name", "level", "formatter", "filters")}
-    plain: dict[str, Any] = {"_name": None, "level": handler.level, "formatter": None, "filters": []}
+    filters = _pickled_filters(kept.pop("filters", ()), place)
+    plain: dict[str, Any] = {"_name": None, "level": handler.level, "formatter": None}
+    common = {name: kept.get(name) for name in plain}
     ours = isinstance(handler, logging.FileHandler) or stream or "stream" not in vars(handler)
-    choices = [(type(handler), kept, stream)] if ours else []
-    choices += [(logging.StreamHandler, common, stream or "stderr"), (logging.StreamHandler, plain, stream or "stderr")]
+    choices = [(type(handler), kept, stream, filters)] if ours else []
+    choices += [(logging.StreamHandler, common, stream or "stderr", filters)]
     for choice in choices:
         with suppress(SerializationError):
             data = dump_bytes(choice, "a logging handler", "launch")
-            if len(data) <= _MAX_HANDLER_BYTES:
+            if len(data) <= _MAX_BYTES:
                 return data
-    raise AssertionError("levels can be pickled")
+    _pickled(handler.formatter, f"the formatter {_name(handler.formatter)} of {place}")  # warns
+    return dump_bytes((logging.StreamHandler, plain, stream or "stderr", filters), "a logging handler", "launch")
 
 
 def _stream_name(stream: Any) -> str:
@@ -154,12 +248,35 @@ def apply(data: bytes) -> None:
         warnings.filterwarnings(action, message, _category(*category), module, line)  # type: ignore[arg-type]
     logging.captureWarnings(settings.warnings_logged)
     logging.disable(settings.disabled_level)
+    logging.raiseExceptions = settings.raises
+    for level, name in settings.level_names.items():
+        logging.addLevelName(level, name)
+    for name, hook in settings.hooks.items():
+        if (value := _loaded(hook)) is not None:
+            _HOOKS[name][1](value)
     for name, found in settings.loggers.items():
         logger = logging.getLogger(name)
         logger.setLevel(found.level)
         logger.propagate, logger.disabled = found.propagate, found.disabled
+        _add_filters(logger, found.filters)
         if not name or not found.imported or name.partition(".")[0] in sys.modules:
             _set_handlers(logger, found)
+
+
+@cache
+def _loaded(data: bytes) -> Any:
+    """Return a pickled value, the same one for both calls of ``apply``; None if it cannot be loaded here."""
+    try:
+        return load_bytes(data)
+    except Exception as error:  # noqa: BLE001 - its class needs a module that this machine does not have
+        sys.stderr.write(f"A part of the notebook's logging setup is missing here: {describe_error(error)}\n")
+        return None
+
+
+def _add_filters(owner: logging.Filterer, filters: Sequence[bytes]) -> None:
+    for data in filters:
+        if (value := _loaded(data)) is not None:
+            owner.addFilter(value)
 
 
 class _CategoryByName(type):
@@ -186,21 +303,23 @@ def _set_handlers(logger: logging.Logger, found: LoggerSettings) -> None:
         logger.handlers[:] = [_handler(data) for data in found.handlers]
 
 
+@cache
 def _handler(data: bytes) -> logging.Handler:
     try:
-        kind, attributes, stream = load_bytes(data)
+        kind, attributes, stream, filters = load_bytes(data)
     except Exception:  # noqa: BLE001 - its class needs a module that this machine does not have
         return logging.StreamHandler()
     file = attributes.get("baseFilename")
-    if file is not None and not Path(file).parent.is_dir():  # on another machine
-        return logging.StreamHandler()
-    handler: Any = kind.__new__(kind)
-    vars(handler).update(attributes)
-    handler.createLock()
-    if file is not None:
-        handler.stream, handler.mode = None, "a"  # opened with the first record
-    elif stream:
-        handler.stream = getattr(sys, stream)
+    handler: Any = logging.StreamHandler()
+    if file is None or Path(file).parent.is_dir():  # the file may be on another machine
+        handler = kind.__new__(kind)
+        vars(handler).update(attributes, filters=[])
+        handler.createLock()
+        if file is not None:
+            handler.stream, handler.mode = None, "a"  # opened with the first record
+        elif stream:
+            handler.stream = getattr(sys, stream)
+    _add_filters(handler, filters)
     return handler  # type: ignore[no-any-return]
 
 

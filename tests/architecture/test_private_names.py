@@ -46,11 +46,12 @@ _OF_OTHERS = {
         "_SEQUENCE_DATA_PARALLEL_GROUP", "_SEQUENCE_PARALLEL_GROUP", "_all_to_all_groups", "_attn_implementation",
     },
     "strategies.megatron.megatron_checkpoint": {"_replace_state_dict_keys_with_sharded_keys"},
-    # Python's standard library: the parsers that Accelerate's functions take, and the exit of an interpreter.
+    # Python's standard library: parsers that Accelerate's functions take, names of levels, an interpreter's exit.
     "commands.launch_options": {"_ActionsContainer"},
     "commands.parsers": {"_MutuallyExclusiveGroup"},
     "config.hidden_values": {"_typeshed"},
     "integrations.import_hooks": {"_initializing"},
+    "telemetry.notebook_settings": {"_levelToName"},
     "worker.entry": {"_daemonic", "_signal"},
     "worker.exit_handlers": {
         "_IOBase", "_afterfork_registry", "_exit_function", "_finalizer_registry", "_handlerList", "_io", "_popen",

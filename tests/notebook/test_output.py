@@ -15,6 +15,7 @@ from tests.support.kernel import Cell, Kernel
 from tests.support.launching import PAST_THE_CALL, open_gate, said
 
 pytestmark = pytest.mark.notebook
+METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 
 
@@ -145,7 +146,7 @@ def test_displays_have_the_label_of_their_rank(kernel: Kernel) -> None:
     assert _shown_in_order(cell) == turn * 2
 
 
-@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+@METHODS
 def test_the_logging_setup_and_warning_filters_of_the_notebook(kernel: Kernel, method: str) -> None:
     kernel.check(
         "import logging, warnings\n"
@@ -178,6 +179,70 @@ def test_the_logging_setup_and_warning_filters_of_the_notebook(kernel: Kernel, m
     assert [word in text for word in ("root info", "MINE SHOUT", "held", "loud")] == [True] * 4
     assert not [word for word in ("hidden", "quiet", "of a cell") if word in text]
     assert kernel.value("open('ranks.log').read()") == "info\n"
+
+
+REDACTING = """
+import logging, warnings
+SECRETS = ["hunter2"]
+class Redacts(logging.Filter):
+    def filter(self, record):
+        for secret in SECRETS:
+            record.msg = record.msg.replace(secret, "***")
+        return True
+def drops(record):
+    return "dropped" not in record.getMessage()
+def make_record(*arguments, old=logging.getLogRecordFactory(), **options):
+    record = old(*arguments, **options)
+    record.team = "our team"
+    return record
+class Chatty(logging.Logger):
+    def chat(self, text):
+        self.log(35, text)
+guarded = logging.getLogger("guarded")
+guarded.addFilter(Redacts())
+logging.basicConfig(level=logging.INFO, format="%(team)s %(levelname)s %(message)s", force=True)
+logging.root.handlers[0].addFilter(drops)
+logging.setLogRecordFactory(make_record)
+logging.addLevelName(35, "CHAT")
+logging.setLoggerClass(Chatty)
+warnings.simplefilter("always")
+warnings.formatwarning = lambda message, *_: f"shown as {message}\\n"
+def talk():
+    SECRETS.append("swordfish")
+    guarded.warning("hunter2 and swordfish")
+    guarded.warning("dropped")
+    logging.getLogger("new").chat("hello")
+    warnings.warn("plain")
+"""
+RESTORED = """
+logging.setLogRecordFactory(logging.LogRecord); logging.setLoggerClass(logging.Logger); guarded.filters.clear()
+logging.basicConfig(level=logging.WARNING, force=True); SECRETS[:] = ["hunter2"]
+warnings.resetwarnings(); warnings.formatwarning = kept_formatwarning
+"""
+
+
+@METHODS
+def test_filters_and_other_parts_of_the_logging_setup(kernel: Kernel, method: str) -> None:
+    kernel.check("import warnings; kept_formatwarning = warnings.formatwarning" + REDACTING)
+    cell = kernel.check(f"launch(talk, num_processes=1, start_method={method!r}, panel=False)")
+    kernel.check(RESTORED)
+    text = cell.stdout + cell.stderr
+    assert "our team WARNING *** and ***" in text
+    assert "our team CHAT hello" in text
+    assert "shown as plain" in text
+    assert not [word for word in ("hunter2", "swordfish", "dropped", "UserWarning") if word in text]
+
+
+def test_a_filter_that_cannot_be_pickled(kernel: Kernel) -> None:
+    kernel.check(
+        "import logging\nclass Locked(logging.Filter):\n    def __init__(self):\n        self.lock = threading.Lock()\n"
+        "guarded = logging.getLogger('guarded')\nguarded.addFilter(Locked())\n"
+    )
+    launch = "launch(int, start_method='zygote', panel=False)"
+    cell, again = kernel.check(launch), kernel.check(launch)
+    kernel.check("guarded.filters.clear()")
+    assert "without the filter Locked of the logger 'guarded': it cannot be pickled: TypeError" in cell.stderr
+    assert "Locked" not in again.stderr
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])

@@ -6,6 +6,7 @@ import io
 import logging
 import subprocess
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -109,6 +110,56 @@ def test_records_in_memory_are_not_sent() -> None:
     logging.root.handlers[:] = [handler]
     assert len(notebook_settings.capture()) < 1 << 20
     assert _elsewhere("logging.error('shown')") == "shown\n"
+
+
+def test_a_filter_is_added_once_and_a_librarys_own_filter_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("some_library")
+    monkeypatch.setitem(sys.modules, "some_library", library)
+    own = type("Own", (logging.Filter,), {"__module__": "some_library"})
+    monkeypatch.setattr(library, "Own", own, raising=False)
+    logger = logging.getLogger("some_library.part")
+    logger.filters[:] = [own(), logging.Filter("some_library.part.shown")]
+    try:
+        show = "print([vars(each) for each in logging.getLogger('some_library.part').filters])"
+        assert _elsewhere(show) == "[{'name': 'some_library.part.shown', 'nlen': 23}]\n"
+    finally:
+        logger.filters.clear()
+
+
+def test_a_filter_whose_module_does_not_exist_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("some_library")
+    library.__dict__["Own"] = type("Own", (logging.Filter,), {"__module__": "some_library", "__qualname__": "Own"})
+    monkeypatch.setitem(sys.modules, "some_library", library)
+    handler = logging.StreamHandler()
+    handler.addFilter(library.Own())
+    logging.root.handlers[:] = [handler]
+    text = _elsewhere("logging.error('shown')")
+    assert "A part of the notebook's logging setup is missing here: ModuleNotFoundError" in text
+    assert text.endswith("shown\n")
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_warning_names_what_cannot_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    class Locked(logging.Formatter):
+        held = lock
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(Locked("%(msg)s"))
+    handler.addFilter(lambda _: lock.locked())
+    logging.root.handlers[:] = [handler]
+    monkeypatch.setattr(logging, "_logRecordFactory", lambda *_, **__: lock)
+    with pytest.warns(UserWarning, match="log without") as found:
+        notebook_settings.capture()
+    texts = [str(each.message) for each in found]
+    assert len(texts) == 3
+    assert any("formatter" in text and "Locked of the StreamHandler of the root logger" in text for text in texts)
+    assert any("filter" in text and "lambda> of the StreamHandler of the root logger" in text for text in texts)
+    assert any("without the log record factory: it cannot be pickled" in text for text in texts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        notebook_settings.capture()
 
 
 def test_disabled_logging_and_warnings_in_the_log() -> None:
