@@ -33,6 +33,10 @@ _EXCLUSIVE = (
     ("use_deepspeed", "use_fsdp", "use_megatron_lm"),
 )
 """Groups of mutually exclusive options."""
+_OTHER_LAUNCHER = (
+    "{launcher} is not supported; start this command on each machine, with --machine_rank and --main_process_ip, and "
+    "pass --deepspeed_multinode_launcher standard"
+)
 
 
 def option(args: argparse.Namespace, name: str, default: Any = None) -> Any:
@@ -51,11 +55,10 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
         FileNotFoundError: The configuration file does not exist.
         ValueError: The file has unknown keys or values.
     """
-    path = option(args, "config_file")
-    if path is None and (option(args, "cpu", False) or not Path(config_file.default_config_file).is_file()):
-        found: ClusterConfig = ClusterConfig.from_dict({})
+    if _file_in_use(args):
+        found = config_file.load_cluster_config(option(args, "config_file"))
     else:
-        found = config_file.load_cluster_config(path)
+        found = ClusterConfig.from_dict({})
     for name, field in _FIELDS.items():
         if (value := option(args, name)) is not None:
             setattr(found, field, value)
@@ -65,6 +68,12 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
     found.dynamo_config = dynamo_section(args, found.dynamo_config or {})
     found.fp8_config = _fp8(args, found.fp8_config or {}) if found.mixed_precision == "fp8" else {}
     return found
+
+
+def _file_in_use(args: argparse.Namespace) -> bool:
+    """Return whether the settings come from a file: the given one, or the default one unless --cpu is given."""
+    default = Path(config_file.default_config_file)
+    return option(args, "config_file") is not None or (not option(args, "cpu", False) and default.is_file())
 
 
 def _sections_in_use(args: argparse.Namespace, found: ClusterConfig) -> set[str]:
@@ -115,6 +124,8 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
     _check_supported(args)
     _check_conflicts(args)
     found = cluster_config(args)
+    _check_machines(args, found)
+    _check_devices(args, found)
     arguments = found.to_launch_arguments()
     arguments["env"] = {**arguments["env"], **_launcher_variables(args, found)}
     for name in ("max_restarts", "monitor_interval"):
@@ -170,13 +181,45 @@ def _check_conflicts(args: argparse.Namespace) -> None:
         given = [f"--{name}" for name in names if option(args, name, False)]
         if len(given) > 1:
             raise ValueError(f"{', '.join(given[:-1])} and {given[-1]} are mutually exclusive; pass one of them")
-    if not option(args, "multi_gpu", False):
-        return
-    if (processes := option(args, "num_processes", 2)) < 2:
+    if (processes := option(args, "num_processes", 0)) < 0:
+        raise ValueError(f"--num_processes {processes} is not allowed; pass the number of processes on all machines")
+    if option(args, "multi_gpu", False) and option(args, "num_processes", 2) < 2:
         raise ValueError(f"--multi_gpu needs at least 2 processes; got --num_processes {processes}")
-    gpus = str(option(args, "gpu_ids", "all"))
-    if gpus != "all" and "," not in gpus and option(args, "num_machines", 1) < 2:
-        raise ValueError(f"--multi_gpu needs at least 2 GPUs; got --gpu_ids {gpus}")
+    if not option(args, "use_parallelism_config", False):
+        return
+    if not option(args, "use_fsdp", False) or option(args, "fsdp_version") == 1:
+        raise ValueError("--use_parallelism_config needs FSDP 2; add --use_fsdp --fsdp_version 2")
+
+
+def _check_machines(args: argparse.Namespace, found: ClusterConfig) -> None:
+    """Check that machines can find each other."""
+    if found.num_machines < 2:
+        return
+    machines = f"num_machines={found.num_machines}"
+    if not found.main_process_ip:
+        raise ValueError(f"{machines} needs the address of the first machine; pass --main_process_ip 10.0.0.1")
+    in_order = (found.rdzv_backend or "static") == "static"
+    if in_order and option(args, "machine_rank") is None and not _file_in_use(args):
+        raise ValueError(
+            f"{machines} needs the index of this machine; pass --machine_rank 0 on the first machine, 1 on the next "
+            "one, or --rdzv_backend c10d on all machines"
+        )
+    launcher = (found.deepspeed_config or {}).get("deepspeed_multinode_launcher") or "standard"
+    if launcher != "standard":
+        raise ValueError(_OTHER_LAUNCHER.format(launcher=f"deepspeed_multinode_launcher: {launcher}"))
+
+
+def _check_devices(args: argparse.Namespace, found: ClusterConfig) -> None:
+    """Check what the options and the file say of GPUs and TPUs."""
+    kind = str(getattr(found.distributed_type, "value", found.distributed_type))
+    if any(option(args, name, False) for name in _EXCLUSIVE[0]) or option(args, "use_megatron_lm", False):
+        kind = "XLA" if option(args, "tpu", False) else "MULTI_GPU" if option(args, "multi_gpu", False) else "NO"
+    gpus = str(found.gpu_ids or "all")
+    several = kind.startswith("MULTI_") and kind != "MULTI_CPU" and found.num_machines < 2
+    if several and gpus != "all" and "," not in gpus:
+        raise ValueError(f"several GPUs are needed, and gpu_ids={gpus} selects one; pass --gpu_ids all")
+    if kind == "XLA" and option(args, "no_python", False):
+        raise ValueError("--no_python is not possible on a TPU; pass a Python script or, with --module, a module")
 
 
 def _check_supported(args: argparse.Namespace) -> None:
@@ -185,7 +228,4 @@ def _check_supported(args: argparse.Namespace) -> None:
         raise ValueError(f"--{given[0]} is not supported; leave it out, or use Accelerate's own launcher")
     launcher = option(args, "deepspeed_multinode_launcher", "standard")
     if launcher != "standard":
-        raise ValueError(
-            f"--deepspeed_multinode_launcher {launcher} is not supported; start this command on each machine, with "
-            "--machine_rank and --main_process_ip"
-        )
+        raise ValueError(_OTHER_LAUNCHER.format(launcher=f"--deepspeed_multinode_launcher {launcher}"))

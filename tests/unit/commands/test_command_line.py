@@ -247,6 +247,7 @@ def no_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+MACHINES = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
 ALWAYS = {
     "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
@@ -306,7 +307,7 @@ def test_options_of_a_strategy_reach_the_ranks_as_variables(options: str) -> Non
         (["--cpu", "--num_processes", "2"], None, "6"),
         (["--cpu", "--num_processes", "2"], "0", "6"),
         (["--cpu", "--num_processes", "64"], None, "1"),
-        (["--cpu", "--num_processes", "8", "--num_machines", "4"], None, "6"),
+        ([*MACHINES, "--cpu", "--num_processes", "4"], None, "6"),
         (["--cpu"], None, "1"),
         (["--num_processes", "2"], "4,2", "4,2"),
     ],
@@ -357,18 +358,56 @@ def test_options_win_over_the_file(no_default_file: Path) -> None:
         (["-t", "3"], "--tee is not supported"),
         (["--tpu_use_sudo"], "--tpu_use_sudo is not supported"),
         (["--deepspeed_multinode_launcher", "pdsh"], "start this command on each machine"),
-        (["--num_processes", "3", "--num_machines", "2"], "num_processes=3 is not a multiple of num_machines=2"),
+        ([*MACHINES, "--num_processes", "3"], "num_processes=3 is not a multiple of num_machines=2"),
         (["--config_file", "absent.yaml"], "absent.yaml does not exist"),
         (["--use_fsdp", "--use_deepspeed"], "--use_deepspeed and --use_fsdp are mutually exclusive; pass one of them"),
         (["--cpu", "--multi_gpu", "--tpu"], "--cpu, --multi_gpu and --tpu are mutually exclusive"),
         (["--cpu", "--use_fsdp"], "--cpu and --use_fsdp are mutually exclusive; pass one of them"),
         (["--use_fsdp", "--use_megatron_lm"], "--use_fsdp and --use_megatron_lm are mutually exclusive"),
         (["--multi_gpu", "--num_processes", "1"], "--multi_gpu needs at least 2 processes; got --num_processes 1"),
-        (["--multi_gpu", "--gpu_ids", "3"], "--multi_gpu needs at least 2 GPUs; got --gpu_ids 3"),
+        (["--multi_gpu", "--gpu_ids", "3"], "gpu_ids=3 selects one; pass --gpu_ids all"),
+        (["--use_parallelism_config"], "add --use_fsdp --fsdp_version 2"),
+        (["--use_parallelism_config", "--use_fsdp", "--fsdp_version", "1"], "add --use_fsdp --fsdp_version 2"),
+        (["--use_parallelism_config", "--use_deepspeed"], "add --use_fsdp --fsdp_version 2"),
+        (["--num_processes", "-1"], "--num_processes -1 is not allowed"),
+        (["--num_machines", "2"], "num_machines=2 needs the address of the first machine; pass --main_process_ip"),
+        (["--num_machines", "2", "--main_process_ip", "10.0.0.1"], "pass --machine_rank 0 on the first machine"),
+        (["--tpu", "--no_python"], "--no_python is not possible on a TPU"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options: list[str], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
+        settings(*options)
+
+
+@pytest.mark.parametrize(
+    ("contents", "options", "message"),
+    [
+        ({"distributed_type": "MULTI_GPU", "gpu_ids": "0"}, [], "gpu_ids=0 selects one"),
+        ({"distributed_type": "MULTI_GPU", "gpu_ids": "0"}, ["--gpu_ids", "0,1"], ""),
+        ({"distributed_type": "MULTI_GPU", "gpu_ids": "0"}, ["--use_fsdp"], ""),
+        ({"distributed_type": "XLA"}, ["--no_python"], "--no_python is not possible on a TPU"),
+        ({"distributed_type": "XLA"}, ["--no_python", "--cpu"], ""),
+        ({"num_machines": 2}, [], "needs the address of the first machine"),
+        ({"num_machines": 2, "main_process_ip": "10.0.0.1"}, [], ""),
+        (
+            {
+                "num_machines": 2, "main_process_ip": "10.0.0.1", "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"deepspeed_multinode_launcher": "pdsh"},
+            },
+            [],
+            "deepspeed_multinode_launcher: pdsh is not supported; start this command on each machine",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_file_asks_for_is_refused_where_it_cannot_be_done(
+    contents: dict[str, Any], options: list[str], message: str, no_default_file: Path
+) -> None:
+    no_default_file.write_text(yaml.safe_dump({"num_processes": 2, **contents}))
+    if not message:
+        settings(*options)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
         settings(*options)
 
 
