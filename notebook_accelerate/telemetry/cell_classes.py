@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -65,22 +66,23 @@ _MAX_DIGEST_BYTES = 4 << 20
 
 # ---- tokens
 
+_MODULES = ("__main__", "types")  # make_dataclass names the latter
+_namespace = type.__dict__["__dict__"].__get__  # vars() would ask the metaclass
+
 
 def note_classes() -> None:
-    """Give each class in ``__main__`` a token, before processes are forked that pickle instances of it."""
-    kinds = [value if is_class(value) else type(value) for value in list(names_of_main().values())]
-    for kind in {id(kind): kind for kind in kinds}.values():  # a notebook may have 100,000 names, of few classes
-        with suppress(Exception):  # metaclasses of the user
-            _note(kind)
+    """Give each class of a cell a token, before processes are forked that pickle instances of it.
 
-
-def _note(kind: type) -> None:
-    if kind.__module__ not in ("__main__", "types"):  # make_dataclass names the latter
-        return
-    token_of(kind)
-    for part in vars(kind).values():
-        if is_class(part) and part.__qualname__.startswith(f"{kind.__qualname__}."):
-            _note(part)
+    Classes that functions of cells have made are found too: every class is a subclass of ``object``.
+    """
+    found = new = {object}
+    while new:
+        new = set(chain.from_iterable(map(type.__subclasses__, new))) - found
+        found |= new
+    for kind in found:
+        if _namespace(kind).get("__module__") in _MODULES:
+            with suppress(Exception):  # metaclasses of the user
+                token_of(kind)
 
 
 def token_of(kind: type) -> str:

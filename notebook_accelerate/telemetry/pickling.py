@@ -240,6 +240,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "a tensor that is part of an autograd graph cannot travel between processes; pass tensor.detach()"
             )
         plain = tensor.detach()
+        if self._purpose == "definition":
+            _check_definition(plain.numel() * plain.element_size())  # before it is copied from its device
         device = str(plain.device) if self._keep_device else "cpu"
         if plain.device.type != "cpu":
             plain = plain.cpu()
@@ -256,7 +258,7 @@ class _DefinitionFile(io.BytesIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left = MAX_DEFINITION_BYTES
+        self._size = 0
         self.buffers: list[memoryview] = []
 
     def write(self, data: Any, /) -> int:
@@ -268,9 +270,13 @@ class _DefinitionFile(io.BytesIO):
         self.buffers.append(buffer.raw())
 
     def _count(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise SerializationError(f"its methods use more than {MAX_DEFINITION_BYTES >> 20} MiB of other values")
+        self._size += size
+        _check_definition(self._size)
+
+
+def _check_definition(size: int) -> None:
+    if size > MAX_DEFINITION_BYTES:
+        raise SerializationError(f"its methods use more than {MAX_DEFINITION_BYTES >> 20} MiB of other values")
 
 
 def _dump_definition(kind: type) -> tuple[bytes | str, set[str]]:

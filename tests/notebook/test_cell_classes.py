@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.kernel import Kernel
-from tests.support.launching import said
+from tests.support.launching import open_gate, said
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
@@ -106,6 +106,19 @@ def fails_to_read():
 def scales():
     return Scaled(2)
 
+def make_kind(scale):
+    @dataclasses.dataclass
+    class Made(Outer):
+        x: float = scale
+    return Made
+
+made = [make_kind(2), make_kind(3)]
+made_values = [kind() for kind in made]
+
+def uses_made():
+    gate("made")
+    return made_values, made, make_kind(2)()
+
 def equal(value, other):
     return value == other and type(value) is type(other)
 """
@@ -192,6 +205,19 @@ def test_methods_of_the_kernels_class_keep_its_globals(kernel: Kernel, method: s
     kernel.check(f"r = launch(plain, start_method={method!r}, panel=False).results[0]")
     kernel.check("STEP = 7")
     assert kernel.value("[r.step(), Plain().step(), Plain.step.__globals__ is globals()]") == [7, 7, True]
+
+
+@METHODS
+def test_classes_that_functions_of_cells_have_made(kernel: Kernel, method: str) -> None:
+    kernel.check(f"run = launch(uses_made, start_method={method!r}, panel=False, block=False)")
+    kernel.check("while run.status != 'running':\n    time.sleep(0.02)")
+    kernel.check("asked = run.ask('made_values', timeout=30)[0]")
+    open_gate(kernel, "made")
+    kernel.check("run.wait(); values, kinds, other = run.results[0]; os.unlink('made')")
+    assert kernel.value("[values == made_values, asked == made_values, [a is b for a, b in zip(kinds, made)]]") == [
+        True, True, [True, True],
+    ]  # fmt: skip
+    assert kernel.value("[type(other) in made, isinstance(other, Outer), other.x]") == [False, True, 2]
 
 
 CHANGING = """

@@ -155,6 +155,14 @@ def test_a_large_definition_is_not_sent(main: dict[str, Any], forget: Callable[[
         load_bytes(data)
 
 
+def test_the_size_of_a_tensor_is_checked_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("Kind", (), {"__module__": "__main__", "table": torch.zeros(pickling.MAX_DEFINITION_BYTES // 4 + 1)})
+    monkeypatch.setattr(torch.Tensor, "untyped_storage", lambda _: pytest.fail("the tensor was read"))
+    data, _ = pickling._dump_definition(kind)
+    assert isinstance(data, str)
+    assert "more than 4 MiB" in data
+
+
 def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], forget: Callable[[], None]) -> None:
     source = "count = [0]\nclass Kind:\n    def f(self): return count\ndef train(): return count, Kind().f()"
     _run(source, main)
