@@ -21,11 +21,13 @@ class ProcessStacks(NamedTuple):
         dump: The output of faulthandler; "" where the rank has not installed it.
         native: The main thread's frames by py-spy; empty where py-spy is missing or lacks permission.
         suspended: How to resume the process, if a signal has suspended it; "" otherwise.
+        problem: Why the stacks were not read; "" if they were.
     """
 
     dump: str = ""
     native: tuple[str, ...] = ()
     suspended: str = ""
+    problem: str = ""
 
 
 class ProcessInspector:

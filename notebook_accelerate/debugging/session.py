@@ -103,7 +103,7 @@ class Session:
         seen = self.requests.capture_stacks(rank)
         frames = next(iter(stack_dumps.parse(seen.dump).values()), ())
         frames = tuple(f._replace(source=linecache.getline(f.filename, f.lineno).strip()) for f in frames)
-        note = seen.suspended or "it holds the GIL in native code and cannot reply"
+        note = seen.suspended or seen.problem or "it holds the GIL in native code and cannot reply"
         if seen.native:
             note += f"; natively in {seen.native[-1]}"
         return RankPosition(rank, state, frames, note=note, answered=False, native=seen.native)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -293,38 +294,47 @@ def leave() -> None:
 
 
 def stop_detached(grace: float) -> None:
-    """Stop the user's detached runs of this machine, and wait for their ends.
+    """Stop the user's detached runs of this machine, all at the same time, and wait for their ends.
 
     If a supervisor does not answer, a warning names it, and it is killed a few seconds after ``grace``.
     """
-    running = [run for run in detached_runs() if (run.ended is None or run.held) and not run.commands.refusal]
-    for run in running:
-        run.request_stop(grace)
+    found = [run for run in detached_runs() if not run.commands.refusal]
+    running = [run for run in found if run.ended is None or run.held or run.commands.lingers]
     known = {str(run.folder) for run in running}
-    others = [_stopping(entry, grace) for entry in running_entries() if entry.folder not in known]
-    clients = [client for client in others if client is not None]
-    while any(not run.done or run.held for run in running) or any(client.connected for client in clients):
-        time.sleep(0.05)
-    for client in clients:
-        client.close()
+    tasks = [partial(_stop_read, run, grace) for run in running]
+    tasks += [partial(_stop_unread, entry, grace) for entry in running_entries() if entry.folder not in known]
+    threads = [threading.Thread(target=task, name="notebook-accelerate-stop", daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(SLICE)
     run_directory.entries()  # forgets the sockets of processes that were killed
 
 
-def _stopping(entry: DetachedEntry, grace: float) -> ControlClient | None:
-    """Stop a run that cannot be read, such as one whose folder was deleted; None if its process cannot be reached."""
+def _stop_read(run: Run, grace: float) -> None:
+    run.request_stop(grace)  # blocks for seconds if the supervisor does not read
+    while not run.done or run.held or run.commands.lingers:
+        time.sleep(0.05)
+
+
+def _stop_unread(entry: DetachedEntry, grace: float) -> None:
+    """Stop a run that cannot be read, such as one whose folder was deleted."""
     process = parse_identity(entry.process)
     try:
-        client = ControlClient(Path(entry.socket), process)
+        client = ControlClient(Path(entry.socket), process, entry.version)
     except BlockingIOError:  # it is suspended, and many connections wait
         if process is not None:
             control_client.warn(control_client.silence_text(process, grace))
             time.sleep(grace)
             control_client.kill(process)
-        return None
+        return
     except OSError:
-        return None
+        return
     client.stop(grace)
-    return client
+    while client.connected:
+        time.sleep(0.05)
+    client.close()
 
 
 __all__ = [

@@ -18,6 +18,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.detached import run_directory
+from notebook_accelerate.launch.detached.control_protocol import VERSION
 from notebook_accelerate.launch.detached.control_service import ControlService
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.journal_format import encode_records
@@ -118,6 +119,7 @@ class DetachedRun:
             origin=self._order["origin"],
             accelerator=accelerator,
             visible=run_registry.visible_devices(accelerator, run.config.env),
+            version=VERSION,
         )
 
     def _watch_kernel(self, run: Run) -> None:

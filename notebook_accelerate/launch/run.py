@@ -399,6 +399,8 @@ class Run(RunDebugging, RunDisplay):
     def stop(self, grace: float = DEFAULT_GRACE) -> None:
         """End the run and return once every rank is reaped; does nothing if it has ended.
 
+        If the process of a finished detached run is waiting for a full disk, it ends without writing the rest.
+
         Ranks receive a KeyboardInterrupt, then SIGTERM, then, after ``grace`` seconds, SIGKILL. A second call during
         the first kills at once.
 
@@ -410,10 +412,7 @@ class Run(RunDebugging, RunDisplay):
             NotebookAccelerateError: Another process runs this run, which was opened by `open_run`: stop it there.
         """
         self.request_stop(grace)
-        # A subscriber may stop its run; the threads that call subscribers cannot wait for their own end.
-        if threading.current_thread().name not in (f"notebook-accelerate-run-{self.id}", "notebook-accelerate-sampler"):
-            wait_for(self._done)
-            wait_for(self._released)
+        wait_for_release(self)
 
     def request_stop(self, grace: float = DEFAULT_GRACE) -> None:
         """Request the end of the run and return at once; safe from any thread. A second call kills.
@@ -425,7 +424,7 @@ class Run(RunDebugging, RunDisplay):
             ValueError: ``grace`` is not a number of at least 0.
         """
         check_seconds("grace", grace)
-        if not (self._done.is_set() and self._released.is_set()):
+        if not (self._done.is_set() and self._released.is_set()) or self.commands.lingers:
             self.commands.stop(grace)
 
     def close(self) -> None:
@@ -576,6 +575,14 @@ class Run(RunDebugging, RunDisplay):
         _call(self, callbacks)
 
 
+def wait_for_release(run: Run) -> None:
+    """Wait for the end of a run, and for the end of ranks that are held."""
+    # A subscriber may stop its run; the threads that call subscribers cannot wait for their own end.
+    if threading.current_thread().name not in (f"notebook-accelerate-run-{run.id}", "notebook-accelerate-sampler"):
+        wait_for(run._done)
+        wait_for(run._released)
+
+
 def _call(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
     for callback in callbacks:
         try:
@@ -595,4 +602,4 @@ def _resolve(future: asyncio.Future[Run], run: Run) -> None:
         future.set_result(run)
 
 
-__all__ = ["Attempt", "Break", "RankInfo", "Run", "default_name", "next_number"]
+__all__ = ["Attempt", "Break", "RankInfo", "Run", "default_name", "next_number", "wait_for_release"]

@@ -16,6 +16,7 @@ from notebook_accelerate.hardware import device_table
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
+from notebook_accelerate.launch.run import wait_for_release
 from notebook_accelerate.launch.run_display import load
 from notebook_accelerate.telemetry.error_text import attribute
 
@@ -245,18 +246,23 @@ def shutdown(all: bool = False) -> None:
     Args:
         all: Whether to stop the user's detached runs, too; else they go on.
     """
-    for run in _living():
-        run.stop(grace=1.0)
+    own = _living()
+    for run in own:
+        run.request_stop(grace=1.0)
     if all:
         attaching.stop_detached(grace=1.0)
+    for run in own:
+        wait_for_release(run)
     close_zygote()
 
 
 def release_held() -> None:
     """Release the ranks and frame variables that failed runs keep for inspection: a new launch needs the memory."""
-    for run in _living():
-        if run.held:
-            run.stop(grace=1.0)
+    held = [run for run in _living() if run.held]
+    for run in held:
+        run.request_stop(grace=1.0)
+    for run in held:
+        wait_for_release(run)
     with _lock:
         entries = [entry for entry in _entries if not entry.has_cleared_frames]
     cleared = [entry.clear_frames() for entry in entries]

@@ -138,7 +138,8 @@ def _new_run(
         if resumption.checkpoint is not None:
             plan = replace(plan, variables={**plan.variables, environ.RESUMED: resumption.checkpoint.path})
     if writer is not None:
-        writer.start(run, () if resumption is None else resumption.frames)
+        history = () if resumption is None else resumption.frames
+        writer.start(run, history, (lambda: False) if commands is None else commands.stopping)
     return run, plan
 
 

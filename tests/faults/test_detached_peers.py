@@ -149,6 +149,27 @@ def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
     assert not supervisor.is_running()
 
 
+def test_supervisors_that_accept_nothing_are_killed_at_the_same_time(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one after the other, which takes the grace period of each."""
+    supervisors = [supervisor_of(_launch(name)) for name in ("one", "two")]
+    attaching.leave()
+    for supervisor in supervisors:
+        supervisor.suspend()
+    steps: list[str] = []
+    kill, silence_text = control_client.kill, control_client.silence_text
+    monkeypatch.setattr(control_client, "kill", lambda each: (steps.append("killed"), kill(each)))
+    monkeypatch.setattr(control_client, "silence_text", lambda *each: (steps.append("named"), silence_text(*each))[1])
+    with ExitStack() as connections:
+        for entry in run_directory.entries():
+            _fill_queue(Path(entry.socket), connections)
+        with pytest.warns(UserWarning, match="is suspended"):
+            attaching.stop_detached(grace=3.0)
+    assert steps == ["named", "named", "killed", "killed"]
+    until(lambda: not processes_of(state))
+
+
 def _fill_queue(path: Path, connections: ExitStack) -> None:
     """Connect until a process that accepts nothing has no room for another connection."""
     while True:

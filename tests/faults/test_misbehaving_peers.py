@@ -6,14 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from notebook_accelerate import Run, notebook_launcher
+from notebook_accelerate import Run, notebook_launcher, shutdown
 from notebook_accelerate.errors import AskError
+from notebook_accelerate.launch.state.run_events import StopAdvanced
 from notebook_accelerate.telemetry.debug_protocol import StacksRequest
 from notebook_accelerate.telemetry.sink import current_sink
 from tests.support.peers import SENDS, THEN, misbehaving_peer
@@ -81,6 +83,22 @@ def test_requests_to_a_suspended_rank_wait_for_nothing() -> None:
     finally:
         suspended.resume()
         run.stop(grace=1.0)
+
+
+def _outlasts_interrupts() -> None:
+    while True:
+        with suppress(KeyboardInterrupt):
+            time.sleep(600)
+
+
+def test_shutdown_stops_all_runs_at_the_same_time() -> None:
+    """Not one after the other, which takes the grace period of each."""
+    both = [_launch(_outlasts_interrupts) for _ in range(2)]
+    until(lambda: all(run.status == "running" for run in both))
+    shutdown()
+    for run, other in (both, both[::-1]):
+        asked = next(record.time for record in run.journal.records if isinstance(record.event, StopAdvanced))
+        assert asked < (other.ended or 0.0)
 
 
 # ---- other machines

@@ -51,6 +51,8 @@ class ControlClient:
     Args:
         path: The socket of its process.
         process: Its process, which is killed if it does not answer while the run is being stopped; None: never.
+        version: The `control_protocol.VERSION` of its process. A process of version 0 does not reply to pings, so it
+            is killed only if it stays suspended.
 
     Raises:
         BlockingIOError: Its process accepts no connections now.
@@ -63,9 +65,9 @@ class ControlClient:
 
     refusal = ""
 
-    def __init__(self, path: Path, process: ProcessIdentity | None = None) -> None:
+    def __init__(self, path: Path, process: ProcessIdentity | None = None, version: int = protocol.VERSION) -> None:
         self._path, self._channel = path, _connected(path)
-        self._process = process
+        self._process, self._replies_to_pings = process, version >= 1
         self.records: deque[tuple[int, bytes]] = deque()
         self.report: Callable[[str], None] = warn
         self._heard = 0
@@ -99,6 +101,8 @@ class ControlClient:
         """Whether the supervisor is connected."""
         return not (self._over or self._left)
 
+    lingers = connected
+
     def stop(self, grace: float) -> None:
         """See ``RunCommands.stop``; a process that does not answer is killed after ``grace`` and some seconds."""
         self._send(protocol.StopCommand(float(grace)))
@@ -109,17 +113,22 @@ class ControlClient:
             ).start()
 
     def _watch_stop(self, process: ProcessIdentity, grace: float) -> None:
-        silent, heard = 0.0, self._heard
+        silent = 0.0
         while self.connected and silent < grace + ANSWER_SECONDS:
-            self._send(protocol.PingCommand())
-            time.sleep(PING_SECONDS)
-            before, silent = silent, silent + PING_SECONDS if heard == self._heard else 0.0
-            heard = self._heard
+            before, silent = silent, 0.0 if self._replies(process) else silent + PING_SECONDS
             if before < ANSWER_SECONDS <= silent:
                 self.report(silence_text(process, grace + ANSWER_SECONDS - silent))
         if self.connected:
             kill(process)
         self._stop_watched = False
+
+    def _replies(self, process: ProcessIdentity) -> bool:
+        """Wait `PING_SECONDS` and return whether the supervisor has replied, or could reply if it is an old one."""
+        heard = self._heard
+        if self._replies_to_pings:
+            self._send(protocol.PingCommand())
+        time.sleep(PING_SECONDS)
+        return heard != self._heard or not (self._replies_to_pings or is_suspended(process))
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``."""
@@ -202,7 +211,9 @@ class ControlClient:
             self._known.set()
         elif isinstance(event, protocol.CapturedEvent):
             with self._changed:
-                self._captured[event.number] = ProcessStacks(event.dump, tuple(event.native), event.suspended)
+                self._captured[event.number] = ProcessStacks(
+                    event.dump, tuple(event.native), event.suspended, event.problem
+                )
                 self._changed.notify_all()
         elif isinstance(event, protocol.RecordsEvent):
             self.records.append((event.position, event.payload))

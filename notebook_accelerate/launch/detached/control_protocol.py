@@ -11,6 +11,12 @@ from typing import Any, cast
 
 from notebook_accelerate.telemetry import Event
 
+VERSION = 1
+"""The version of these messages, which the record of a run names; 1 added `PingCommand`.
+
+Processes skip events that they do not know, so a version is needed only if a reply is expected.
+"""
+
 
 @dataclass(slots=True)
 class StopCommand(Event):
@@ -59,6 +65,7 @@ class CapturedEvent(Event):
     dump: str
     native: list[str] = field(default_factory=list)
     suspended: str = ""
+    problem: str = ""
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.debugging.process_inspection import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, Signal, dispatch
@@ -37,6 +38,10 @@ MAX_UNREAD_BYTES = 64 << 20
 """Most bytes that wait for a kernel behind the message that it is reading; with more it is dropped."""
 MAX_COMMAND_BYTES = 64 << 20
 """Most bytes of a frame from a kernel."""
+DRAIN_SECONDS = 2.0
+"""Seconds that kernels have to read the messages queued for them after the run has ended."""
+MAX_CAPTURES = 16
+"""Most captures of stacks that wait or are under way; each takes seconds if its rank is suspended."""
 MAX_ASKED = 10_000
 """Most requests of kernels that wait for a rank's reply; the replies to older ones are discarded."""
 _CREDENTIALS = struct.Struct("3i")
@@ -125,7 +130,7 @@ class ControlService:
         self._asked: dict[tuple[int, int], Client] = {}
         self._replies: deque[tuple[int, Reply]] = deque()
         self._captured: deque[tuple[Client, Event]] = deque()
-        self._captures = ThreadPoolExecutor(1, "notebook-accelerate-capture")
+        self._captures, self._capturing = ThreadPoolExecutor(1, "notebook-accelerate-capture"), 0
         self._last_client = time.monotonic()
         requests, prompts = self._commands.requests, self._commands.prompts
         requests.relay = self._relay
@@ -135,12 +140,12 @@ class ControlService:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the socket and the connections."""
+        """Wait up to `DRAIN_SECONDS` until kernels have read their messages; close the socket and the connections."""
         self._unsubscribe()
         self._over = True
         self._wake.set()
         self._thread.join()
-        self._captures.shutdown()
+        self._captures.shutdown(cancel_futures=True)
         self._selector.close()
         self._listener.close()
         self._wake.close()
@@ -171,9 +176,18 @@ class ControlService:
             self._send_news()
             if self._clients:
                 self._last_client = time.monotonic()
-        self._send_news()  # the run's last events
+        self._drain()
         for client in list(self._clients):
             self._drop(client)
+
+    def _drain(self) -> None:
+        """Send the run's last events, and wait until all kernels have read them, or for `DRAIN_SECONDS`."""
+        self._selector.unregister(self._listener)
+        deadline = time.monotonic() + DRAIN_SECONDS
+        self._send_news()
+        while any(client.has_unread for client in self._clients) and (left := deadline - time.monotonic()) > 0:
+            dispatch(self._selector, left)
+            self._send_news()
 
     def _send_news(self) -> None:
         outgoing: dict[Client, list[Event]] = {client: [] for client in self._clients}
@@ -181,6 +195,7 @@ class ControlService:
             rank, reply = self._replies.popleft()
             self._address(outgoing, self._asked.pop((rank, reply.number), None), relayed(rank, reply))
         while self._captured:
+            self._capturing -= 1
             self._address(outgoing, *self._captured.popleft())
         records = self._journal.records if outgoing else []
         for client, events in outgoing.items():
@@ -256,10 +271,13 @@ class ControlService:
         elif isinstance(event, protocol.RelayedEvent):
             self._forward(client, event)
         elif isinstance(event, protocol.CaptureCommand):
-            self._captures.submit(self._capture, client, event)  # takes seconds if the rank is stopped
+            self._start_capture(client, event)
         elif isinstance(event, protocol.PingCommand):
-            client.send([protocol.PongEvent()])
-            self._watch(client)
+            self._reply(client, protocol.PongEvent())
+
+    def _reply(self, client: Client, event: Event) -> None:
+        client.send([event])
+        self._watch(client)
 
     def _forward(self, client: Client, event: protocol.RelayedEvent) -> None:
         requests = [message.event for message in Decoder().feed(event.payload)]
@@ -271,9 +289,19 @@ class ControlService:
                 del self._asked[next(iter(self._asked))]
         self._commands.requests.forward(event.rank, requests)
 
+    def _start_capture(self, client: Client, order: protocol.CaptureCommand) -> None:
+        if self._capturing >= MAX_CAPTURES:
+            problem = f"its stacks were not read: {MAX_CAPTURES} captures are under way; try again in some seconds"
+            self._reply(client, protocol.CapturedEvent(order.number, "", problem=problem))
+        else:
+            self._capturing += 1
+            self._captures.submit(self._capture, client, order)
+
     def _capture(self, client: Client, order: protocol.CaptureCommand) -> None:
-        stacks = self._commands.requests.capture_stacks(order.rank)
-        found = protocol.CapturedEvent(order.number, stacks.dump, list(stacks.native), stacks.suspended)
+        stacks = ProcessStacks()
+        with suppress(Exception):  # the kernel waits for a reply
+            stacks = self._commands.requests.capture_stacks(order.rank)
+        found = protocol.CapturedEvent(order.number, stacks.dump, list(stacks.native), stacks.suspended, stacks.problem)
         self._captured.append((client, found))
         self._wake.set()
 

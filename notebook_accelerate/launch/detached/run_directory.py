@@ -38,6 +38,7 @@ class DetachedEntry:
         origin: Where it was launched: "folder", and where they are known "notebook" and "pid".
         accelerator: Device type of its ranks.
         visible: The variables that restrict its devices, as CUDA_VISIBLE_DEVICES.
+        version: The version of the messages that its process understands; see ``control_protocol.VERSION``.
     """
 
     name: str
@@ -48,6 +49,7 @@ class DetachedEntry:
     origin: Mapping[str, Any] = field(default_factory=dict)
     accelerator: str = "cpu"
     visible: Mapping[str, str] = field(default_factory=dict)
+    version: int = 0
 
     @property
     def lives(self) -> bool:
@@ -275,7 +277,8 @@ def _read(path: Path) -> DetachedEntry | None:
         return None
     texts = all(isinstance(text, str) for text in (entry.name, entry.folder, entry.socket, entry.accelerator))
     maps = all(isinstance(each, dict) for each in (entry.origin, entry.process, entry.visible))
-    if not texts or not maps or not isinstance(entry.created, (int, float)) or not math.isfinite(entry.created):
+    numbers = isinstance(entry.created, (int, float)) and math.isfinite(entry.created) and type(entry.version) is int
+    if not texts or not maps or not numbers:
         return None
     paths = all("\0" not in text for text in (entry.folder, entry.socket)) and Path(entry.folder).is_absolute()
     return entry if paths and entry.name == Path(entry.name).name and "\0" not in entry.name else None

@@ -124,7 +124,7 @@ def _commands(contents: JournalContents, folder: Path) -> ControlClient | _ReadO
         for entry in run_directory.entries():
             if entry.folder == str(folder):
                 try:
-                    return ControlClient(Path(entry.socket), parse_identity(entry.process))
+                    return ControlClient(Path(entry.socket), parse_identity(entry.process), entry.version)
                 except BlockingIOError:
                     return _ReadOnly(
                         f"{_writer_of(contents)}, which supervises run {entry.name}, accepts no connections; "

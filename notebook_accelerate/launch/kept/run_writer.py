@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,8 @@ class RunWriter:
     def __init__(self, folder: Path, header: dict[str, Any], journal: Journal, *, detached: bool = False) -> None:
         self.folder, self._header, self._journal = folder, header, journal
         self._detached, self._patient_until = detached, float("inf") if detached else 0.0
+        self._stopping: Callable[[], bool] = lambda: False
+        self._was_stopped = False
         self.file = folder / JOURNAL_NAME
         self._contents = JournalContents(journal=journal, header=header)
         self._file = JournalFile(self.file)
@@ -112,14 +114,16 @@ class RunWriter:
         self._unsubscribe = journal.subscribe(self._on_records)
         self._thread = threading.Thread(target=self._main, name="notebook-accelerate-save", daemon=True)
 
-    def start(self, run: Run, history: Sequence[bytes] = ()) -> None:
+    def start(self, run: Run, history: Sequence[bytes] = (), stopping: Callable[[], bool] = lambda: False) -> None:
         """Start the thread, which ends with the run.
 
         Args:
             run: The run.
             history: Frames of the run that it goes on with.
+            stopping: Returns whether the user has stopped the run, also after its end.
         """
         self._unwritten += history
+        self._stopping = stopping
         self._thread.start()
         run.add_ending_callback(self._end)
 
@@ -149,9 +153,9 @@ class RunWriter:
 
     def _end(self, run: Run) -> None:
         """Have everything written that was recorded; called before the waiting cell goes on."""
-        patience = 0.0
+        patience, self._was_stopped = 0.0, self._stopping() or self._journal.state.status == "stopped"
         if self._detached:
-            patience = STOPPED_END_SECONDS if self._journal.state.status == "stopped" else DETACHED_END_SECONDS
+            patience = STOPPED_END_SECONDS if self._was_stopped else DETACHED_END_SECONDS
         self._patient_until = time.monotonic() + patience
         self._over = True
         self._wake.set()
@@ -167,12 +171,17 @@ class RunWriter:
             if over:
                 self._code_thread.join(END_SECONDS / 2)
             self._write(last=over)
-            if over and not (self._problem and time.monotonic() < self._patient_until and not is_gone(self.folder)):
+            if over and not (self._problem and self._is_patient() and not is_gone(self.folder)):
                 return
             if over:
                 time.sleep(END_PERIOD)
             else:
                 self._wake.wait(PERIOD)
+
+    def _is_patient(self) -> bool:
+        """Return whether to wait for a full disk: not if the user stops a run after its end."""
+        stopped_later = self._over and not self._was_stopped and self._stopping()
+        return not stopped_later and time.monotonic() < self._patient_until
 
     def _find_code(self) -> None:
         with suppress(Exception):  # a run is kept without it
@@ -263,7 +272,7 @@ class RunWriter:
         try:
             write_file(self.folder / run_folder.result_name(rank), pickled)
         except OSError:
-            if time.monotonic() < self._patient_until:
+            if self._is_patient():
                 raise
             return None  # the events are worth more than a result
         return {"bytes": len(pickled), "crc32": zlib.crc32(pickled)}

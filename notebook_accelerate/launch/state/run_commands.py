@@ -25,6 +25,10 @@ class RunCommands(Protocol):
     prompts: PromptQueue
     requests: RankRequests
 
+    @property
+    def lingers(self) -> bool:
+        """Whether the process of a detached run is alive; after the run's end it may wait for a full disk."""
+
     def stop(self, grace: float) -> None:
         """Stop the ranks within ``grace`` seconds; a second call kills at once."""
 
@@ -44,7 +48,7 @@ class RunCommands(Protocol):
 class NoCommands:
     """The commands of a run without a supervisor: an inline run, or one rebuilt from its journal."""
 
-    refusal = ""
+    refusal, lingers = "", False
 
     def __init__(self) -> None:
         self.prompts, self.requests = PromptQueue(), RankRequests()

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,15 +22,19 @@ import pytest
 
 from notebook_accelerate import BrokenRunError, attach, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.errors import DeviceBusyError, LaunchError
+from notebook_accelerate.debugging.process_inspection import ProcessStacks
+from notebook_accelerate.errors import ChannelClosedError, DeviceBusyError, LaunchError
 from notebook_accelerate.hardware import process_liveness
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import attaching, run_registry
-from notebook_accelerate.launch.detached import run_directory
+from notebook_accelerate.launch.detached import control_client, control_service, run_directory
+from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.control_service import ControlService, listen
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
+from notebook_accelerate.telemetry import Event
+from notebook_accelerate.telemetry.channel import Channel
 from tests.support.runs import START, make_run
 from tests.support.waiting import until
 
@@ -317,7 +324,7 @@ sys.stdin.read()
             process.communicate()
 
 
-def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path) -> None:
+def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that was stopped has read nothing for seconds: its connection is closed, and its run goes on."""
     run = make_run()
     service = ControlService(run, tmp_path / "s")
@@ -333,10 +340,100 @@ def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path) -> None:
     finally:
         client.close()
         service.close()
-    begin = time.monotonic()
     until(lambda: client._over, seconds=20)
-    client.stop(1.0)
-    assert time.monotonic() - begin < 10, "of a run that is over, a command does not wait"
+    monkeypatch.setattr(control_client, "SEND_SECONDS", 1e6)
+    client.stop(1.0)  # for a run that is over, a command does not wait
+
+
+def _connect(path: Path) -> Channel:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    return Channel(connection)
+
+
+def test_a_kernel_receives_what_was_queued_for_it_at_the_end(tmp_path: Path) -> None:
+    service = ControlService(make_run(), tmp_path / "s", lambda _: b"x" * (8 << 20))
+    channel = _connect(tmp_path / "s")
+    until(lambda: any(client.has_unread for client in service._clients))
+    ending = threading.Thread(target=service.close)
+    ending.start()
+    until(lambda: service._over)
+    found: list[Event] = []
+    with suppress(ChannelClosedError):
+        while True:
+            found += [event for _, event in channel.receive()]
+    ending.join()
+    channel.close()
+    assert [len(event.payload) for event in found if isinstance(event, protocol.RecordsEvent)] == [8 << 20]
+
+
+def test_a_kernel_that_does_not_read_delays_the_end_a_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_service, "DRAIN_SECONDS", 0.2)
+    service = ControlService(make_run(), tmp_path / "s", lambda _: b"x" * (8 << 20))
+    channel = _connect(tmp_path / "s")
+    until(lambda: any(client.has_unread for client in service._clients))
+    service.close()
+    channel.close()
+
+
+def test_captures_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes seconds if its rank is suspended, and any number of kernels may ask."""
+    run, resumed, limit = make_run(), threading.Event(), control_service.MAX_CAPTURES
+    monkeypatch.setattr(run.commands.requests, "capture_stacks", lambda _: resumed.wait() and ProcessStacks("seen"))
+    service = ControlService(run, tmp_path / "s")
+    channel = _connect(tmp_path / "s")
+
+    def replies(count: int) -> list[tuple[int, str, str]]:
+        found: list[Event] = []
+        while len(found) < count:
+            found += [event for _, event in channel.receive(60.0) if isinstance(event, protocol.CapturedEvent)]
+        return [(each.number, each.dump, each.problem) for each in found]  # type: ignore[attr-defined]
+
+    try:
+        channel.send(*[protocol.CaptureCommand(0, number) for number in range(limit + 3)])
+        problem = f"its stacks were not read: {limit} captures are under way; try again in some seconds"
+        assert replies(3) == [(number, "", problem) for number in range(limit, limit + 3)]
+        resumed.set()
+        assert replies(limit) == [(number, "seen", "") for number in range(limit)]
+        channel.send(protocol.CaptureCommand(0, 99))
+        assert replies(1) == [(99, "seen", "")]
+    finally:
+        resumed.set()
+        service.close()
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "suspended", "killed"),
+    [(0, False, False), (0, True, True), (protocol.VERSION, False, True)],
+    ids=["an old one", "an old one that is suspended", "one that does not answer"],
+)
+def test_only_a_supervisor_that_knows_pings_must_answer_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, suspended: bool, killed: bool
+) -> None:
+    for name, seconds in {"STATE_SECONDS": 0.2, "PING_SECONDS": 0.1, "ANSWER_SECONDS": 0.5}.items():
+        monkeypatch.setattr(control_client, name, seconds)
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    with socket.socket(socket.AF_UNIX) as listener, subprocess.Popen(sleeps) as supervisor:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        process = replace(this_process(), pid=supervisor.pid, started=0)
+        client = ControlClient(tmp_path / "s", process, version)
+        client.report = lambda _: None
+        if suspended:
+            supervisor.send_signal(signal.SIGSTOP)
+        client.stop(0.0)
+        try:
+            if killed:
+                supervisor.wait(60)
+            else:
+                time.sleep(2.0)
+                assert supervisor.poll() is None
+                assert client._stop_watched
+        finally:
+            client.close()
+            supervisor.kill()
+            until(lambda: not client._stop_watched)
 
 
 # ---- entries
