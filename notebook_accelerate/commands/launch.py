@@ -6,18 +6,24 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from notebook_accelerate import launch
 from notebook_accelerate.commands import script_runner
 from notebook_accelerate.commands.launch_options import GENERAL, GROUPS
-from notebook_accelerate.commands.launch_settings import launch_config, option
+from notebook_accelerate.commands.launch_settings import launch_config, log_streams, option
 from notebook_accelerate.commands.parsers import Subparsers, command_parser
 from notebook_accelerate.config.environ import parse_flag
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import WorkerError
+from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.state.run_events import AttemptStarted, RankStarted
+from notebook_accelerate.telemetry import LogEvent
+from notebook_accelerate.telemetry.store import Record
 
 INTERRUPTED = 130
 """The exit code of a program that SIGINT has ended, as shells report it."""
@@ -66,12 +72,15 @@ def launch_command(args: argparse.Namespace) -> None:
     runner = _runner(args)
     if runner is script_runner.run_script and not Path(args.training_script).is_file():
         raise FileNotFoundError(f"the script {args.training_script} does not exist; with -m, pass the name of a module")
+    config = launch_config(args)
+    folder = option(args, "log_dir")
     run_in_ranks(
-        launch_config(args),
+        config,
         runner,
         args.training_script,
         list(option(args, "training_script_args", [])),
         quiet=bool(option(args, "quiet", False)),
+        logs=None if folder is None else RankLogs(folder, log_streams(args)),
     )
 
 
@@ -84,7 +93,13 @@ def _runner(args: argparse.Namespace) -> Callable[..., None]:
     return script_runner.run_module if module else script_runner.run_script
 
 
-def run_in_ranks(config: LaunchConfig, function: Callable[..., Any], *arguments: Any, quiet: bool = False) -> None:
+def run_in_ranks(
+    config: LaunchConfig,
+    function: Callable[..., Any],
+    *arguments: Any,
+    quiet: bool = False,
+    logs: RankLogs | None = None,
+) -> None:
     """Run a function as a command's only work; show a failure, and end with its exit code.
 
     Args:
@@ -92,6 +107,7 @@ def run_in_ranks(config: LaunchConfig, function: Callable[..., Any], *arguments:
         function: What every rank runs.
         arguments: Its arguments.
         quiet: Whether to show the first failed rank only.
+        logs: Receives what the ranks write.
 
     Raises:
         SystemExit: The function failed.
@@ -99,7 +115,10 @@ def run_in_ranks(config: LaunchConfig, function: Callable[..., Any], *arguments:
     if config.num_nodes == 1 and config.env:
         # The ranks inherit this process's environment, and a single rank is this process, which has no other work.
         os.environ.update(config.env)
-        config = config.changed(env=None)
+        if logs is None:  # with ``env``, a single rank has a separate process, whose child processes are logged, too
+            config = config.changed(env=None)
+    if logs is not None:
+        run_registry.watch(logs.follow)
     if config.num_processes != 1 and function is not script_runner.run_program:
         importlib.import_module("torch")  # once, not once in each forked rank
     try:
@@ -111,6 +130,53 @@ def run_in_ranks(config: LaunchConfig, function: Callable[..., Any], *arguments:
     except KeyboardInterrupt:
         print("interrupted: every process has ended", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
+
+
+class RankLogs:
+    """Writes what the ranks of this machine print to the files that torchrun would write.
+
+    Args:
+        folder: A folder for each launch is made in it; the files are ``none_*/attempt_0/0/stdout.log`` and so on.
+        streams: Streams to write: 1 stdout, 2 stderr, 3 both, 0 none; or one of these by local rank.
+
+    Raises:
+        ValueError: The folder cannot be used.
+    """
+
+    def __init__(self, folder: str, streams: dict[int, int] | int) -> None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="none_", dir=folder))  # torchrun's name of a run without a name
+        except OSError as error:
+            raise ValueError(f"--log_dir {folder} cannot be used: {error}; pass a folder that you can write") from None
+        self._streams, self._attempt = streams, 0
+
+    def follow(self, run: launch.Run) -> None:
+        """Write the output of a run from now on."""
+        run.journal.subscribe(partial(self._write, run))
+
+    def _write(self, run: launch.Run, records: Sequence[Record]) -> None:
+        for rank, _, event in records:
+            if isinstance(event, AttemptStarted):
+                self._attempt = event.number
+            elif isinstance(event, RankStarted):
+                for stream in _STREAMS:
+                    self._add(run, event.rank, stream, "")
+            elif isinstance(event, LogEvent):
+                self._add(run, rank, event.stream, event.text + "\n")
+
+    def _add(self, run: launch.Run, rank: int, stream: str, text: str) -> None:
+        local_rank = rank - (run.plan.first_rank if run.plan is not None else 0)
+        chosen = self._streams if isinstance(self._streams, int) else self._streams.get(local_rank, 0)
+        if run.plan is None or not 0 <= local_rank < run.plan.num_processes or not chosen & _STREAMS[stream]:
+            return
+        folder = self._folder / f"attempt_{self._attempt}" / str(local_rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{stream}.log").open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+
+
+_STREAMS = {"stdout": 1, "stderr": 2}
 
 
 def _exit_code(error: WorkerError) -> int:

@@ -216,10 +216,11 @@ OTHER = (
     *(
         Option(name, supported=False)
         for name in (
-            "log_dir", "vm", "env", "aws_access_key_id", "aws_secret_access_key", "mpirun_hostfile",
+            "vm", "env", "aws_access_key_id", "aws_secret_access_key", "mpirun_hostfile",
         )
     ),
-    Option("tee", default="0", short="-t", supported=False),
+    Option("log_dir", "Folder of files with the output of each process, which is still printed."),
+    Option("tee", "Streams in the files: 1 (stdout), 2 (stderr), 3 (both), or by process, as 0:1,1:3.", short="-t"),
     Option("role", "Name of the processes' role, which they find in ROLE_NAME.", default="default"),
     Option("tpu_use_sudo", type=None, supported=False),
     Option("tpu_cluster", type=None, supported=False),

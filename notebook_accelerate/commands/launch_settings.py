@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
     """
     _check_supported(args)
     _check_conflicts(args)
+    log_streams(args)
     found = cluster_config(args)
     _check_machines(args, found)
     _check_devices(args, found)
@@ -220,6 +222,20 @@ def _check_devices(args: argparse.Namespace, found: ClusterConfig) -> None:
         raise ValueError(f"several GPUs are needed, and gpu_ids={gpus} selects one; pass --gpu_ids all")
     if kind == "XLA" and option(args, "no_python", False):
         raise ValueError("--no_python is not possible on a TPU; pass a Python script or, with --module, a module")
+
+
+def log_streams(args: argparse.Namespace) -> dict[int, int] | int:
+    """Return what ``--tee`` selects, as torchrun reads it: 0 to 3, or one of these by local rank; without it, 3.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    text = option(args, "tee", "3")
+    if not re.fullmatch(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", text):
+        raise ValueError(f"--tee {text} is not allowed; pass 1 (stdout), 2 (stderr), 3 (both), or as in 0:1,1:3")
+    if ":" not in text:
+        return int(text)
+    return {int(rank): int(streams) for rank, streams in (part.split(":") for part in text.split(","))}
 
 
 def _check_supported(args: argparse.Namespace) -> None:

@@ -83,6 +83,49 @@ def test_a_script_runs_as_main_in_labelled_processes(command: Command, tmp_path:
         }  # fmt: skip
 
 
+WRITE = """
+import os, subprocess, sys
+print("printed")
+print("wrong", file=sys.stderr)
+subprocess.run([sys.executable, "-c", "print('by a child')"])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "out", "err"),
+    [([], "01", "01"), (["--tee", "1"], "01", ""), (["--tee", "0:2,1:1"], "1", "0"), (["--tee", "0"], "", "")],
+)
+def test_log_files_of_each_rank(command: Command, options: list[str], out: str, err: str, tmp_path: Path) -> None:
+    name = script(tmp_path, WRITE)
+    options = ["--log_dir", "deep/logs", *options]
+    done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "--max_restarts", "1", *options, name)
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1] printed\n" in done.stdout
+    (folder,) = (tmp_path / "deep" / "logs").iterdir()
+    attempt = folder / "attempt_1"
+    found = {str(path.relative_to(attempt)): path.read_text() for path in attempt.rglob("*.log")}
+    assert found == {
+        **{f"{rank}/stdout.log": "printed\nby a child\n" for rank in out},
+        **{f"{rank}/stderr.log": "wrong\n" for rank in err},
+    }
+    assert (folder / "attempt_0").exists() == bool(out or err)
+
+
+@pytest.mark.parametrize("options", [[], ["--no_python"]])
+def test_log_files_of_one_process(command: Command, options: list[str], tmp_path: Path) -> None:
+    name = script(tmp_path, "print('only')\n")
+    words = [sys.executable, name] if options else [name]
+    done = command(tmp_path, "launch", "--cpu", "--num_processes", "1", "--log_dir", "logs", *options, *words)
+    assert (done.returncode, done.stdout) == (0, "only\n"), done.stderr
+    (file,) = (tmp_path / "logs").rglob("stdout.log")
+    assert file.read_text() == "only\n"
+    (tmp_path / "file").touch()
+    done = command(tmp_path, "launch", "--cpu", "--log_dir", "file", name)
+    assert (done.returncode, "--log_dir file cannot be used" in done.stderr) == (2, True)
+
+
 def test_one_process_has_no_label(command: Command, tmp_path: Path) -> None:
     name = script(tmp_path, "import sys\nprint('only', sys.argv[1:])\n")
     for options in ([], ["--max_restarts", "1"]):
@@ -355,7 +398,8 @@ def test_options_win_over_the_file(no_default_file: Path) -> None:
     ("options", "message"),
     [
         (["--vm", "a"], "--vm is not supported"),
-        (["-t", "3"], "--tee is not supported"),
+        (["-t", "7"], "--tee 7 is not allowed; pass 1 (stdout), 2 (stderr), 3 (both), or as in 0:1,1:3"),
+        (["-t", "0:1,1"], "--tee 0:1,1 is not allowed"),
         (["--tpu_use_sudo"], "--tpu_use_sudo is not supported"),
         (["--deepspeed_multinode_launcher", "pdsh"], "start this command on each machine"),
         ([*MACHINES, "--num_processes", "3"], "num_processes=3 is not a multiple of num_machines=2"),
