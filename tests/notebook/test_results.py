@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
 from tests.support.kernel import Kernel
@@ -92,6 +94,11 @@ def make(argument):
 
 def read(run):
     return float(sum(each[0].mean() + each[1][0].mean() for each in run.results))  # reads every page
+
+def settled_pss():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # gives free memory between objects back, whose amount is random
+    return pss()
 """
 
 
@@ -103,10 +110,11 @@ def test_the_memory_of_a_kernel_stays_the_same_over_26_runs(kernel: Kernel, meth
     for _ in range(26):
         kernel.check(f"run = launch(make, torch.ones(10 << 20), {options})")
         assert kernel.value("read(run)") == 3.0 * count
-        used.append(kernel.value("pss()"))
-    assert max(used[-3:]) - max(used[4:7]) < 80, used
+        used.append(kernel.value("settled_pss()"))
+    # Medians: a rank that is still ending shares memory with the kernel, which then counts less.
+    assert median(used[-5:]) - median(used[4:9]) < 40, used
     kernel.check("run.close()")
-    assert used[-1] - kernel.value("pss()") > 30
+    assert median(used[-5:]) - kernel.value("settled_pss()") > 30
     kernel.check("run.report().html, run.logs(), run.journal.records")
 
 
