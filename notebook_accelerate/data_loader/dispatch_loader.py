@@ -56,7 +56,14 @@ class DataLoaderDispatcher(PreparedDataLoader):
         torch_device_mesh: Ranks that differ only in its model-parallel dimensions get the same part.
         iteration: Epoch of the first pass.
         **kwargs: Arguments of torch's DataLoader.
+
+    Attributes:
+        submesh_tp, submesh_dp, submesh_fsdp: Dimensions of the mesh, if it has a dimension tp; else None.
     """
+
+    submesh_tp: Any
+    submesh_dp: Any
+    submesh_fsdp: Any
 
     def __init__(
         self,
@@ -80,6 +87,9 @@ class DataLoaderDispatcher(PreparedDataLoader):
         self._non_blocking = _non_blocking
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
         self.torch_device_mesh = torch_device_mesh
+        names = getattr(torch_device_mesh, "mesh_dim_names", None) or ()
+        for name in ("tp", "dp", "fsdp"):
+            setattr(self, f"submesh_{name}", torch_device_mesh[name] if {"tp", name} <= {*names} else None)
         self.iteration = iteration
         self.dp_size, self.dp_rank = data_parallel_rank(
             torch_device_mesh, self.state.num_processes, self.state.process_index

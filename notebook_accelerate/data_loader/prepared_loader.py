@@ -101,8 +101,25 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The torch loader: this object itself."""
+        """The torch loader: this object itself. When it is set, this object reads what the other loader reads.
+
+        Raises:
+            ValueError: The other loader belongs to a class of the user, whose way to iterate would be lost.
+        """
         return self
+
+    @base_dataloader.setter
+    def base_dataloader(self, value: DataLoader[Any]) -> None:
+        if value is self:
+            return
+        of_torch = type(value).__module__.partition(".")[0] in {"torch", "torchdata"}
+        if not (of_torch or isinstance(value, PreparedDataLoader)):
+            raise ValueError(
+                f"base_dataloader={type(value).__name__}(...) is not allowed; assign a torch DataLoader, or pass yours "
+                "to Accelerator.prepare"
+            )
+        taken = {name: vars(value)[name] for name in vars(DataLoader(value.dataset)) if name in vars(value)}
+        vars(self).update(taken, _iterator=None)  # torch refuses to set most of these
 
     def batches(self) -> Iterator[Any]:
         """Return torch's own iterator, without this package's additions."""

@@ -44,6 +44,7 @@ def test_the_rooms_of_the_document_are_those_of_the_tree() -> None:
     named = {name.strip("`/") for row in rooms.splitlines() for name in re.findall(r"`[\w/]+`", row.split("|")[1])}
     there = {path.stem for path in (ROOT / "notebook_accelerate").iterdir() if not path.name.startswith(("_", "py."))}
     assert named <= there
-    assert there - named <= {"local_sgd", "logging", "parallelism_config"}, "the last row ends with an ellipsis"
+    left_out = {"local_sgd", "logging", "memory_utils", "parallelism_config"}
+    assert there - named <= left_out, "the last row ends with an ellipsis"
     launch = {name.strip("`/") for row in inside.splitlines() for name in re.findall(r"`[\w/.]+`", row.split("|")[1])}
     assert launch == {path.name for path in (ROOT / "notebook_accelerate/launch").iterdir() if path.name[0] != "_"}

@@ -139,6 +139,12 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate counts a metric once per rank: ReduceLROnPlateau loses its patience as many times sooner": [
         "preparing.a_plateau_on_two_ranks",
     ],
+    "with several ranks on the CPU, Accelerate's device is cpu:0, which no parameter's device equals; here it is cpu": [
+        "preparing.the_device_of_two_ranks_on_the_cpu",
+    ],
+    "Accelerate ignores keep_torch_compile=False for a model that was compiled by hand and prepared on several ranks": [
+        "preparing.a_model_compiled_by_hand_on_two_ranks",
+    ],
     "Accelerate refuses AcceleratorState() before an Accelerator; here it reads the environment": [
         "preparing.reset_states_have_no_values",
     ],

@@ -28,6 +28,7 @@ from notebook_accelerate.data_loader import (
     DataLoaderShard,
     IterableDatasetShard,
     SeedableRandomSampler,
+    SkipDataLoader,
     get_sampler,
     prepare_data_loader,
     skip_first_batches,
@@ -516,3 +517,40 @@ def test_shards_are_found_below() -> None:
     assert isinstance(made.batch_sampler, BatchSamplerShard)
     assert made.total_dataset_length == 8
     assert made.base_dataloader is made
+    made.base_dataloader = made
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"use_stateful_dataloader": True}], ids=str)
+def test_another_torch_loader_can_be_assigned(options: dict[str, Any], kind: Any) -> None:
+    made = prepared(DataLoader(range(8), batch_size=2), put_on_device=True, device=CPU, **options)
+    assert read(made) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    made.base_dataloader = kind(range(10, 15), batch_size=3)
+    assert (read(made), len(made), made.batch_size, list(made.dataset)) == (
+        [[10, 11, 12], [13, 14]],
+        2,
+        3,
+        [10, 11, 12, 13, 14],
+    )
+    assert read(made) == [[10, 11, 12], [13, 14]]
+
+
+def test_a_loader_with_an_iteration_of_the_user_is_not_assigned() -> None:
+    class Doubled(DataLoader[int]):
+        def __iter__(self) -> Any:
+            return iter([1, 2])
+
+    made = prepared(DataLoader(range(8), batch_size=2))
+    with pytest.raises(ValueError, match=r"base_dataloader=Doubled\(...\) is not allowed; assign a torch DataLoader"):
+        made.base_dataloader = Doubled(range(2))
+
+
+def test_a_loader_that_skips_takes_another_one() -> None:
+    made = SkipDataLoader(range(6), skip_batches=1)
+    made.base_dataloader = DataLoader(range(3), batch_size=1)
+    assert read(made) == [[1], [2]]
+
+
+def test_dimensions_of_a_dispatchers_mesh() -> None:
+    made = prepared(DataLoader(range(8), batch_size=2), put_on_device=True, device=CPU, dispatch_batches=True)
+    assert (made.submesh_tp, made.submesh_dp, made.submesh_fsdp) == (None, None, None)

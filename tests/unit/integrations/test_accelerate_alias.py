@@ -54,6 +54,18 @@ def test_modules_and_classes_are_the_same_objects(interpreters: InterpreterServe
     )
 
 
+def test_a_module_that_has_moved_warns(interpreters: InterpreterServer) -> None:
+    python(
+        START + "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import accelerate.memory_utils\n"
+        "assert [each.category for each in caught] == [FutureWarning], caught\n"
+        "assert 'find_executable_batch_size' in str(caught[0].message)\n",
+        interpreters=interpreters,
+    )
+
+
 def test_finding_a_module_does_not_import_it() -> None:
     python(
         START + "from importlib.util import find_spec\n"

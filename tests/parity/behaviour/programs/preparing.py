@@ -143,6 +143,20 @@ def prepare_a_plateau_scheduler() -> Any:
 
 
 @program(ranks=2)
+def the_device_of_two_ranks_on_the_cpu() -> Any:
+    accelerator = Accelerator(cpu=True)
+    net = accelerator.prepare(model())
+    return str(accelerator.device), next(net.parameters()).device == accelerator.device
+
+
+@program(ranks=2)
+def a_model_compiled_by_hand_on_two_ranks() -> Any:
+    accelerator = Accelerator(cpu=True)
+    net = accelerator.prepare(torch.compile(model(), backend="eager"))
+    return [type(accelerator.unwrap_model(net, keep_torch_compile=keep)).__name__ for keep in (True, False)]
+
+
+@program(ranks=2)
 def a_plateau_on_two_ranks() -> Any:
     accelerator = Accelerator()
     net = model()

@@ -1,0 +1,11 @@
+"""The module that has become `utils.memory`, under Accelerate's module name."""
+
+from __future__ import annotations
+
+import warnings
+
+warnings.warn(
+    "memory_utils has moved to utils.memory; write `from notebook_accelerate import find_executable_batch_size`",
+    FutureWarning,
+    stacklevel=2,
+)
