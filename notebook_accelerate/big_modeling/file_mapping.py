@@ -7,6 +7,7 @@ same peak memory (305 MB). Copying into an arena took 1.6 and 2.6 times as long 
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import functools
 import mmap
@@ -14,8 +15,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from notebook_accelerate.errors import BrokenCheckpointError
 
 MIN_BYTES = 2**21
 """Smaller tensors are copied, which takes less than the system calls of a mapping."""
+_MEMORY_WITH_A_NAME = ("/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - read in /proc; nothing is created there
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14, madvise(2); the mmap module does not name it
 
 
@@ -37,6 +39,24 @@ def can_read_ahead() -> bool:
     except (AttributeError, OSError):
         return False
     return True
+
+
+def mapped_addresses() -> Callable[[int], bool]:
+    """Return a function that finds out whether an address of this process is in a mapped file; False without /proc."""
+    starts, ends = [], []
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            addresses, _, _, _, inode, *path = line.split(maxsplit=5)
+            if inode != "0" and not path[0].startswith(_MEMORY_WITH_A_NAME):
+                start, _, end = addresses.partition("-")
+                starts.append(int(start, 16))
+                ends.append(int(end, 16))
+
+    def is_mapped(address: int) -> bool:
+        index = bisect.bisect_right(starts, address) - 1
+        return index >= 0 and address < ends[index]
+
+    return is_mapped
 
 
 @functools.cache

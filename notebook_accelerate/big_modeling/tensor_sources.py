@@ -27,6 +27,8 @@ class Source:
     """The tensor in pinned memory."""
     mappable = False
     """Whether `map` is possible, and faster than `read_into`."""
+    address: int | None = None
+    """Where a tensor in memory begins; None for one in a file."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -81,13 +83,14 @@ class MemorySource(Source):
     def __init__(self, tensor: torch.Tensor, state: Any, name: str) -> None:
         super().__init__(tuple(tensor.shape), tensor.dtype)
         self._tensor, self._state, self._name = tensor, state, name
+        self.address = tensor.data_ptr()
 
     def version(self) -> Any:
         """Return the tensor's identity and version, after taking over one that has replaced it in its dictionary."""
         found = self._state.get(self._name) if isinstance(self._state, dict) else None
         if found is not None and found is not self._tensor:
             super().__init__(tuple(found.shape), found.dtype)
-            self._tensor, self.pinned = found, None
+            self._tensor, self.pinned, self.address = found, None, found.data_ptr()
         return id(self._tensor), tensor_version(self._tensor)
 
     def read_into(self, tensor: torch.Tensor) -> None:

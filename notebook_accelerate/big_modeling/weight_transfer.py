@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate.big_modeling import file_mapping
 from notebook_accelerate.big_modeling.empty_init import like
 from notebook_accelerate.big_modeling.tensor_sources import Source
 from notebook_accelerate.config.plain_values import convert_bytes
@@ -163,11 +164,15 @@ class StreamTransfer:
 def _check_room(sources: Sequence[Source]) -> None:
     """Check that main memory has room for what pinning adds: torch rounds each pinned tensor up to a power of two.
 
+    A tensor that is mapped from a file gives no memory back: its pages belong to the system's cache of the file.
+
     Raises:
         RuntimeError: Too little memory is free. The system would kill the process instead of refusing the request.
     """
-    sizes = [source.nbytes for source in sources if source.nbytes]
-    added = sum((1 << (size - 1).bit_length()) - size for size in sizes) + max(sizes, default=0)
+    sizes = {source.address: source.nbytes for source in sources if source.nbytes and source.address is not None}
+    is_mapped = file_mapping.mapped_addresses()
+    added = sum((1 << (size - 1).bit_length()) - (0 if is_mapped(address) else size) for address, size in sizes.items())
+    added += max(sizes.values(), default=0)
     _, available = machine_memory()
     if added > available // 2:
         raise RuntimeError(f"that takes {convert_bytes(added)} more, and {convert_bytes(available)} are free")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -12,6 +13,11 @@ from typing import NamedTuple
 from notebook_accelerate.debugging import native_stacks, stack_dumps
 
 DUMP_SECONDS = 0.5
+SLEEP_SECONDS = 0.2
+IN_KERNEL = (
+    "in uninterruptible sleep (state D): a driver or a file system does not answer, and signals do not end the process "
+    "until it does; the kernel's messages (dmesg) may say why"
+)
 
 
 class ProcessStacks(NamedTuple):
@@ -20,7 +26,7 @@ class ProcessStacks(NamedTuple):
     Attributes:
         dump: The output of faulthandler; "" where the rank has not installed it.
         native: The main thread's frames by py-spy; empty where py-spy is missing or lacks permission.
-        suspended: How to resume the process, if a signal has suspended it; "" otherwise.
+        suspended: Why the process cannot run, as after SIGSTOP, and what to do; "" otherwise.
         problem: Why the stacks were not read; "" if they were.
     """
 
@@ -51,17 +57,26 @@ class ProcessInspector:
 
     def read_stacks(self, send_signal: Callable[[int], None]) -> ProcessStacks:
         """Let the rank's signal handler write its stacks, and read the native stack."""
+        if self._sleeps_in_kernel():  # its handler would not run, and py-spy would wait for it
+            return ProcessStacks("", (), IN_KERNEL)
         native = native_stacks.stack(self._pid)
-        if self._is_suspended():  # its handler would not run
+        if self._status() == "stopped":
             return ProcessStacks("", native, f"suspended (SIGSTOP); kill -CONT {self._pid} resumes it")
         return ProcessStacks(self._read_dump(send_signal), native)
 
-    def _is_suspended(self) -> bool:
+    def _sleeps_in_kernel(self) -> bool:
+        """Return whether the process is in an uninterruptible sleep, and not just for a moment, as for each read."""
+        if self._status() != "disk-sleep":
+            return False
+        time.sleep(SLEEP_SECONDS)
+        return self._status() == "disk-sleep"
+
+    def _status(self) -> str:
         import psutil
 
         with suppress(psutil.Error, OSError):  # it has ended, or this system has no /proc
-            return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
-        return False
+            return str(psutil.Process(self._pid).status())
+        return ""
 
     def _read_dump(self, send_signal: Callable[[int], None]) -> str:
         with self._lock:

@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,14 +67,12 @@ class GpuReader:
 
     def read(self) -> list[GpuUse]:
         """Return the use of each GPU."""
-        with _calls:
-            return [_use(uuid, handle) for uuid, handle in self._handles]
+        return [_use(uuid, handle) for uuid, handle in self._handles]
 
     def close(self) -> None:
         """Shut NVML down."""
         self._handles = []
-        with _calls:
-            self._stack.close()
+        self._stack.close()
 
 
 def _use(uuid: str, handle: Any) -> GpuUse:
@@ -87,13 +85,51 @@ def _use(uuid: str, handle: Any) -> GpuUse:
     )
 
 
-_calls = threading.RLock()
-"""Held during NVML calls and during forks: a child forked inside an NVML call would inherit NVML's locks locked."""
+LOCK_SECONDS = 2.0
+"""How long a fork, or another call, waits for a call of NVML. One that takes longer may never return."""
 
 
-# The forking thread owns the lock in the child too, so both processes release it.
+class _Calls:
+    """Keeps forks out of calls of NVML: a child that is forked inside one would inherit NVML's locks locked.
+
+    Attributes:
+        usable: Whether this process can call NVML; not in a child that was forked while a call did not return.
+    """
+
+    def __init__(self) -> None:
+        self.usable = True
+        self._lock = threading.RLock()
+        self._forking = threading.local()
+
+    @contextmanager
+    def one(self) -> Iterator[bool]:
+        """Hold the lock during a call; yield False if NVML cannot be called."""
+        if not self.usable or not self._lock.acquire(timeout=LOCK_SECONDS):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._lock.release()
+
+    def before_fork(self) -> None:
+        """Wait until no call runs, for `LOCK_SECONDS` at most."""
+        self._forking.owns = self._lock.acquire(timeout=LOCK_SECONDS)
+
+    def after_fork(self) -> None:
+        """Let other threads call again; the forking thread owns the lock in the parent and in the child."""
+        if self._forking.owns:
+            self._lock.release()
+
+    def in_child(self) -> None:
+        """Release the lock in the child, or give NVML up."""
+        self.usable = self.usable and self._forking.owns
+        self.after_fork()
+
+
+_calls = _Calls()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_calls.acquire, after_in_parent=_calls.release, after_in_child=_calls.release)
+    os.register_at_fork(before=_calls.before_fork, after_in_parent=_calls.after_fork, after_in_child=_calls.in_child)
 
 
 @contextmanager
@@ -101,23 +137,19 @@ def _session() -> Iterator[None]:
     """Initialise NVML; without a driver, every `_query` inside returns its default."""
     pynvml: Any = importlib.import_module("pynvml")  # 40 ms, which machines without a GPU need not spend
     with ExitStack() as stack:
-        with _calls:
-            try:
+        with _calls.one() as can_call, suppress(pynvml.NVMLError):
+            if can_call:
                 pynvml.nvmlInit()
                 stack.callback(pynvml.nvmlShutdown)
-            except pynvml.NVMLError:
-                pass
         yield
 
 
 def _query(name: str, *args: Any, default: Any = None) -> Any:
     """Call a function of pynvml; return `default` where NVML cannot answer."""
     pynvml: Any = importlib.import_module("pynvml")
-    try:
-        with _calls:
-            return getattr(pynvml, name)(*args)
-    except pynvml.NVMLError:
-        return default
+    with _calls.one() as can_call, suppress(pynvml.NVMLError):
+        return getattr(pynvml, name)(*args) if can_call else default
+    return default
 
 
 def count() -> int | None:

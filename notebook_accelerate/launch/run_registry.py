@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import gc
 import os
 import threading
@@ -33,6 +34,9 @@ KEPT_RESULTS = 3
 """The runs that ended last keep their results, whether the user refers to them or not."""
 KEPT_RESULT_BYTES = 1 << 30
 """Of these, all but the very last give theirs up when the results of all take more bytes."""
+
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)
+"""The class of groups of exceptions; None with Python 3.10."""
 
 
 class _Entry:
@@ -74,12 +78,14 @@ class _Entry:
             return False
         self.has_cleared_frames = True
         errors: dict[int, BaseException] = {}
-        for failure in run.failures:
-            error = failure.exception
-            while error is not None and id(error) not in errors:
+        left: list[BaseException | None] = [failure.exception for failure in run.failures]
+        while left:
+            error = left.pop()
+            if error is not None and id(error) not in errors:
                 errors[id(error)] = error
-                cause = attribute(error, "__cause__")
-                error = attribute(error, "__context__") if cause is None else cause
+                left += [attribute(error, "__cause__"), attribute(error, "__context__")]
+                if _GROUP is not None and issubclass(type(error), _GROUP):
+                    left += attribute(error, "exceptions", _GROUP)
         tracebacks = [found for error in errors.values() if (found := attribute(error, "__traceback__")) is not None]
         for found in tracebacks:
             traceback.clear_frames(found)

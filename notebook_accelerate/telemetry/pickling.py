@@ -136,12 +136,12 @@ def _rebuild_tensor(
 def _own_device(device: str) -> str:
     """Return this rank's device in place of the kernel's device.
 
-    Otherwise every rank would create a context on the kernel's device.
+    Otherwise every rank would create a context on the kernel's device. Each process of torch_xla has one: xla:0.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
     kind, _, index = device.partition(":")
-    return device if alone or not index or not local_rank.isdigit() else f"{kind}:{local_rank}"
+    return device if alone or not index or kind == "xla" or not local_rank.isdigit() else f"{kind}:{local_rank}"
 
 
 class Writer(Protocol):

@@ -64,6 +64,8 @@ def lengthen(group: Any) -> float | None:
             return None
         try:
             limits = group_timeouts(group)
+            if not limits.keys() <= {"gloo", "nccl"}:
+                return None  # no flight recorder shows the collectives of other back ends: torch's limit stays
             requested = min(limits.values())
             set_group_timeout(NCCL_FACTOR * requested if "nccl" in limits else TORCH_LIMIT, group)
         except Exception:  # noqa: BLE001 - not an option of this backend, or not this rank's group: torch's limit stays

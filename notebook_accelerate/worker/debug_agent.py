@@ -49,7 +49,14 @@ from notebook_accelerate.telemetry.debug_protocol import (
 from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.frames import main_frame
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
-from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stack_sampler, stacks
+from notebook_accelerate.worker import (
+    breakpoints,
+    collective_timeouts,
+    device_waits,
+    flight_recorder,
+    stack_sampler,
+    stacks,
+)
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.exit_watch import ExitWatch
 
@@ -63,13 +70,16 @@ BYTECODE_SECONDS = 0.5
 LOCKED_SECONDS = 5.0
 """How long that thread may keep the interpreter lock, unless an operation releases it."""
 BUSY_SECONDS = 0.3
-"""How long that thread may take before the device counts as busy, where the rank uses one."""
+"""How long that thread may take before the devices are asked whether they are busy."""
 WAITING_REQUESTS = 4
-"""Threads that may wait for a busy device at the same time: each may occupy a core."""
+"""Threads that may serve requests at the same time: each may occupy a core."""
 DEVICE_BUSY = (
-    "the device is busy: the main thread waits for it, and so does this value; ask for one that is not on a device, or "
-    "see run.diagnose()"
+    "the device is busy, and this value waits for it; ask for one that is not on a device, or see run.diagnose()"
 )
+ASKED_AGAIN = "the same question is still being answered; ask for less, or see run.diagnose()"
+TOO_MANY = f"{WAITING_REQUESTS} earlier questions are still being answered; see run.diagnose()"
+LOOK_SECONDS = 1.0
+"""A main thread that computes in one place for this long is asked whether it waits for a device or for other ranks."""
 STUCK_SECONDS = 2.0
 """The heartbeat names the open collective of a main thread that has not moved for this long."""
 
@@ -121,28 +131,35 @@ class _RequestThread(threading.Thread):
     def __init__(self, pending: _Pending, interval: float) -> None:
         super().__init__(name="notebook-accelerate-request", daemon=True)
         self.pending, self.interval = pending, interval
-        on_device = device_table.accelerator_in_use()
-        self.refuse = pending.refuse if on_device else None
-        self.deadline = time.monotonic() + (BUSY_SECONDS if on_device else LOCKED_SECONDS)
-        self.is_late = False
+        self.calls = device_waits.DeviceCalls()
+        self.deadline = time.monotonic() + (BUSY_SECONDS if device_table.accelerator_in_use() else LOCKED_SECONDS)
+        self.is_late = self.is_refused = False
 
     def run(self) -> None:
         device_table.select_again()
         sys.setswitchinterval(LOCKED_SECONDS)
         try:
-            self.pending.serve(main_frame(), "read by another thread: the main thread waits in C")
+            with self.calls.watch():
+                self.pending.serve(main_frame(), "read by another thread: the main thread waits in C")
         finally:
             if not self.is_late:
                 sys.setswitchinterval(self.interval)
 
-    def give_up_if_late(self) -> None:
-        """Let other threads run as usual once the request has taken too long; refuse it if a device is in use."""
-        if self.is_late or time.monotonic() < self.deadline:
+    def give_up_if_late(self, devices: device_waits.DeviceWatch) -> None:
+        """Let other threads run as usual once the request has taken too long; refuse it if it waits for a device.
+
+        Args:
+            devices: Tells whether they are busy.
+        """
+        if self.is_refused or time.monotonic() < self.deadline:
             return
-        self.is_late = True
-        sys.setswitchinterval(self.interval)
-        if self.refuse is not None:
-            self.refuse(DEVICE_BUSY)
+        self.deadline = time.monotonic() + LOOK_SECONDS  # it may read a device later
+        if not self.is_late:
+            self.is_late = True
+            sys.setswitchinterval(self.interval)
+        if self.pending.refuse is not None and self.calls.inside and devices.busy():
+            self.is_refused = True
+            self.pending.refuse(DEVICE_BUSY)
 
 
 class DebugAgent:
@@ -173,6 +190,8 @@ class DebugAgent:
         self._cpu_clock = time.pthread_getcpuclockid(self._main)
         self._cpu = 0.0
         self._moved = steady_time.now()
+        self._looked = 0.0
+        self._devices = device_waits.DeviceWatch()
         self._next_heartbeat = 0.0
         self._profiler: StepProfiler | None = None
         agent.on(StacksRequest, self._on_stacks)
@@ -281,7 +300,7 @@ class DebugAgent:
                 self._serve_aside(pending)
         self._request_threads = [thread for thread in self._request_threads if thread.is_alive()]
         for thread in self._request_threads:
-            thread.give_up_if_late()
+            thread.give_up_if_late(self._devices)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
@@ -290,7 +309,8 @@ class DebugAgent:
         waiting = [thread for thread in self._request_threads if thread.is_alive()]
         again = any(thread.is_late and thread.pending.key == pending.key for thread in waiting)
         if (again or len(waiting) >= WAITING_REQUESTS) and pending.refuse is not None:
-            pending.refuse(DEVICE_BUSY)
+            refused = any(thread.is_refused for thread in waiting)
+            pending.refuse(DEVICE_BUSY if refused else ASKED_AGAIN if again else TOO_MANY)
             return
         # Until one of them is late, the interval is a long one.
         early = [thread for thread in waiting if not thread.is_late]
@@ -303,15 +323,28 @@ class DebugAgent:
         """Record when the main thread makes progress: a new bytecode, processor time or a finished step.
 
         A thread that sleeps in each of its steps is at the same bytecode whenever it is looked at. Processor time is a
-        sign of progress only where no accelerator is used: a thread that waits for a CUDA device spins.
+        sign of progress unless the thread waits for a device: with CUDA, it spins.
         """
         frame = main_frame()
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
         cpu = time.clock_gettime(self._cpu_clock)
-        if position != self._position or (cpu - self._cpu > 0.01 and not device_table.accelerator_in_use()):
+        if position != self._position or (cpu - self._cpu > 0.01 and self._computes()):
             self._moved = steady_time.now()
         self._moved = max(self._moved, self._agent.sink.last_step)
         self._position, self._cpu = position, cpu
+
+    def _computes(self) -> bool:
+        """Return whether a main thread that uses a core computes; where it may wait, this is asked once a second."""
+        if not device_table.accelerator_in_use():
+            return True
+        now = steady_time.now()
+        if now - max(self._moved, self._looked) < LOOK_SECONDS:
+            return False
+        self._looked = now
+        with suppress(Exception):  # the recorder's format is internal to torch
+            if flight_recorder.read()[0]:
+                return False
+        return not self._devices.busy()
 
     def _send_heartbeat(self) -> None:
         waiting = None

@@ -22,9 +22,11 @@ class CountedCuda:
         allocated: Memory of tensors.
         peak: The most of it since the start.
         reserved: Memory that the allocator has.
+        busy: Whether the devices work.
     """
 
-    def __init__(self, devices: int = 2) -> None:
+    def __init__(self, devices: int = 2, *, busy: bool = False) -> None:
+        self.busy = busy
         self.allocated, self.peak, self.reserved = ([0] * devices for _ in range(3))
 
     def install(self) -> CountedCuda:
@@ -35,6 +37,7 @@ class CountedCuda:
             "max_memory_allocated": lambda index: self.peak[index],
             "device_count": lambda: len(self.allocated),
             "is_initialized": lambda: True,
+            "current_stream": lambda _device=None: SimpleNamespace(query=lambda: not self.busy),
             "get_device_properties": lambda index: SimpleNamespace(name=NAME, total_memory=TOTAL, uuid=f"{index}abc"),
         }
         for name, answer in answers.items():

@@ -34,11 +34,35 @@ def build(folder: Path) -> Path:
     return path
 
 
-def load(library: Path) -> Any:
-    """Return the function ``spin(seconds)`` of the library."""
-    spin = ctypes.CDLL(str(library)).spin
+def load(library: Path, *, locked: bool = False) -> Any:
+    """Return the function ``spin(seconds)`` of the library.
+
+    Args:
+        library: What `build` has returned.
+        locked: Whether it keeps the interpreter's lock.
+    """
+    spin = (ctypes.PyDLL if locked else ctypes.CDLL)(str(library)).spin
     spin.argtypes, spin.restype = [ctypes.c_double], None
     return spin
+
+
+def on_device(wait: Any, seconds: float) -> Any:
+    """Return a tensor that says it is on a CUDA device; each use of its value takes so long.
+
+    Args:
+        wait: The function that `load` has returned.
+        seconds: The seconds.
+    """
+    import torch
+
+    class OnDevice(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            wait(seconds)
+
+    return torch.ones(3).as_subclass(OnDevice)
 
 
 def record_nccl(entered: int, ended: int, operation: str = "all_reduce") -> None:
@@ -75,4 +99,4 @@ def record_nccl(entered: int, ended: int, operation: str = "all_reduce") -> None
     torch._C._distributed_c10d._dump_nccl_trace_json = lambda *_: dumped  # type: ignore[attr-defined]
 
 
-__all__ = ["build", "load", "record_nccl"]
+__all__ = ["build", "load", "on_device", "record_nccl"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from notebook_accelerate.big_modeling import disk_offload, prefetch, weight_transfer
+from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource
 from notebook_accelerate.checkpointing import rng_states, snapshot
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.telemetry import pickling
@@ -102,15 +103,16 @@ def test_a_state_of_accelerate_without_the_ranks_device_is_said_and_the_rest_res
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("variables", "device", "expected"),
     [
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "cuda:1"),
-        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "cuda:0"),
-        ({}, "cuda:0"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "cuda:0", "cuda:1"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "xla:0", "xla:0"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "cuda:0", "cuda:0"),
+        ({}, "cuda:0", "cuda:0"),
     ],
 )
 def test_an_argument_on_the_kernels_device_arrives_on_the_ranks_own(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], device: str, expected: str
 ) -> None:
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -118,7 +120,7 @@ def test_an_argument_on_the_kernels_device_arrives_on_the_ranks_own(
         monkeypatch.setenv(name, value)
     moved: list[str] = []
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: moved.append(device) or tensor)
-    layout = (0, (2,), (1,), "cuda:0")
+    layout = (0, (2,), (1,), device)
     pickling._rebuild_tensor(torch.Tensor, torch.ones(2).untyped_storage(), torch.float32, layout, False, {})
     assert moved == [expected]
 
@@ -154,12 +156,24 @@ def test_buffers_that_are_dropped_unlock_their_memory(cuda: ThreadedCuda) -> Non
 
 
 def test_weights_are_pinned_only_where_main_memory_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources: Any = [SimpleNamespace(nbytes=90 << 20) for _ in range(10)]
+    sources: Any = [SimpleNamespace(nbytes=90 << 20, address=-index) for index in range(10)]
     monkeypatch.setattr(weight_transfer, "machine_memory", lambda: (1 << 40, 2 * (10 * (38 << 20) + (90 << 20))))
     weight_transfer._check_room(sources)
     monkeypatch.setattr(weight_transfer, "machine_memory", lambda: (1 << 40, 500 << 20))
     with pytest.raises(RuntimeError, match="more, and 500"):
         weight_transfer._check_room(sources)
+
+
+def test_weights_mapped_from_a_file_give_no_memory_back_when_they_are_pinned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.save({"own": torch.ones(1 << 20)}, tmp_path / "weights.bin")
+    mapped = torch.load(tmp_path / "weights.bin", mmap=True)["own"]
+    monkeypatch.setattr(weight_transfer, "machine_memory", lambda: (1 << 40, 2 * (6 << 20)))
+    weight_transfer._check_room([MemorySource(torch.ones(1 << 20), {}, "own")])
+    with pytest.raises(RuntimeError, match="that takes 8"):  # what is pinned, and a copy of one tensor
+        weight_transfer._check_room([MemorySource(mapped, {}, "own")])
+    weight_transfer._check_room([FileSource(tmp_path / "weights.bin", 0, (1 << 24,), torch.float32)])
 
 
 class _OnCpu(weight_transfer.StreamTransfer):

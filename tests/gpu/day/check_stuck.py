@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +30,19 @@ SECONDS = 45
 """How long the rank would wait by itself."""
 
 
-class _OnDevice:
-    """What stands for a tensor in a dry run: its value takes as long as the wait."""
-
-    def __init__(self, wait: Callable[[float], None]) -> None:
-        self._wait = wait
-
-    def __repr__(self) -> str:
-        self._wait(SECONDS)
-        return "its value"
-
-
 def _wait_for_device(library: Path | None) -> str:
     accelerator = Accelerator(cpu=gpu.DRY)
     tensor: Any = torch.ones(3, device=accelerator.device)
     ready = True  # noqa: F841 - the tests ask for it
     if library is not None:
         wait = spin.load(library)
-        tensor = _OnDevice(wait)
-        CountedCuda().install()
+        tensor = spin.on_device(wait, SECONDS)
+        CountedCuda(busy=True).install()
         wait(SECONDS)
     else:
         torch.cuda._sleep(int(1.7e9 * SECONDS))
         torch.cuda.synchronize()
-    return f"the wait ended by itself: {tensor!r}"
+    return f"the wait ended by itself, with {tensor.shape}"
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,15 @@ def test_nccl_keeps_a_limit_that_ends_ranks_which_nobody_watches(
     assert found == [expected]
 
 
+@pytest.mark.parametrize("backends", [["xccl"], ["hccl"], ["gloo", "xccl"]])
+def test_other_back_ends_keep_torchs_limit(monkeypatch: pytest.MonkeyPatch, backends: list[str]) -> None:
+    found: list[timedelta] = []
+    monkeypatch.setattr(collective_timeouts, "group_timeouts", lambda _: dict.fromkeys(backends, timedelta(minutes=10)))
+    monkeypatch.setattr(collective_timeouts, "set_group_timeout", lambda limit, _group: found.append(limit))
+    assert collective_timeouts.lengthen(_Group()) is None
+    assert found == []
+
+
 def test_two_threads_that_find_a_group_replace_its_limit_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"nccl": timedelta(minutes=10)}
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from notebook_accelerate.launch.supervisor import pausable_clock
 from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.telemetry import Channel, InputReply, InputRequest
 from notebook_accelerate.telemetry.debug_protocol import DoneReply, PauseRequest
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -135,6 +138,23 @@ def test_a_suspended_process_is_sent_no_signal_and_named(tmp_path: Path) -> None
     inspector.close()
     assert (found.dump, found.suspended) == ("", f"suspended (SIGSTOP); kill -CONT {process.pid} resumes it")
     assert sent == []
+
+
+def test_a_process_in_uninterruptible_sleep_is_named_as_such(tmp_path: Path) -> None:
+    """The parent of a vfork sleeps like that until its child has ended; here it waits for a driver."""
+    compiler = shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("takes a C compiler and Linux")
+    source, program, sent = tmp_path / "sleeper.c", tmp_path / "sleeper", []
+    source.write_text("#include <unistd.h>\nint main(void) { if (!vfork()) { sleep(600); _exit(0); } return 0; }\n")
+    subprocess.run([compiler, "-w", "-o", str(program), str(source)], check=True, timeout=300)
+    with subprocess.Popen([str(program)], start_new_session=True) as process:
+        state = Path(f"/proc/{process.pid}/stat")
+        until(lambda: ") D " in state.read_text(), 30.0)
+        found = ProcessInspector(process.pid).read_stacks(sent.append)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert "in uninterruptible sleep (state D)" in found.suspended
+    assert (found.native, sent) == ((), [])
 
 
 def test_a_line_for_a_prompt_that_an_interrupt_has_ended_is_not_sent(

@@ -72,6 +72,20 @@ def test_use_is_read_per_gpu(library: Path) -> None:
     ]
 
 
+def test_a_call_that_does_not_return_holds_up_no_fork(library: Path) -> None:
+    code = (
+        "import os, threading, time\n"
+        "from notebook_accelerate.hardware import nvml\n"
+        "import pynvml\n"
+        "pynvml.nvmlSystemGetDriverVersion = lambda: time.sleep(600)\n"
+        "threading.Thread(target=nvml.driver_version, daemon=True).start(); time.sleep(0.5)\n"
+        "nvml.LOCK_SECONDS = 0.3\n"
+        "if (child := os.fork()) == 0: os._exit(0 if nvml.gpus() == [] else 1)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), nvml.count())"
+    )
+    assert _run(library, code) == "0 None"
+
+
 @pytest.mark.parametrize("uuid", ["GPU-0ABC", "0abc", "MIG-0abc", "GPU-0abc"])
 def test_identities_of_nvml_and_of_torch_compare_equal(uuid: str) -> None:
     assert nvml.bare_uuid(uuid) == "0abc"

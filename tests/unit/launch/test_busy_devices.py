@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def _wait_for_device(library: Path) -> None:
     from tests.support.counted_cuda import CountedCuda
 
     wait = spin.load(library)
-    CountedCuda().install()
+    CountedCuda(busy=True).install()
     wait(SECONDS)
 
 
@@ -39,7 +40,7 @@ def _wait_in_collective(library: Path) -> None:
     from tests.support.counted_cuda import CountedCuda
 
     wait, rank = spin.load(library), PartialState(cpu=True).process_index
-    CountedCuda().install()
+    CountedCuda(busy=True).install()
     spin.record_nccl(3 - rank, 2)
     wait(SECONDS)
 
@@ -48,14 +49,8 @@ def _hold_value(library: Path) -> None:
     from tests.support.counted_cuda import CountedCuda
 
     wait = spin.load(library)
-    CountedCuda().install()
-
-    class OnDevice:
-        def __repr__(self) -> str:
-            wait(SECONDS)
-            return "unreachable"
-
-    loss, step = OnDevice(), 7  # noqa: F841 - the test asks for them
+    CountedCuda(busy=True).install()
+    loss, step = spin.on_device(wait, SECONDS), 7  # noqa: F841 - the test asks for them
     wait(SECONDS)
 
 
@@ -90,6 +85,43 @@ def test_a_rank_without_a_device_computes_while_it_uses_the_processor(library: P
 def _compute(library: Path) -> str:
     spin.load(library)(5.0)
     return "computed"
+
+
+@pytest.mark.parametrize("locked", [False, True], ids=["releases the lock", "keeps the lock"])
+def test_a_rank_with_a_device_computes_while_its_device_is_idle(library: Path, locked: bool) -> None:
+    run = _launch(partial(_compute_with_device, locked), library, hang_timeout=4)
+    run.wait()
+    assert run.results == (not locked,), run.error
+
+
+def _compute_with_device(locked: bool, library: Path) -> bool:
+    """Compute for longer than hang_timeout if other threads can run, and for less if they cannot."""
+    from tests.support.counted_cuda import CountedCuda
+
+    CountedCuda().install()
+    spin.load(library, locked=locked)(2.5 if locked else 9.0)
+    return not locked
+
+
+def _ask_slowly(library: Path) -> None:
+    from tests.support.counted_cuda import CountedCuda
+
+    wait, step = spin.load(library), 7  # noqa: F841 - the test asks for it
+    CountedCuda(busy=True).install()
+    wait(SECONDS)
+
+
+def test_a_question_that_only_computes_is_answered_while_the_device_is_busy(library: Path) -> None:
+    run = _launch(_ask_slowly, library)
+    try:
+        _wait_until(lambda: run.ask("step", timeout=5.0) == {0: 7})
+        time.sleep(1.0)
+        assert run.ask("[wait(2.0), step][1]", timeout=30.0) == {0: 7}
+        run.ask("wait(20.0)", timeout=2.0)
+        assert "is still being answered" in str(run.ask("wait(20.0)", timeout=10.0)[0])
+    finally:
+        run.stop(grace=0.5)
+    run.wait()
 
 
 def test_the_diagnosis_names_the_collective_of_nccl_and_who_is_missing(library: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import os
 import signal
@@ -234,7 +235,14 @@ def test_shared_state_of_the_kernel_is_put_aside() -> None:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_memory_of_a_failed_run_is_free_in_the_next_launch(prepared: bool) -> None:
+@pytest.mark.parametrize(
+    "grouped",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no groups in Python 3.10")),
+    ],
+)
+def test_memory_of_a_failed_run_is_free_in_the_next_launch(prepared: bool, grouped: bool) -> None:
     """As after an out-of-memory error on the only GPU: the error's frames refer to all tensors of the function."""
     held: list[weakref.ref[Any]] = []
 
@@ -247,8 +255,17 @@ def test_memory_of_a_failed_run_is_free_in_the_next_launch(prepared: bool) -> No
         held.extend(weakref.ref(each) for each in (block, model))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
+    group: Any = getattr(builtins, "ExceptionGroup", None)
+
+    def fail_in_group() -> None:
+        try:
+            fail()
+        except torch.OutOfMemoryError as error:
+            failed = error
+        raise group("several", [failed])
+
     with pytest.raises(WorkerError):
-        notebook_launcher(fail)
+        notebook_launcher(fail_in_group if grouped else fail)
     saved = sys.stdout  # as a library keeps it that is imported during a run
     run = notebook_launcher(lambda: [reference() is not None for reference in held])
     assert run.results == ([False, False],)

@@ -1,0 +1,137 @@
+"""Whether devices are still busy with the work of this process: a thread that waits for a CUDA device spins."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from notebook_accelerate.hardware import device_table
+
+ANSWER_SECONDS = 0.2
+"""How long the driver may take to answer. One that takes longer is occupied itself, as with a full launch queue."""
+NOT_READY = 600
+"""What cuStreamQuery returns for a stream with unfinished work."""
+RELAXED_CAPTURE = 2
+"""A mode for threads whose queries must not end the capture of a CUDA graph in another thread."""
+
+
+class DeviceWatch:
+    """Asks the streams of this process's devices on another thread, which a blocked driver may keep for ever."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._busy = False
+
+    def busy(self) -> bool:
+        """Return whether a stream has unfinished work, or the driver does not answer in `ANSWER_SECONDS`.
+
+        Known are the default streams and those that Python objects stand for.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self._busy = True
+            self._thread = threading.Thread(target=self._ask, name="notebook-accelerate-devices", daemon=True)
+            self._thread.start()
+            self._thread.join(ANSWER_SECONDS)
+        return self._busy
+
+    def _ask(self) -> None:
+        busy = False
+        with suppress(Exception):  # after an error, a device answers with that error: nothing runs on it
+            device_table.select_again()
+            in_use = (row for row in device_table.ROWS if row.is_accelerator and row.is_initialized())
+            busy = any(_is_busy(row) for row in in_use)
+        self._busy = busy
+
+
+def _is_busy(row: device_table.DeviceRow) -> bool:
+    module = row.load()
+    streams = _streams(getattr(module, "Stream", None))
+    if row.type == "cuda":
+        # torch's own query keeps the interpreter's lock, and would keep it for ever in a blocked driver.
+        with suppress(OSError):
+            return _cuda_is_busy(ctypes.CDLL("libcuda.so.1"), streams, module.device_count())
+    current = getattr(module, "current_stream", None)
+    return any(not stream.query() for stream in (*streams, *([] if current is None else [current()])))
+
+
+def _streams(kind: Any) -> list[Any]:
+    # Not isinstance, which reads the attribute __class__: modules that load or warn lazily would do that here.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)] if isinstance(kind, type) else []
+
+
+def _cuda_is_busy(driver: Any, streams: list[Any], devices: int) -> bool:
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
+    for index in range(devices):
+        handles = [0, *(stream.cuda_stream for stream in streams if stream.device_index == index)]
+        with _context(driver, index) as active:
+            if active and any(_has_work(driver, handle) for handle in handles):
+                return True
+    return False
+
+
+@contextmanager
+def _context(driver: Any, index: int) -> Iterator[bool]:
+    """Enter a device's context in this thread, and yield whether it has one: none is created."""
+    device, flags, active, context = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int(), ctypes.c_void_p()
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    if not active.value or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        yield False
+        return
+    try:
+        yield driver.cuCtxSetCurrent(context) == 0
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+
+
+def _has_work(driver: Any, handle: int) -> bool:
+    stream, capturing = ctypes.c_void_p(handle), ctypes.c_int()
+    if driver.cuStreamIsCapturing(stream, ctypes.byref(capturing)) or capturing.value:
+        return False
+    return bool(driver.cuStreamQuery(stream) == NOT_READY)
+
+
+class DeviceCalls:
+    """Notes whether the current thread is in a call of torch that reads a tensor on a device in use.
+
+    Attributes:
+        inside: Whether it is.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note the calls of this thread in the block."""
+        if "torch" not in sys.modules:
+            yield
+            return
+        with _mode(self):
+            yield
+
+
+def _mode(calls: DeviceCalls) -> Any:
+    from torch.overrides import TorchFunctionMode
+
+    types = {row.type for row in device_table.ROWS if row.is_accelerator and row.is_initialized()}
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            outer = calls.inside
+            given = (*args, *(kwargs or {}).values())
+            calls.inside = outer or any(getattr(getattr(each, "device", None), "type", "") in types for each in given)
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                calls.inside = outer
+
+    return Mode()
+
+
+__all__ = ["DeviceCalls", "DeviceWatch"]
