@@ -205,7 +205,7 @@ class ConfigPanel:
         """A sentence if the training does not fit the memory; "" if it fits, or without a model."""
         if self._memory_check is None or self.errors:
             return ""
-        return self._memory_check.warning(self.plan, self.training, self.hardware)
+        return self._memory_check.warning(self.plan, self.training, self.hardware, self.config.env)
 
     @property
     def code(self) -> str:

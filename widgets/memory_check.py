@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,15 +33,22 @@ class MemoryCheck:
         self._model, self._options = model, dict(memory or {})
         self._known: dict[str, Any] = {}
 
-    def warning(self, plan: LaunchPlan, training: TrainingOptions, machine: HardwareInfo) -> str:
+    def warning(
+        self,
+        plan: LaunchPlan,
+        training: TrainingOptions,
+        machine: HardwareInfo,
+        variables: Mapping[str, str] | None = None,
+    ) -> str:
         """Return a sentence if the training does not fit; "" if it fits, or if the devices' memory is not known.
 
         Args:
             plan: The launch.
             training: The training's options.
             machine: The hardware.
+            variables: Environment variables of the launch, which may choose the devices.
         """
-        available, where = _available(plan, machine)
+        available, where = _available(plan, machine, {**os.environ, **(variables or {})})
         if available is None:
             return ""
         try:
@@ -165,12 +173,12 @@ def _strategy_names(plugin: Any) -> str:
     return f"{plugin.sharding_strategy} {plugin.reshard_after_forward}".upper()
 
 
-def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str]:
+def _available(plan: LaunchPlan, machine: HardwareInfo, variables: Mapping[str, str]) -> tuple[int | None, str]:
     """Return the available bytes, and the device if each process has its own; "" if the processes share them."""
     if plan.accelerator in ("cpu", "mps"):
         return machine.memory_bytes, ""
     if plan.accelerator == "cuda":
-        gpus = [nvml.visible_gpu(rank) for rank in range(plan.num_processes)]
+        gpus = [nvml.visible_gpu(rank, variables) for rank in range(plan.num_processes)]
         if known := [gpu.memory_bytes for gpu in gpus if gpu is not None]:
             return min(known), "on a GPU of its own"
     return None, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,15 +175,17 @@ def gpus() -> list[Gpu]:
         return [_describe(index, handle) for index, handle in enumerate(handles) if handle is not None]
 
 
-def visible_gpu(local_index: int) -> Gpu | None:
+def visible_gpu(local_index: int, environment: Mapping[str, str] | None = None) -> Gpu | None:
     """Return the physical GPU, or the part of one (MIG), that is ``cuda:local_index``; None if it is unknown.
 
     Args:
         local_index: Index among the GPUs of CUDA_VISIBLE_DEVICES.
+        environment: The variables of the process that uses it; None: those of this process.
     """
+    environment = os.environ if environment is None else environment
     physical = gpus()
     entries = [str(gpu.index) for gpu in physical]
-    if (variable := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    if (variable := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         entries = [entry.strip() for entry in variable.split(",")]
     if local_index >= len(entries) or not (entry := entries[local_index]):
         return None
@@ -192,9 +194,19 @@ def visible_gpu(local_index: int) -> Gpu | None:
     if not entry.isdigit():
         return next((gpu for gpu in physical if gpu.uuid.startswith(entry)), None)
     # CUDA numbers the fastest GPU first, NVML follows the PCI bus. The orders agree if all GPUs are the same model.
-    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in physical}) > 1:
+    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in physical}) > 1:
         return None
-    return next((gpu for gpu in physical if gpu.index == int(entry)), None)
+    found = next((gpu for gpu in physical if gpu.index == int(entry)), None)
+    return found and (_mig_slice(uuid) if (uuid := _first_slice(found.index)) else found)
+
+
+def _first_slice(index: int) -> str:
+    """Return the UUID of a GPU's first MIG slice, which is what CUDA uses of it; "" if it is not divided."""
+    with _session():
+        whole = _query("nvmlDeviceGetHandleByIndex", index)
+        current, _ = _query("nvmlDeviceGetMigMode", whole, default=(0, 0))
+        part = _query("nvmlDeviceGetMigDeviceHandleByIndex", whole, 0) if current else None
+        return "" if part is None else str(_query("nvmlDeviceGetUUID", part, default=""))
 
 
 def _mig_slice(uuid: str) -> Gpu | None:

@@ -42,7 +42,6 @@ class DeviceWatch:
     def _ask(self) -> None:
         busy = False
         with suppress(Exception):  # after an error, a device answers with that error: nothing runs on it
-            device_table.select_again()
             in_use = (row for row in device_table.ROWS if row.is_accelerator and row.is_initialized())
             busy = any(_is_busy(row) for row in in_use)
         self._busy = busy
@@ -54,7 +53,8 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
     if row.type == "cuda":
         # torch's own query keeps the interpreter's lock, and would keep it for ever in a blocked driver.
         with suppress(OSError):
-            return _cuda_is_busy(ctypes.CDLL("libcuda.so.1"), streams, module.device_count())
+            return cuda_is_busy(ctypes.CDLL("libcuda.so.1"), streams)
+    device_table.select_again()
     current = getattr(module, "current_stream", None)
     return any(not stream.query() for stream in (*streams, *([] if current is None else [current()])))
 
@@ -64,9 +64,17 @@ def _streams(kind: Any) -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), kind)] if isinstance(kind, type) else []
 
 
-def _cuda_is_busy(driver: Any, streams: list[Any], devices: int) -> bool:
+def cuda_is_busy(driver: Any, streams: list[Any]) -> bool:
+    """Return whether a stream has unfinished work.
+
+    Args:
+        driver: NVIDIA's library; its functions are called without the interpreter's lock.
+        streams: torch's streams; the default stream of each device is added.
+    """
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
-    for index in range(devices):
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    for index in range(count.value):
         handles = [0, *(stream.cuda_stream for stream in streams if stream.device_index == index)]
         with _context(driver, index) as active:
             if active and any(_has_work(driver, handle) for handle in handles):
@@ -134,4 +142,4 @@ def _mode(calls: DeviceCalls) -> Any:
     return Mode()
 
 
-__all__ = ["DeviceCalls", "DeviceWatch"]
+__all__ = ["DeviceCalls", "DeviceWatch", "cuda_is_busy"]

@@ -84,3 +84,22 @@ print(run.plan.start_method, run.plan.reason, run.results)
     lines = machine.run(code, FAKE_NVML_COUNT="2", FAKE_CUDA_COUNT="2").splitlines()
     assert lines[-1] == f"zygote CUDA is initialised in the kernel {((False, False),) * 2}"
     assert len(machine.initialised()) == 1, "only the user's own call in the kernel"
+
+
+@pytest.mark.parametrize(
+    ("busy", "expected"),
+    [({}, False), ({"FAKE_CUDA_BUSY": "0"}, True), ({"FAKE_CUDA_BUSY": "13"}, True), ({"FAKE_CUDA_BUSY": "20"}, False)],
+    ids=["idle", "a default stream", "a stream of the second device", "a device without a context"],
+)
+def test_streams_with_unfinished_work_are_found(machine: Machine, busy: dict[str, str], expected: bool) -> None:
+    code = """
+import ctypes
+from types import SimpleNamespace
+from notebook_accelerate.worker.device_waits import cuda_is_busy
+driver = ctypes.CDLL("libcuda.so.1")
+driver.cuInit(0)
+streams = [SimpleNamespace(device_index=1, cuda_stream=3), SimpleNamespace(device_index=0, cuda_stream=7)]
+print(cuda_is_busy(driver, streams))
+"""
+    found = machine.run(code, FAKE_CUDA_COUNT="3", FAKE_CUDA_CONTEXTS="2", **busy)
+    assert found.splitlines()[-1] == str(expected)

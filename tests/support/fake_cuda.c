@@ -30,6 +30,30 @@ int cuDeviceGetCount(int *count) {
 
 int cuGetExportTable(const void **table, const void *id) { (void)table; (void)id; return NO_SUCH_ENTRY; }
 
+/* Devices from FAKE_CUDA_CONTEXTS (0) on have no context, and none may be created. The stream FAKE_CUDA_BUSY, ten
+   times the device's index and the stream's, has work; the stream 7 is being captured: a query would end the capture. */
+static int entered = -1;
+static int asked(const char *name) { return getenv(name) ? atoi(getenv(name)) : 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return *mode == 2 ? SUCCESS : 1; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return SUCCESS; }
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    *flags = 0;
+    *active = device < asked("FAKE_CUDA_CONTEXTS");
+    return SUCCESS;
+}
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    if (device >= asked("FAKE_CUDA_CONTEXTS")) abort();
+    *context = (void *)(long)(device + 1);
+    return SUCCESS;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return SUCCESS; }
+int cuCtxSetCurrent(void *context) { entered = (int)(long)context - 1; return SUCCESS; }
+int cuStreamIsCapturing(void *stream, int *status) { *status = (long)stream == 7; return SUCCESS; }
+int cuStreamQuery(void *stream) {
+    if ((long)stream == 7 || entered < 0) abort();
+    return getenv("FAKE_CUDA_BUSY") && asked("FAKE_CUDA_BUSY") == 10 * entered + (int)(long)stream ? 600 : SUCCESS;
+}
+
 static int other(void) { return initialised ? NOT_SUPPORTED : NOT_INITIALIZED; }
 
 int cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long flags, int *status);

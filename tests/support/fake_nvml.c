@@ -28,7 +28,20 @@ int nvmlDeviceGetName(int *device, char *name, unsigned length) {
     else snprintf(name, length, "NVIDIA GeForce RTX 40%d0", 8 + *device);
     return 0;
 }
-int nvmlDeviceGetUUID(int *device, char *uuid, unsigned length) { snprintf(uuid, length, "GPU-%dabc", *device); return 0; }
+int nvmlDeviceGetUUID(int *device, char *uuid, unsigned length) {
+    if (device == slice) snprintf(uuid, length, "MIG-slice");
+    else snprintf(uuid, length, "GPU-%dabc", *device);
+    return 0;
+}
+/* With FAKE_NVML_MIG, the second GPU is divided. */
+int nvmlDeviceGetMigMode(int *device, unsigned *current, unsigned *pending) {
+    *current = *pending = getenv("FAKE_NVML_MIG") && *device == 1;
+    return 0;
+}
+int nvmlDeviceGetMigDeviceHandleByIndex(int *device, unsigned index, int **part) {
+    *part = slice;
+    return *device == 1 && index == 0 ? 0 : 6;
+}
 /* The second GeForce card shares the main memory: NVML_ERROR_NOT_SUPPORTED. The slice has 10 GiB. */
 int nvmlDeviceGetMemoryInfo(int *device, struct memory *memory) {
     memory->total = (device == slice ? 10 : gigabytes()) << 30;

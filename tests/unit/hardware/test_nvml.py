@@ -117,8 +117,9 @@ def test_a_slice_has_its_own_memory_and_the_capability_of_its_gpu(library: Path)
         "from notebook_accelerate.hardware.nvml import visible_gpu\n"
         "g = visible_gpu(0)\nprint(g.index, g.memory_bytes >> 30, g.capability, g.uuid, g.pci_bus_id)"
     )
-    found = _run(library, code, CUDA_VISIBLE_DEVICES="MIG-slice", FAKE_NVML_NAME="NVIDIA H100 80GB HBM3")
-    assert found == "1 10 (9, 0) MIG-slice 00000000:51:00.0"
+    for visible in ({"CUDA_VISIBLE_DEVICES": "MIG-slice"}, {"CUDA_VISIBLE_DEVICES": "1", "FAKE_NVML_MIG": "yes"}):
+        found = _run(library, code, FAKE_NVML_NAME="NVIDIA H100 80GB HBM3", **visible)
+        assert found == "1 10 (9, 0) MIG-slice 00000000:51:00.0"
     unknown = "from notebook_accelerate.hardware.nvml import visible_gpu; print(visible_gpu(0))"
     assert _run(library, unknown, CUDA_VISIBLE_DEVICES="MIG-unknown") == "None"
 

@@ -142,7 +142,9 @@ def test_offloaded_tensors_use_main_memory_that_ranks_share() -> None:
 
 def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
-    monkeypatch.setattr("notebook_accelerate.widgets.memory_check.nvml.visible_gpu", lambda _rank: gpu)  # without GPUs
+    monkeypatch.setattr(
+        "notebook_accelerate.widgets.memory_check.nvml.visible_gpu", lambda _rank, _variables: gpu
+    )  # without GPUs
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))
@@ -152,3 +154,17 @@ def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: py
     assert "needs about 19.07 MB" in MemoryCheck(model).warning(plan, TrainingOptions(), machine)
     machine = SimpleNamespace(memory_bytes=4 * WEIGHTS - 1)
     assert "offloaded tensors need about" in MemoryCheck(model).warning(plan, options, machine)
+
+
+def test_variables_of_the_launch_choose_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"0": WEIGHTS, "1": 100 * WEIGHTS}
+    monkeypatch.setattr(
+        "notebook_accelerate.widgets.memory_check.nvml.visible_gpu",
+        lambda _rank, variables: SimpleNamespace(memory_bytes=sizes[variables["CUDA_VISIBLE_DEVICES"]]),
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    plan: Any = SimpleNamespace(accelerator="cuda", world_size=1, num_processes=1)
+    machine: Any = SimpleNamespace(memory_bytes=1 << 40)
+    check = MemoryCheck(model)
+    assert "This will not fit" in check.warning(plan, TrainingOptions(), machine)
+    assert check.warning(plan, TrainingOptions(), machine, {"CUDA_VISIBLE_DEVICES": "1"}) == ""
