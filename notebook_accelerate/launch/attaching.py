@@ -29,6 +29,7 @@ from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.run_call import RunCall
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.waits import SLICE
+from notebook_accelerate.telemetry import inherited_state, notebook_settings
 from notebook_accelerate.telemetry.cell_sources import cell_sources
 from notebook_accelerate.telemetry.pickling import dump
 from notebook_accelerate.telemetry.tracebacks import cell_name
@@ -87,6 +88,8 @@ def launch_detached(
             "arguments": call_arguments(function, arguments),
             "resume": None if resume is None else str(resume.folder),
             "sources": (cells := cell_sources()),
+            "settings": notebook_settings.capture(),
+            "inherited": inherited_state.capture(),
             "names": {filename: cell_name(filename) for filename in cells},
             "origin": _origin(),
         }

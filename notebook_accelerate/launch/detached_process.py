@@ -84,9 +84,9 @@ class DetachedRun:
         try:
             self._held_seconds = held_seconds()
             self._path = run_directory.new_socket()
-            function = PickledFunction(order["function"], self._payload, order["arguments"])
+            function = PickledFunction(order["function"], self._payload, order["arguments"], order["settings"])
             earlier = None if order["resume"] is None else open_run(order["resume"])
-            run = start_here(config.changed(panel=False), function, (), earlier)
+            run = start_here(config.changed(panel=False), function, (), earlier, order["inherited"])
         except BaseException as error:  # noqa: BLE001 - the kernel raises it again
             self._tell({"error": type(error).__name__, "message": str(error)})
             self._end()

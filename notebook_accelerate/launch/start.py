@@ -38,6 +38,7 @@ from notebook_accelerate.telemetry import inherited_state, steady_time
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.kept.run_writer import RunWriter
+    from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
 def start(
@@ -81,9 +82,21 @@ def start(
 
 
 def start_here(
-    config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...], resume: Run | None
+    config: LaunchConfig,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    resume: Run | None,
+    inherited: InheritedState | None = None,
 ) -> Run:
-    """Launch under the supervision of this process; see `start`."""
+    """Launch under the supervision of this process; see `start`.
+
+    Args:
+        config: Configuration of the launch.
+        function: The function.
+        arguments: Its arguments.
+        resume: An ended run, whose training is continued.
+        inherited: State that ranks inherit; by default, it is captured from the calling thread.
+    """
     run_registry.release_held()
     if all(run.ended is not None for run in run_registry.own_runs()):
         steady_time.set_to_system_time()
@@ -104,7 +117,7 @@ def start_here(
     if commands is None:
         _run_inline(run, plan, function, arguments)
     else:
-        _supervise(run, plan, commands, function, arguments)
+        _supervise(run, plan, commands, (function, arguments), inherited or inherited_state.capture())
     if config.block and run.error is not None:
         raise run.error from error_messages.original(run.error)
     return run
@@ -222,7 +235,11 @@ def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], argume
 
 
 def _supervise(
-    run: Run, plan: LaunchPlan, commands: CommandQueue, function: Callable[..., Any], arguments: tuple[Any, ...]
+    run: Run,
+    plan: LaunchPlan,
+    commands: CommandQueue,
+    call: tuple[Callable[..., Any], tuple[Any, ...]],
+    inherited: InheritedState,
 ) -> None:
     """Start a run in separate processes, and wait for its end if it blocks the cell."""
     run.reserve_output()
@@ -231,9 +248,8 @@ def _supervise(
     prepare = partial(_prepare, run, context, plan)
     launch = Launch(
         context,
-        function,
-        arguments,
-        inherited=inherited_state.capture(),  # here, because some of it belongs to the cell's thread
+        *call,
+        inherited=inherited,
         prepare=partial(prepare, partial(_on_this_machine, context)),
         release=partial(_release, run),
     )

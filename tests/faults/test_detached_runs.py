@@ -105,6 +105,23 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
         attach("train-3")
 
 
+def test_a_detached_run_starts_with_the_settings_of_the_notebook(state: Path) -> None:
+    with Kernel(cwd=state) as kernel:
+        kernel.check(
+            "import logging, random, torch, warnings\nfrom notebook_accelerate import notebook_launcher\n"
+            "torch.manual_seed(5); random.seed(5); torch.set_default_dtype(torch.float64)\n"
+            "logging.basicConfig(level=logging.INFO, format='own %(message)s', force=True)\n"
+            "warnings.filterwarnings('ignore')\n"
+            "def draw():\n    logging.info('logged'); warnings.warn('hidden')\n"
+            "    return torch.rand(1).item(), random.random()\n"
+            "options = dict(num_processes=1, use_port=0, panel=False)\n"
+            "run = notebook_launcher(draw, detach=True, **options)\nrun.wait()"
+        )
+        assert kernel.value("[run.logs(), run.results == notebook_launcher(draw, **options).results]") == [
+            ["[rank 0] own logged"], True,
+        ]  # fmt: skip
+
+
 def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
     with Kernel(cwd=state) as kernel:
         _launch(kernel, "stops", "('', 0.0, 3, -1, 1)")

@@ -85,11 +85,12 @@ class PickledFunction:
         name: The function's name.
         payload: Descriptor of their file.
         arguments: The arguments by name, as plain values.
+        settings: The settings of that process, from ``notebook_settings.capture``.
     """
 
-    def __init__(self, name: str, payload: int, arguments: Mapping[str, Plain]) -> None:
+    def __init__(self, name: str, payload: int, arguments: Mapping[str, Plain], settings: bytes) -> None:
         self.__name__ = name
-        self.payload, self.plain_arguments = payload, arguments
+        self.payload, self.plain_arguments, self.settings = payload, arguments, settings
 
     def __call__(self) -> Any:
         """Load the function and call it."""
@@ -115,7 +116,7 @@ class PickledBackend(ProcessBackend):
         super().__init__(function, arguments)
         self._payload = to_file(function, arguments)
         self._sources = cell_sources()
-        self._settings = notebook_settings.capture()
+        self._settings = function.settings if isinstance(function, PickledFunction) else notebook_settings.capture()
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
         """Add what a forked rank inherits from the kernel."""
