@@ -23,7 +23,7 @@ from notebook_accelerate.launch.detached.control_service import short_path
 from notebook_accelerate.telemetry import Event, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.debug_protocol import AskRequest, DoneReply
 from tests.support.detached import processes_of, supervisor_of, user_folder
-from tests.support.peers import SENDS, THEN, frame, misbehaving_peer, raw
+from tests.support.peers import PEERS, SENDS, frame, misbehaving_peer, raw
 from tests.support.waiting import until
 
 
@@ -76,13 +76,37 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("then", THEN)
-@pytest.mark.parametrize("data", [*SENDS.values(), *COMMANDS.values()], ids=[*SENDS, *COMMANDS])
-def test_a_peer_that_sends_anything_harms_nobody(shared: Run, data: bytes, then: str) -> None:
-    with misbehaving_peer(str(_socket_of(shared)), data, then):
+@pytest.mark.parametrize(("sends", "then"), [*PEERS, *((sends, "silent") for sends in COMMANDS)])
+def test_a_peer_that_sends_anything_harms_nobody(shared: Run, sends: str, then: str) -> None:
+    with misbehaving_peer(str(_socket_of(shared)), {**SENDS, **COMMANDS}[sends], then):
         assert shared.ask("1 + 1", timeout=10.0) == {0: 2}
         assert shared.status == "running"
     assert shared.status == "running"
+
+
+ANSWERS = {
+    **SENDS,
+    "prompts that are no pairs": frame(protocol.OpenEvent([0], [], [[1]])),
+    "ranks that are none": frame(protocol.OpenEvent("all", [], [])),  # type: ignore[arg-type]
+    "garbage as records": frame(protocol.RecordsEvent(0, b"garbage" * 100)),
+    "garbage of a rank": frame(protocol.RelayedEvent(0, b"garbage" * 100)),
+}
+
+
+@pytest.mark.parametrize("sends", ANSWERS)
+def test_a_supervisor_that_sends_anything_harms_no_kernel(
+    tmp_path: Path, sends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_client, "STATE_SECONDS", 0.0)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client = control_client.ControlClient(tmp_path / "s")
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(ANSWERS[sends])
+        assert client.connected, "the run may go on"
+    until(lambda: not client.connected)
 
 
 # ---- suspended kernels
@@ -115,10 +139,9 @@ def test_suspended_kernels_delay_nobody_and_read_on_later(state: Path) -> None:
         others = [kernels.enter_context(_kernel("crowded")) for _ in range(3)]
         for other in others:
             other.send_signal(signal.SIGSTOP)
-        begin = time.monotonic()
         for _ in range(20):
-            assert len(run.ask("'x' * 1_000_000", timeout=15.0)[0]) == 1_000_000
-        assert time.monotonic() - begin < 30
+            assert len(run.ask("'x' * 1_000_000", timeout=60.0)[0]) == 1_000_000
+        assert not any(other.poll() for other in others), "they are still suspended"
         for other in others:
             other.send_signal(signal.SIGCONT)
             assert other.stdin is not None
@@ -139,9 +162,7 @@ def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
     until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
     with ExitStack() as connections:
         _fill_queue(_socket_of(run), connections)
-        begin = time.monotonic()
-        (found,) = runs()
-        assert time.monotonic() - begin < 10
+        (found,) = runs()  # a connection without a limit would wait until the supervisor is resumed
         assert found.name == "asleep"
         assert f"process {supervisor.pid}" in found.commands.refusal
         with pytest.warns(UserWarning, match=rf"process {supervisor.pid} .*kill -CONT {supervisor.pid}"):
@@ -192,10 +213,8 @@ def test_a_suspended_supervisor_is_named_and_killed(
     supervisor = supervisor_of(run)
     for process in [supervisor, *(supervisor.children(recursive=True) if ranks_too else ())]:
         process.suspend()
-    begin = time.monotonic()
     with pytest.warns(UserWarning, match=rf"process {supervisor.pid} .*is suspended; .*kill -CONT {supervisor.pid}"):
-        run.stop(grace=2.0) if how == "stop" else shutdown(all=True)
-    assert time.monotonic() - begin < 15
+        run.stop(grace=0.5) if how == "stop" else shutdown(all=True)
     assert run.status == "lost"
     assert any("is suspended" in text for text in run.journal.state.warnings)
     until(lambda: not processes_of(state), seconds=20)
@@ -213,14 +232,13 @@ def test_a_supervisor_that_is_resumed_in_time_stops_the_run(state: Path, monkeyp
     assert run.status == "stopped"
 
 
-def test_a_run_is_attached_to_while_its_supervisor_is_suspended(state: Path) -> None:
+def test_a_run_is_attached_to_while_its_supervisor_is_suspended(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _launch("waits")
+    monkeypatch.setattr(control_client, "STATE_SECONDS", 1e6)
     supervisor = supervisor_of(run)
     attaching.leave()
     supervisor.suspend()
-    begin = time.monotonic()
     again = attach("waits")
-    assert time.monotonic() - begin < 4
     supervisor.resume()
     until(lambda: again.commands.requests.open_ranks() == [0])
     assert again.ask("'back'", timeout=20.0) == {0: "back"}

@@ -38,8 +38,14 @@ SENDS = {
     "a reply of another type": raw(b'[["StacksReply",1.0,1,5,2.0]]'),
 }
 """What a peer sends before it does nothing more."""
-THEN = ("silent", "closes", "suspended")
-"""What a peer does after that."""
+PEERS = [
+    *((sends, "silent") for sends in SENDS),
+    *((sends, then) for sends in ("nothing", "half a frame") for then in ("closes", "suspended")),
+]
+"""What peers send, and what they do after that: fall silent, close, or wait suspended.
+
+The end matters only before a frame and within one: what is not a frame ends the connection in any case.
+"""
 _PEER = """
 import json, socket, sys, time
 address, then = json.loads(sys.argv[1]), sys.argv[2]

@@ -167,7 +167,7 @@ class ControlClient:
 
     def _main(self) -> None:
         while True:
-            with suppress(ChannelClosedError):
+            with suppress(Exception):  # also if the process sends something else: this thread must report its end
                 while True:
                     found = self._channel.receive()
                     self._heard += len(found)

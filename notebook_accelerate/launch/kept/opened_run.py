@@ -262,8 +262,7 @@ class _SentRecords:
     def _receive(self) -> None:
         while self._client.records:
             position, data = self._client.records.popleft()
-            rows = [row for frame, _ in journal_format.read_frames(data) for row in frame.content]
-            for record in map(journal_format.record_of, rows):
+            for record in _records_in(data):
                 if record is not None and isinstance(record.event, SavingChanged):
                     self._unsaved = record.event.problem
                 self._waiting[position] = record
@@ -290,6 +289,15 @@ class _SentRecords:
                 f"the result of rank {rank} is not saved: {self._unsaved or 'its file is missing'}"
             )
         return self._contents.load_result(rank, stored[rank]).read()
+
+
+def _records_in(data: bytes) -> list[Record | None]:
+    """Return the records that a supervisor has sent; none if it has sent something else."""
+    try:
+        rows = [row for frame, _ in journal_format.read_frames(data) for row in frame.content]
+        return [journal_format.record_of(row) for row in rows]
+    except (ValueError, TypeError):
+        return []
 
 
 class _Follower:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate import BrokenRunError, attach, runs
+from notebook_accelerate import BrokenRunError, attach, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.debugging.process_inspection import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, DeviceBusyError, LaunchError
@@ -33,8 +33,9 @@ from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.control_service import ControlService, listen
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
-from notebook_accelerate.telemetry import Event
+from notebook_accelerate.telemetry import Event, LogEvent
 from notebook_accelerate.telemetry.channel import Channel
+from notebook_accelerate.telemetry.store import Record
 from tests.support.runs import START, make_run
 from tests.support.waiting import until
 
@@ -434,6 +435,22 @@ def test_only_a_supervisor_that_knows_pings_must_answer_them(
             client.close()
             supervisor.kill()
             until(lambda: not client._stop_watched)
+
+
+def test_a_run_is_followed_also_if_its_supervisor_sends_garbage(tmp_path: Path) -> None:
+    entry = _recorded(tmp_path / "followed", "followed", time.time())
+    service = ControlService(make_run(), Path(entry.socket), lambda _: b"garbage" * 100)
+    try:
+        run = open_run(entry.folder)
+        client = run.commands
+        assert isinstance(client, ControlClient)
+        until(lambda: client._heard >= 2 and not client.records)
+        (written,) = journal_format.encode_records([Record(0, time.time(), LogEvent("stdout", "written later"))])
+        with (Path(entry.folder) / journal_file.JOURNAL_NAME).open("ab") as file:
+            file.write(written)
+        until(lambda: run.logs(0) == ["written later"])
+    finally:
+        service.close()
 
 
 # ---- entries

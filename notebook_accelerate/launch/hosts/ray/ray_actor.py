@@ -14,6 +14,8 @@ import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
+import psutil
+
 from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch.hosts.joining import FunctionHost
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, RankEvent, SignalOrder
@@ -98,8 +100,12 @@ class NodeHost:
         """Return the tunnel's connection; None when there was none in time."""
         with self._accepting:
             if self._connection is None and self._tunnel is not None and _readable(self._tunnel):
-                self._connection, _ = self._tunnel.accept()
-                self._tunnel.close()
+                connection, peer = self._tunnel.accept()
+                if _is_own(peer):
+                    self._connection = connection
+                    self._tunnel.close()
+                else:
+                    connection.close()
             return self._connection
 
     def push(self, data: bytes) -> None:
@@ -121,6 +127,15 @@ class NodeHost:
             return connection.recv(TUNNEL_BYTES)
         except OSError:
             return b""
+
+
+def _is_own(peer: tuple[str, int]) -> bool:
+    """Return whether this process has opened a connection: any user of the machine can connect to the tunnel."""
+    process = psutil.Process()
+    connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
+    # libzmq's socket is one of IPv6, with the address mapped.
+    own = [(each.laddr.ip.removeprefix("::ffff:"), each.laddr.port) for each in connections("tcp") if each.laddr]
+    return peer in own
 
 
 def _readable(waiting: socket.socket) -> bool:

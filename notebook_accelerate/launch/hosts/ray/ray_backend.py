@@ -60,6 +60,7 @@ class DriverProcess:
         self._cluster = cluster
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
+        self.channel.queues = True  # a driver that does not read must not block the kernel
         Ends.kernel_side.add(ours.fileno())
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the process
         call = (
