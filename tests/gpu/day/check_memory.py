@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from notebook_accelerate import Accelerator, WorkerError, notebook_launcher
+from notebook_accelerate import Accelerator, WorkerError, notebook_launcher, shutdown
 from notebook_accelerate.utils import find_executable_batch_size
 from tests.support import gpu
 from tests.support.gpu import Figure
@@ -30,7 +31,7 @@ def _search() -> tuple[int, int]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
         model = torch.nn.Linear(WIDTH, WIDTH, device=accelerator.device)
         inputs = torch.ones(batch_size * gpu.size(16, 1), WIDTH, device=accelerator.device)
-        torch.stack([model(inputs).sum() for _ in range(2)]).sum().backward()
+        torch.stack([model(inputs).sum() for _ in range(4)]).sum().backward()
         return batch_size
 
     return train(), len(tried)
@@ -66,7 +67,15 @@ def _settings() -> dict[str, Any]:
     return dict(torch.cuda.memory._snapshot()["allocator_settings"])
 
 
+@pytest.fixture
+def no_server() -> Iterator[None]:
+    """End the server process that a launch has started."""
+    yield
+    shutdown()
+
+
 @gpu.only_cuda
+@pytest.mark.usefixtures("no_server")
 @pytest.mark.parametrize("method", ["fork", "zygote"])
 def test_allocator_settings_of_a_launch_reach_the_rank(method: str) -> None:
     options: Any = {"start_method": method, "env": {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS}}

@@ -54,6 +54,7 @@ def test_fp8_is_near_full_precision() -> None:
     assert losses[-1] == pytest.approx(_plain(), rel=0.1)
 
 
+@pytest.mark.leaks_ok("inductor keeps its compiling processes for the next model")
 @pytest.mark.parametrize("options", [{"backend": "eager"}] if gpu.DRY else BACKENDS, ids=str)
 def test_a_compiled_model_is_near(options: dict[str, Any]) -> None:
     assert _losses(dynamo_plugin=TorchDynamoPlugin(**options))[-1] == pytest.approx(_plain(), rel=0.02)

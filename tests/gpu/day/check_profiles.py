@@ -17,7 +17,7 @@ SECONDS = gpu.size(40, 25)
 EXPECTED = {
     "large kernels": None,
     "many small kernels": "small_operations",
-    "item in each step": "reads_of_values",
+    "item in each step": None,  # a device that computes all the time loses nothing by it
     "float32 in spite of bf16": "full_precision",
 }
 
@@ -60,9 +60,9 @@ def test_what_a_profile_says(kind: str, figure: Figure) -> None:
         profile = run.profile(steps=4)
         figure(f"profile of 4 steps, {kind}", f"{time.perf_counter() - begin:.1f} s")
         figure(f"findings, {kind}", " ".join(str(each) for each in profile.findings) or "none")
-        assert gpu.DRY or any(row.device for row in profile.ops), "no kernel is in the trace"
-        if not gpu.DRY and EXPECTED[kind] is not None:
-            assert EXPECTED[kind] in {each.rule for each in profile.findings}
+        assert gpu.DRY or any(row.device for row in profile.ops()), "no kernel is in the trace"
+        if not gpu.DRY:
+            assert {each.rule for each in profile.findings} == {EXPECTED[kind]} - {None}
         if kind == "large kernels":
             assert "optimizer state" in repr(run.memory())
     finally:
