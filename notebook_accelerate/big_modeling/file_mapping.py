@@ -42,7 +42,7 @@ def can_read_ahead() -> bool:
 
 
 def mapped_addresses() -> Callable[[int], bool]:
-    """Return a function that finds out whether an address of this process is in a mapped file; False without /proc."""
+    """Return a predicate for addresses of this process that are in a mapped file; always False without /proc."""
     starts, ends = [], []
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():

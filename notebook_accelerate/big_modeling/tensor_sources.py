@@ -28,7 +28,7 @@ class Source:
     mappable = False
     """Whether `map` is possible, and faster than `read_into`."""
     address: int | None = None
-    """Where a tensor in memory begins; None for one in a file."""
+    """The address of a tensor in memory, or None for a tensor in a file."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

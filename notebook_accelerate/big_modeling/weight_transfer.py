@@ -164,7 +164,7 @@ class StreamTransfer:
 def _check_room(sources: Sequence[Source]) -> None:
     """Check that main memory has room for what pinning adds: torch rounds each pinned tensor up to a power of two.
 
-    A tensor that is mapped from a file gives no memory back: its pages belong to the system's cache of the file.
+    Pinning a tensor that is mapped from a file frees no memory: its pages belong to the system's cache of the file.
 
     Raises:
         RuntimeError: Too little memory is free. The system would kill the process instead of refusing the request.

@@ -136,7 +136,7 @@ class RankLogs:
     """Writes what the ranks of this machine print to the files that torchrun would write.
 
     Args:
-        folder: A folder for each launch is made in it; the files are ``none_*/attempt_0/0/stdout.log`` and so on.
+        folder: Parent of a new folder for each launch, with files such as ``none_*/attempt_0/0/stdout.log``.
         streams: Streams to write: 1 stdout, 2 stderr, 3 both, 0 none; or one of these by local rank.
 
     Raises:

@@ -50,12 +50,12 @@ class Option:
 
 
 def flags_text(text: str) -> tuple[int, ...]:
-    """Convert "true,false,true" to 1 and 0, as which Accelerate passes them on."""
+    """Convert "true,false,true" to integers, because Accelerate passes on 1 and 0."""
     return tuple(map(str_to_bool, text.split(",")))
 
 
 def flag_text(text: str) -> str:
-    """Return a truth value as it is written, as which Accelerate passes it on."""
+    """Check a truth value and return its text, because Accelerate passes it on unchanged."""
     parse_flag(text)
     return text
 

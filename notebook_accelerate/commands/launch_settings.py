@@ -101,7 +101,7 @@ def given_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[s
 
 
 def dynamo_section(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
-    """Return all settings of ``torch.compile`` by option: the defaults, under ``contents``, under given options."""
+    """Return the settings of ``torch.compile``: given options override ``contents``, which overrides the defaults."""
     named = {f"dynamo_{name.removeprefix('dynamo_')}": value for name, value in contents.items()}
     return _section(args, DYNAMO, named)
 
@@ -225,7 +225,7 @@ def _check_devices(args: argparse.Namespace, found: ClusterConfig) -> None:
 
 
 def log_streams(args: argparse.Namespace) -> dict[int, int] | int:
-    """Return what ``--tee`` selects, as torchrun reads it: 0 to 3, or one of these by local rank; without it, 3.
+    """Return the streams that ``--tee`` selects, as in torchrun: 0 to 3 (default: 3), or one of these by local rank.
 
     Raises:
         ValueError: The text has another form.

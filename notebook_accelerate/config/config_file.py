@@ -339,7 +339,7 @@ def _joined(value: Any) -> Any:
 
 
 def _capitalized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with True and False as Accelerate writes them in these sections; in others in lower case."""
+    """Return the values with booleans as "True" and "False"; Accelerate writes other sections in lower case."""
     return {name: str(value) if isinstance(value, bool) else value for name, value in values.items()}
 
 

@@ -101,10 +101,10 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The torch loader: this object itself. When it is set, this object reads what the other loader reads.
+        """The torch loader, which is this object itself. Once set, this object reads the other loader's data.
 
         Raises:
-            ValueError: The other loader belongs to a class of the user, whose way to iterate would be lost.
+            ValueError: The assigned loader's class is user-defined, and its own way of iterating would be lost.
         """
         return self
 

@@ -65,7 +65,7 @@ class ProcessInspector:
         return ProcessStacks(self._read_dump(send_signal), native)
 
     def _sleeps_in_kernel(self) -> bool:
-        """Return whether the process is in an uninterruptible sleep, and not just for a moment, as for each read."""
+        """Return whether the process stays in uninterruptible sleep; each read from a disk causes a short one."""
         if self._status() != "disk-sleep":
             return False
         time.sleep(SLEEP_SECONDS)

@@ -90,10 +90,10 @@ LOCK_SECONDS = 2.0
 
 
 class _Calls:
-    """Keeps forks out of calls of NVML: a child that is forked inside one would inherit NVML's locks locked.
+    """Prevents forks during NVML calls: a child that is forked during one would inherit NVML's locks in a locked state.
 
     Attributes:
-        usable: Whether this process can call NVML; not in a child that was forked while a call did not return.
+        usable: Whether this process can call NVML; False in a child that was forked while a call hung.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _Calls:
             self._lock.release()
 
     def in_child(self) -> None:
-        """Release the lock in the child, or give NVML up."""
+        """Release the lock in the child, or mark NVML as unusable if the fork did not wait for a running call."""
         self.usable = self.usable and self._forking.owns
         self.after_fork()
 
@@ -180,7 +180,7 @@ def visible_gpu(local_index: int, environment: Mapping[str, str] | None = None) 
 
     Args:
         local_index: Index among the GPUs of CUDA_VISIBLE_DEVICES.
-        environment: The variables of the process that uses it; None: those of this process.
+        environment: Environment variables of the process that uses the GPU; default: ``os.environ``.
     """
     environment = os.environ if environment is None else environment
     physical = gpus()

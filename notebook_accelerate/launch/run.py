@@ -399,7 +399,7 @@ class Run(RunDebugging, RunDisplay):
     def stop(self, grace: float = DEFAULT_GRACE) -> None:
         """End the run and return once every rank is reaped; does nothing if it has ended.
 
-        If the process of a finished detached run is waiting for a full disk, it ends without writing the rest.
+        If the process of a finished detached run is waiting for space on a full disk, it ends without writing the rest.
 
         Ranks receive a KeyboardInterrupt, then SIGTERM, then, after ``grace`` seconds, SIGKILL. A second call during
         the first kills at once.

@@ -73,7 +73,7 @@ _namespace = type.__dict__["__dict__"].__get__  # vars() would ask the metaclass
 def note_classes() -> None:
     """Give each class of a cell a token, before processes are forked that pickle instances of it.
 
-    Classes that functions of cells have made are found too: every class is a subclass of ``object``.
+    This includes classes created inside functions of cells: every class is a subclass of ``object``.
     """
     found = new = {object}
     while new:

@@ -29,7 +29,7 @@ def is_class(value: object) -> bool:
 
 
 def names_of_main() -> dict[str, Any]:
-    """Return the names of ``__main__``, in which the user's cells run."""
+    """Return the globals of ``__main__``, the namespace of the user's cells."""
     return vars(sys.modules["__main__"])
 
 
@@ -56,7 +56,7 @@ def owner_in_main(value: Any) -> Any:
 
 
 _WAYS = frozenset(("globals", "eval", "exec", "__main__", "modules", "import_module", "__import__"))
-"""Names in the code of a function that may read names of ``__main__`` by their text, or as attributes."""
+"""Code that uses one of these names may read names of ``__main__`` from strings, or as attributes."""
 _READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 _READS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 _LOADS = _READS | _READS_ATTRIBUTE | {"LOAD_CONST"}
@@ -148,7 +148,7 @@ def _texts(values: Iterable[object]) -> Iterator[str]:
 def _names_in_source(text: str) -> set[str]:
     try:
         return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # it is another text
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python source
         return set()
 
 
@@ -180,7 +180,7 @@ def _enter_names(module_names: dict[str, Any], omitted: dict[str, str]) -> dict[
 
 
 def explain_omitted(error: BaseException) -> None:
-    """Add a note to an error that says that a name does not exist, if the notebook has it and could not send it."""
+    """Add a note to an error about a missing name if the notebook has that name but could not send it."""
     text = describe_error(error)
     of_main = issubclass(type(error), (ImportError, AttributeError)) and "'__main__'" in text
     if not of_main and not issubclass(type(error), (NameError, KeyError)):

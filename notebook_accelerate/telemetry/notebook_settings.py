@@ -168,7 +168,7 @@ _warned: set[str] = set()
 
 
 def _pickled(value: Any, what: str) -> bytes:
-    """Return a pickled value; b"" if that is impossible, with a warning at the first time."""
+    """Return a pickled value, or b"" if it cannot be pickled; the first time, issue a warning."""
     try:
         data = dump_bytes(value, "it", "launch")
         reason = f"it has more than {_MAX_BYTES >> 20} MiB" if len(data) > _MAX_BYTES else ""

@@ -136,7 +136,8 @@ def _rebuild_tensor(
 def _own_device(device: str) -> str:
     """Return this rank's device in place of the kernel's device.
 
-    Otherwise every rank would create a context on the kernel's device. Each process of torch_xla has one: xla:0.
+    Otherwise every rank would create a context on the kernel's device.
+    Every process of torch_xla has the device xla:0.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"

@@ -51,10 +51,10 @@ def is_reported() -> bool:
 
 
 class StepCounter:
-    """Counts the steps of a run in which several optimizers may take them.
+    """Counts the steps of a run that may have several optimizers.
 
-    The first optimizer that takes a step counts. Another one replaces it by taking two steps in a row without it: a
-    training that has several phases, or an optimizer that was prepared and is never used, still counts its steps.
+    The first optimizer that takes a step is counted. Another optimizer replaces it by taking two consecutive steps, so
+    that steps are also counted if a training has several phases or never uses one of its prepared optimizers.
     """
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ BYTECODE_SECONDS = 0.5
 LOCKED_SECONDS = 5.0
 """How long that thread may keep the interpreter lock, unless an operation releases it."""
 BUSY_SECONDS = 0.3
-"""How long that thread may take before the devices are asked whether they are busy."""
+"""How long that thread may take before the agent checks whether the devices are busy."""
 WAITING_REQUESTS = 4
 """Threads that may serve requests at the same time: each may occupy a core."""
 DEVICE_BUSY = (
@@ -79,7 +79,7 @@ DEVICE_BUSY = (
 ASKED_AGAIN = "the same question is still being answered; ask for less, or see run.diagnose()"
 TOO_MANY = f"{WAITING_REQUESTS} earlier questions are still being answered; see run.diagnose()"
 LOOK_SECONDS = 1.0
-"""A main thread that computes in one place for this long is asked whether it waits for a device or for other ranks."""
+"""How long the main thread may compute in one place before the agent checks whether it waits for a device or a rank."""
 STUCK_SECONDS = 2.0
 """The heartbeat names the open collective of a main thread that has not moved for this long."""
 
@@ -149,7 +149,7 @@ class _RequestThread(threading.Thread):
         """Let other threads run as usual once the request has taken too long; refuse it if it waits for a device.
 
         Args:
-            devices: Tells whether they are busy.
+            devices: Reports whether devices are busy.
         """
         if self.is_refused or time.monotonic() < self.deadline:
             return

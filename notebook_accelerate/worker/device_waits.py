@@ -13,15 +13,15 @@ from typing import Any
 from notebook_accelerate.hardware import device_table
 
 ANSWER_SECONDS = 0.2
-"""How long the driver may take to answer. One that takes longer is occupied itself, as with a full launch queue."""
+"""How long the driver may take to reply. A slower driver is itself busy, for example with a full launch queue."""
 NOT_READY = 600
 """What cuStreamQuery returns for a stream with unfinished work."""
 RELAXED_CAPTURE = 2
-"""A mode for threads whose queries must not end the capture of a CUDA graph in another thread."""
+"""Capture mode: a query in this mode does not end the capture of a CUDA graph in another thread."""
 
 
 class DeviceWatch:
-    """Asks the streams of this process's devices on another thread, which a blocked driver may keep for ever."""
+    """Queries the streams of this process's devices on another thread, because a blocked driver may never return."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -30,7 +30,7 @@ class DeviceWatch:
     def busy(self) -> bool:
         """Return whether a stream has unfinished work, or the driver does not answer in `ANSWER_SECONDS`.
 
-        Known are the default streams and those that Python objects stand for.
+        Only default streams and streams with a Python object are checked.
         """
         if self._thread is None or not self._thread.is_alive():
             self._busy = True
@@ -51,7 +51,7 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
     module = row.load()
     streams = _streams(getattr(module, "Stream", None))
     if row.type == "cuda":
-        # torch's own query keeps the interpreter's lock, and would keep it for ever in a blocked driver.
+        # torch's own query holds the GIL, so that a blocked driver would block the interpreter forever.
         with suppress(OSError):
             return cuda_is_busy(ctypes.CDLL("libcuda.so.1"), streams)
     device_table.select_again()
@@ -60,7 +60,7 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
 
 
 def _streams(kind: Any) -> list[Any]:
-    # Not isinstance, which reads the attribute __class__: modules that load or warn lazily would do that here.
+    # Not isinstance: it reads __class__, which would make lazy modules load or warn.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)] if isinstance(kind, type) else []
 
 
@@ -84,7 +84,7 @@ def cuda_is_busy(driver: Any, streams: list[Any]) -> bool:
 
 @contextmanager
 def _context(driver: Any, index: int) -> Iterator[bool]:
-    """Enter a device's context in this thread, and yield whether it has one: none is created."""
+    """Enter a device's context in this thread, and yield whether it has one; never create a context."""
     device, flags, active, context = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int(), ctypes.c_void_p()
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))

@@ -173,7 +173,7 @@ def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
 def test_supervisors_that_accept_nothing_are_killed_at_the_same_time(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one after the other, which takes the grace period of each."""
+    """Stopping one after the other would take the grace period of each."""
     supervisors = [supervisor_of(_launch(name)) for name in ("one", "two")]
     attaching.leave()
     for supervisor in supervisors:

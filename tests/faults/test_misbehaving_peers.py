@@ -96,7 +96,7 @@ def _outlasts_interrupts() -> None:
 
 
 def test_shutdown_stops_all_runs_at_the_same_time() -> None:
-    """Not one after the other, which takes the grace period of each."""
+    """Stopping one after the other would take the grace period of each."""
     both = [_launch(_outlasts_interrupts) for _ in range(2)]
     until(lambda: all(run.status == "running" for run in both))
     shutdown()

@@ -30,8 +30,8 @@ int cuDeviceGetCount(int *count) {
 
 int cuGetExportTable(const void **table, const void *id) { (void)table; (void)id; return NO_SUCH_ENTRY; }
 
-/* Devices from FAKE_CUDA_CONTEXTS (0) on have no context, and none may be created. The stream FAKE_CUDA_BUSY, ten
-   times the device's index and the stream's, has work; the stream 7 is being captured: a query would end the capture. */
+/* Devices whose index is at least FAKE_CUDA_CONTEXTS (default: 0) have no context, and none may be created. One stream
+   has work: FAKE_CUDA_BUSY is 10 * device index + stream. Stream 7 is being captured: a query would end the capture. */
 static int entered = -1;
 static int asked(const char *name) { return getenv(name) ? atoi(getenv(name)) : 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) { return *mode == 2 ? SUCCESS : 1; }

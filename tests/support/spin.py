@@ -47,11 +47,11 @@ def load(library: Path, *, locked: bool = False) -> Any:
 
 
 def on_device(wait: Any, seconds: float) -> Any:
-    """Return a tensor that says it is on a CUDA device; each use of its value takes so long.
+    """Return a tensor whose device is a CUDA device; each use of its value takes ``seconds``.
 
     Args:
         wait: The function that `load` has returned.
-        seconds: The seconds.
+        seconds: Duration of each use.
     """
     import torch
 

@@ -23,7 +23,7 @@ LONE_STEPS = 3
 
 
 class _Steps:
-    """Times the steps of all optimizers, and reports those of the one that counts."""
+    """Times the steps of all optimizers, and reports the steps that `StepCounter` counts."""
 
     def __init__(self) -> None:
         self._counter = StepCounter()

@@ -123,7 +123,7 @@ class ControlClient:
         self._stop_watched = False
 
     def _replies(self, process: ProcessIdentity) -> bool:
-        """Wait `PING_SECONDS` and return whether the supervisor has replied, or could reply if it is an old one."""
+        """Wait `PING_SECONDS`; return whether the supervisor replied, or if it cannot, whether it is not suspended."""
         heard = self._heard
         if self._replies_to_pings:
             self._send(protocol.PingCommand())

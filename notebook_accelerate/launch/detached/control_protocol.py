@@ -12,9 +12,9 @@ from typing import Any, cast
 from notebook_accelerate.telemetry import Event
 
 VERSION = 1
-"""The version of these messages, which the record of a run names; 1 added `PingCommand`.
+"""The version of these messages, which is part of a run's entry; version 1 added `PingCommand`.
 
-Processes skip events that they do not know, so a version is needed only if a reply is expected.
+Processes ignore unknown events, so the version matters only for messages that need a reply.
 """
 
 

@@ -41,7 +41,7 @@ MAX_COMMAND_BYTES = 64 << 20
 DRAIN_SECONDS = 2.0
 """Seconds that kernels have to read the messages queued for them after the run has ended."""
 MAX_CAPTURES = 16
-"""Most captures of stacks that wait or are under way; each takes seconds if its rank is suspended."""
+"""Maximum number of waiting and running captures of stacks; each takes seconds if its rank is suspended."""
 MAX_ASKED = 10_000
 """Most requests of kernels that wait for a rank's reply; the replies to older ones are discarded."""
 _CREDENTIALS = struct.Struct("3i")

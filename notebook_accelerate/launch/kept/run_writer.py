@@ -179,7 +179,7 @@ class RunWriter:
                 self._wake.wait(PERIOD)
 
     def _is_patient(self) -> bool:
-        """Return whether to wait for a full disk: not if the user stops a run after its end."""
+        """Return whether to wait for space on a full disk; False if the user has stopped the run after its end."""
         stopped_later = self._over and not self._was_stopped and self._stopping()
         return not stopped_later and time.monotonic() < self._patient_until
 

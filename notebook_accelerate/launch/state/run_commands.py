@@ -27,7 +27,7 @@ class RunCommands(Protocol):
 
     @property
     def lingers(self) -> bool:
-        """Whether the process of a detached run is alive; after the run's end it may wait for a full disk."""
+        """Whether the process of a detached run is alive; after the run's end, it may wait for space on a full disk."""
 
     def stop(self, grace: float) -> None:
         """Stop the ranks within ``grace`` seconds; a second call kills at once."""

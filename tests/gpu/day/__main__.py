@@ -35,7 +35,7 @@ SECONDS = 540.0
 LEAST_SECONDS = 12.0
 """An item does not start if less time is left."""
 RESERVE_SECONDS = 5.0
-"""What is left for writing the results."""
+"""Time reserved for writing the results."""
 DRY_FACTOR = 3.0
 """How much longer an item may take on two busy cores than on a machine with a GPU."""
 LONGEST = 700

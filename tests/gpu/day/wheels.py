@@ -1,4 +1,4 @@
-"""Makes the wheel of bitsandbytes small: of its libraries for each CUDA (43 MB), those for CUDA 13.0 and the CPU stay.
+"""Shrinks the wheel of bitsandbytes: of its CUDA libraries (43 MB), keeps only those for CUDA 13.0 and the CPU.
 
 ``python -m tests.gpu.day.wheels FOLDER`` is part of `make gpu-day-wheels`; it needs the standard library only.
 """

@@ -133,7 +133,7 @@ def _is_own(peer: tuple[str, int]) -> bool:
     """Return whether this process has opened a connection: any user of the machine can connect to the tunnel."""
     process = psutil.Process()
     connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
-    # libzmq's socket is one of IPv6, with the address mapped.
+    # libzmq opens an IPv6 socket, so its address is an IPv4-mapped one.
     own = [(each.laddr.ip.removeprefix("::ffff:"), each.laddr.port) for each in connections("tcp") if each.laddr]
     return peer in own
 
