@@ -106,7 +106,7 @@ class MemorySource(Source):
         other = known.get(own.data_ptr())
         if other is None or (other.shape, other.stride(), other.dtype) != (own.shape, own.stride(), own.dtype):
             other = own.contiguous().pin_memory()
-            if own.is_contiguous():
+            if own.is_contiguous() and own.data_ptr():  # tensors that wrap others have no memory: all have address 0
                 known[own.data_ptr()] = other
         self.pinned = self._tensor = other
         if isinstance(self._state, dict) and self._name in self._state:

@@ -124,6 +124,8 @@ class _Calls:
     def in_child(self) -> None:
         """Release the lock in the child, or mark NVML as unusable if the fork did not wait for a running call."""
         self.usable = self.usable and self._forking.owns
+        if not self._forking.owns:  # the thread that holds the lock does not exist here
+            self._lock = threading.RLock()
         self.after_fork()
 
 

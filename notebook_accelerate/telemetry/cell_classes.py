@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -75,11 +74,16 @@ def note_classes() -> None:
 
     This includes classes created inside functions of cells: every class is a subclass of ``object``.
     """
-    found = new = {object}
+    found: dict[int, type] = {id(object): object}  # by identity: a metaclass may define equality and no hash
+    new = list(found.values())
     while new:
-        new = set(chain.from_iterable(map(type.__subclasses__, new))) - found
-        found |= new
-    for kind in found:
+        below: dict[int, type] = {}
+        for kind in new:
+            children: list[type] = type.__subclasses__(kind)
+            below |= {id(child): child for child in children}
+        new = [each for number, each in below.items() if number not in found]
+        found |= below
+    for kind in found.values():
         if _namespace(kind).get("__module__") in _MODULES:
             with suppress(Exception):  # metaclasses of the user
                 token_of(kind)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from notebook_accelerate.errors import SerializationError
@@ -143,7 +144,7 @@ def _root(value: Any) -> str:
     """Return the package of a logger, or the package that defines a filter."""
     if isinstance(value, logging.Logger):
         return value.name.partition(".")[0]
-    module = getattr(value, "__module__", None)
+    module = (value if isinstance(value, FunctionType) else type(value)).__module__
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
@@ -161,7 +162,7 @@ def _pickled_filters(filters: Sequence[Any], place: str) -> list[bytes]:
 
 
 def _name(value: Any) -> str:
-    return str(getattr(value, "__qualname__", "") or type(value).__qualname__)
+    return value.__qualname__ if isinstance(value, (FunctionType, type)) else type(value).__qualname__
 
 
 _warned: set[str] = set()
@@ -170,7 +171,7 @@ _warned: set[str] = set()
 def _pickled(value: Any, what: str) -> bytes:
     """Return a pickled value, or b"" if it cannot be pickled; the first time, issue a warning."""
     try:
-        data = dump_bytes(value, "it", "launch")
+        data = dump_bytes((id(value), value), "it", "launch")  # equal parts of several loggers stay several objects
         reason = f"it has more than {_MAX_BYTES >> 20} MiB" if len(data) > _MAX_BYTES else ""
     except Exception as error:  # noqa: BLE001 - classes of the user
         data, reason = b"", str(error)
@@ -182,7 +183,8 @@ def _pickled(value: Any, what: str) -> bytes:
             f"ranks that are not forked from the kernel log without {what}: {reason}. Set it in the function, too, or "
             "launch with start_method='fork'"
         )
-        warnings.warn_explicit(text, UserWarning, "notebook_accelerate", 0, registry={})
+        with suppress(Warning):  # a warning must not end the launch if warnings are errors
+            warnings.warn_explicit(text, UserWarning, "notebook_accelerate", 0, registry={})
     return b""
 
 
@@ -191,7 +193,7 @@ def _pickled_or_plain(handler: logging.Handler, place: str) -> bytes:
         return _pickled_handler(handler, f"the {_name(handler)} of {place}")
     except Exception:  # noqa: BLE001 - handlers and streams of the user, which may lack the usual attributes
         plain: dict[str, Any] = {"_name": None, "level": logging.NOTSET, "formatter": None}
-        return dump_bytes((logging.StreamHandler, plain, "stderr", []), "a logging handler", "launch")
+        return dump_bytes((logging.StreamHandler, plain, "stderr", [], id(handler)), "a logging handler", "launch")
 
 
 def _pickled_handler(handler: logging.Handler, place: str) -> bytes:
@@ -201,15 +203,16 @@ def _pickled_handler(handler: logging.Handler, place: str) -> bytes:
     plain: dict[str, Any] = {"_name": None, "level": handler.level, "formatter": None}
     common = {name: kept.get(name) for name in plain}
     ours = isinstance(handler, logging.FileHandler) or stream or "stream" not in vars(handler)
-    choices = [(type(handler), kept, stream, filters)] if ours else []
-    choices += [(logging.StreamHandler, common, stream or "stderr", filters)]
+    choices = [(type(handler), kept, stream, filters, id(handler))] if ours else []
+    choices += [(logging.StreamHandler, common, stream or "stderr", filters, id(handler))]
     for choice in choices:
         with suppress(SerializationError):
             data = dump_bytes(choice, "a logging handler", "launch")
             if len(data) <= _MAX_BYTES:
                 return data
     _pickled(handler.formatter, f"the formatter {_name(handler.formatter)} of {place}")  # warns
-    return dump_bytes((logging.StreamHandler, plain, stream or "stderr", filters), "a logging handler", "launch")
+    plainest = (logging.StreamHandler, plain, stream or "stderr", filters, id(handler))
+    return dump_bytes(plainest, "a logging handler", "launch")
 
 
 def _stream_name(stream: Any) -> str:
@@ -267,7 +270,7 @@ def apply(data: bytes) -> None:
 def _loaded(data: bytes) -> Any:
     """Return a pickled value, the same one for both calls of ``apply``; None if it cannot be loaded here."""
     try:
-        return load_bytes(data)
+        return load_bytes(data)[1]
     except Exception as error:  # noqa: BLE001 - its class needs a module that this machine does not have
         sys.stderr.write(f"A part of the notebook's logging setup is missing here: {describe_error(error)}\n")
         return None
@@ -306,7 +309,7 @@ def _set_handlers(logger: logging.Logger, found: LoggerSettings) -> None:
 @cache
 def _handler(data: bytes) -> logging.Handler:
     try:
-        kind, attributes, stream, filters = load_bytes(data)
+        kind, attributes, stream, filters, _ = load_bytes(data)
     except Exception:  # noqa: BLE001 - its class needs a module that this machine does not have
         return logging.StreamHandler()
     file = attributes.get("baseFilename")

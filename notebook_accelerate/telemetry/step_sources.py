@@ -50,31 +50,39 @@ def is_reported() -> bool:
     return _copied.get()
 
 
+PHASE_STEPS = 8
+"""Steps in a row after which an optimizer counts, whatever the other one has taken."""
+
+
 class StepCounter:
     """Counts the steps of a run that may have several optimizers.
 
-    The first optimizer that takes a step is counted. Another optimizer replaces it by taking two consecutive steps, so
-    that steps are also counted if a training has several phases or never uses one of its prepared optimizers.
+    The first optimizer that takes a step counts. Another one replaces it by taking more steps in a row than that one
+    ever did, or more than `PHASE_STEPS`: a training with several phases counts the steps of all of them.
     """
 
     def __init__(self) -> None:
         self._sink: Sink | None = None
         self._counted: weakref.ref[Any] | None = None
-        self._rival: weakref.ref[Any] | None = None
-        self._steps = 0
+        self._last: weakref.ref[Any] | None = None
+        self._in_a_row = self._longest = self._steps = 0
 
     def count(self, optimizer: Any) -> int:
         """Return the number of the step that an optimizer has taken, from 1; 0 if another optimizer counts."""
         if self._sink is not (sink := current_sink()):  # a new run in this process
-            self._sink, self._counted, self._rival, self._steps = sink, None, None, 0
+            self._sink, self._counted, self._last = sink, None, None
+            self._in_a_row = self._longest = self._steps = 0
+        if self._last is not None and self._last() is optimizer:
+            self._in_a_row += 1
+        else:
+            self._last, self._in_a_row = weakref.ref(optimizer), 1
         counted = self._counted() if self._counted is not None else None
-        if counted is not None and counted is not optimizer:
-            if self._rival is None or self._rival() is not optimizer:
-                self._rival = weakref.ref(optimizer)
-                return 0
-            self._steps += 1  # the rival's first step
-        if counted is not optimizer:
-            self._counted = weakref.ref(optimizer)
-        self._rival = None
-        self._steps += 1
+        if counted is optimizer:
+            self._longest = max(self._longest, self._in_a_row)
+            self._steps += 1
+            return self._steps
+        if counted is not None and self._in_a_row <= min(self._longest, PHASE_STEPS):
+            return 0
+        self._counted, self._longest = weakref.ref(optimizer), self._in_a_row
+        self._steps += self._in_a_row
         return self._steps

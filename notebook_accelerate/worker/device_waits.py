@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -117,17 +116,16 @@ class DeviceCalls:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note the calls of this thread in the block."""
-        if "torch" not in sys.modules:
+        types = {row.type for row in device_table.ROWS if row.is_accelerator and row.is_initialized()}
+        if not types:  # the main thread may be importing torch, which an import here would break
             yield
             return
-        with _mode(self):
+        with _mode(self, types):
             yield
 
 
-def _mode(calls: DeviceCalls) -> Any:
+def _mode(calls: DeviceCalls, types: set[str]) -> Any:
     from torch.overrides import TorchFunctionMode
-
-    types = {row.type for row in device_table.ROWS if row.is_accelerator and row.is_initialized()}
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -75,7 +75,9 @@ def _progress(kernel: Kernel) -> list[int]:
     ("steps", "counted"),
     [
         pytest.param("BBBB", [1, 2, 3, 4], id="the first one is never used"),
-        pytest.param("AABB", [1, 2, 4], id="two phases"),
+        pytest.param("AABBB", [1, 2, 5], id="two phases"),
+        pytest.param("A" * 20 + "B" * 10, [*range(1, 21), 29, 30], id="two long phases"),
+        pytest.param("AABBAABB", [1, 2, 3, 4], id="two steps in turn"),
         pytest.param("ABABAB", [1, 2, 3], id="in turn"),
         pytest.param("ABCABC", [1, 2], id="three in turn"),
         pytest.param("ABBABB", [1, 3, 4, 5], id="one that steps twice as often"),

@@ -322,3 +322,20 @@ class Kind(Exception):
         return Kind, (self.code + 1,)
 """
     assert load_bytes(dump_bytes(_run(source, main)(3), "the error")).code == 4
+
+
+class _Equal(type):
+    """A metaclass with equality and without a hash, as in some libraries."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_class_that_cannot_be_hashed_is_no_obstacle(main: dict[str, Any]) -> None:
+    odd = _Equal("Odd", (), {"__module__": "__main__"})
+    plain = type("Plain", (), {"__module__": "__main__"})
+    cell_classes.note_classes()
+    assert cell_classes.known(cell_classes.token_of(plain)) is plain
+    assert odd is not plain

@@ -191,3 +191,59 @@ for category in (late_library.Late, late_library.Later, UserWarning):
 """
     assert _elsewhere(code).split() == ["False", "UserWarning"]
     monkeypatch.delitem(sys.modules, "late_library")
+
+
+class _Seen(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        new = record.getMessage() not in self.seen
+        self.seen.add(record.getMessage())
+        return new
+
+
+class _Locked(logging.Filter):
+    """It cannot be pickled, and answers for attributes as only odd classes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__qualname__":
+            raise RuntimeError("as planned")
+        raise AttributeError(name)
+
+
+@pytest.fixture
+def loggers() -> Iterator[list[logging.Logger]]:
+    found = [logging.getLogger(f"settings.{name}") for name in "pq"]
+    yield found
+    for each in found:
+        each.filters.clear()
+
+
+def test_equal_filters_of_two_loggers_stay_two(loggers: list[logging.Logger]) -> None:
+    for each in loggers:
+        each.addFilter(_Seen())
+    shared = _Seen()
+    for each in loggers:
+        each.addFilter(shared)
+    data = notebook_settings.capture()
+    for each in loggers:
+        each.filters.clear()
+    for _ in range(2):
+        notebook_settings.apply(data)
+    first, second = (each.filters for each in loggers)
+    assert len(first) == len(second) == 2
+    assert first[0] is not second[0]
+    assert first[1] is not shared
+    assert first[1] is second[1]
+
+
+def test_a_filter_that_cannot_be_sent_ends_no_launch(loggers: list[logging.Logger]) -> None:
+    loggers[0].addFilter(_Locked())
+    warnings.simplefilter("error")
+    assert notebook_settings.capture()
