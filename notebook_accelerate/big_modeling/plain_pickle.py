@@ -139,7 +139,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
         if id(function) not in self._found:
             raise RefusedError(f"GLOBAL: the file calls {function!r:.100}.")
         for argument in args:
-            # Small arguments from which these make values of any size.
+            # With such arguments, a small file would create a value of any size.
             if type(argument) in _COSTLY.get(function, ()) or type(argument) is range:
                 raise RefusedError(f"GLOBAL: the file calls {function!r:.100} with an argument of {type(argument)}.")
 

@@ -110,7 +110,7 @@ DYNAMO = (
         choices=tuple(each.value.lower() for each in DynamoBackend), default="no",
     ),
     Option("dynamo_mode", "Mode of torch.compile.", choices=tuple(TORCH_DYNAMO_MODES), default="default"),
-    Option("dynamo_use_fullgraph", "Fail where a model does not compile to one graph.", None, default=False),
+    Option("dynamo_use_fullgraph", "Fail if a model does not compile to one graph.", None, default=False),
     Option("dynamo_use_dynamic", "Compile for dynamic shapes.", None, default=False),
     Option("dynamo_use_regional_compilation", "Compile repeated blocks once.", None, default=False),
 )  # fmt: skip

@@ -142,7 +142,7 @@ def _session() -> Iterator[None]:
         with _calls.one() as can_call, suppress(pynvml.NVMLError):
             if can_call:
                 pynvml.nvmlInit()
-                stack.callback(pynvml.nvmlShutdown)
+                stack.callback(_query, "nvmlShutdown")
         yield
 
 

@@ -39,7 +39,7 @@ MAX_UNREAD_BYTES = 64 << 20
 MAX_COMMAND_BYTES = 64 << 20
 """Most bytes of a frame from a kernel."""
 DRAIN_SECONDS = 2.0
-"""Seconds that kernels have to read the messages queued for them after the run has ended."""
+"""Maximum time, in seconds, to wait at the end of a run until kernels have read their queued messages."""
 MAX_CAPTURES = 16
 """Maximum number of waiting and running captures of stacks; each takes seconds if its rank is suspended."""
 MAX_ASKED = 10_000
