@@ -141,6 +141,3 @@ def _source(module_name: str) -> str:
 def _type_checking_imports(source: str) -> list[ast.ImportFrom]:
     blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
-
-
-__all__ = ["Exports", "exports", "reexport", "replace_everywhere"]

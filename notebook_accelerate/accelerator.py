@@ -14,17 +14,16 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accelerate import checkpointing, collectives, tracking
-from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
-from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
-from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler
-from notebook_accelerate.config.launch_arguments import takes_launch_arguments
-from notebook_accelerate.config.parallelism_config import ParallelismConfig
-from notebook_accelerate.config.profile_kwargs import ProfileKwargs
-from notebook_accelerate.config.training_config import (
+from notebook_accelerate.config.cluster import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
+from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler, ProfileKwargs
+from notebook_accelerate.config.launch_config import takes_launch_arguments
+from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.data_loader import skip_first_batches
 from notebook_accelerate.hardware.batch_size_search import release_memory
 from notebook_accelerate.optimizer import AcceleratedOptimizer
@@ -35,18 +34,17 @@ from notebook_accelerate.strategies import Setup, accelerator_arguments, make_st
 from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 from notebook_accelerate.strategies.ddp_strategy import synchronised_backward
 from notebook_accelerate.strategies.handler_table import sort_handlers
-from notebook_accelerate.strategies.model_placement import is_on_several_devices
+from notebook_accelerate.strategies.module_queries import extract_model_from_parallel, is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.telemetry import step_time
 from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.worker.sanity_facts import SanityFacts
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+    from notebook_accelerate.config.dynamo_plugin import TorchTensorParallelPlugin
     from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-    from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPlugin
     from notebook_accelerate.tracking import GeneralTracker
 
     Tracker: TypeAlias = str | LoggerType | GeneralTracker

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.align_hook import (
         AlignDevicesHook as AlignDevicesHook,
     )
-    from notebook_accelerate.big_modeling.attach import (
+    from notebook_accelerate.big_modeling.dispatching import (
         attach_align_device_hook as attach_align_device_hook,
         attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
         attach_execution_device_hook as attach_execution_device_hook,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         remove_hook_from_module as remove_hook_from_module,
         remove_hook_from_submodules as remove_hook_from_submodules,
     )
-    from notebook_accelerate.big_modeling.user_offload import (
+    from notebook_accelerate.big_modeling.empty_init import (
         CpuOffload as CpuOffload,
         UserCpuOffloadHook as UserCpuOffloadHook,
     )

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
-from notebook_accelerate.big_modeling.partition import balanced_cuts
+from notebook_accelerate.big_modeling.device_map import balanced_cuts, infer_auto_device_map
 from notebook_accelerate.collectives import broadcast_object_list, ignorant_find_batch_size
 from notebook_accelerate.state import AcceleratorState, PartialState
 from notebook_accelerate.torch_internals import greet_in_one_dtype, pytree
@@ -438,12 +437,3 @@ def _check_split_points(model: nn.Module, points: Sequence[str], parts: int) -> 
             f"split_points={list(points)} make {len(set(points)) + 1} parts, and there are {parts} ranks; name "
             f"{parts - 1} modules, or pass split_points='auto'"
         )
-
-
-__all__ = [
-    "build_pipeline",
-    "find_pippy_batch_size",
-    "generate_device_map",
-    "pippy_forward",
-    "prepare_pippy",
-]

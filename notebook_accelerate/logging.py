@@ -141,6 +141,3 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     # Text in a rank, where no front end is: each bar that is drawn there is reported.
     module = "tqdm.auto" if telemetry.current_sink() is None else "tqdm.std"
     return import_module(module).tqdm(*args, **kwargs)
-
-
-__all__ = ["MultiProcessAdapter", "get_logger", "tqdm"]

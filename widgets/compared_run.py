@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from notebook_accelerate.config.hidden_values import hide_credentials
-from notebook_accelerate.config.plain_values import format_setting
-from notebook_accelerate.launch.report.number_format import number
+from notebook_accelerate.config.plain_values import format_setting, hide_credentials
+from notebook_accelerate.launch.report.tables import number
 from notebook_accelerate.widgets.run_summary import duration, status
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.plan.planner import LaunchPlan
-    from notebook_accelerate.launch.state.run_commands import RunCommands
+    from notebook_accelerate.launch.state.run_events import RunCommands
     from notebook_accelerate.telemetry import Store
 
 Value = bool | int | float | str | None
@@ -248,6 +247,3 @@ def _metric(title: str, name: str, read: Callable[[ComparedRun, str], float | No
 
 def _store_of(run: ComparedRun, name: str) -> Store:
     return run.store if name in run.store.metric_names() else run.store.automatic
-
-
-__all__ = ["BestValues", "Column", "ComparedRun", "better", "columns", "label_of", "metric_names"]

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.config_file import ClusterConfig, load_cluster_config
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.config.plain_values import convert_bytes
 from notebook_accelerate.hardware import device_table
-from notebook_accelerate.widgets.form_draft import FormDraft
+from notebook_accelerate.launch.report.tables import Markup, element
+from notebook_accelerate.widgets.forms import FormDraft, code_of, shown_code
 from notebook_accelerate.widgets.training_options import DYNAMO_KEYS, TrainingOptions
 
 if TYPE_CHECKING:
     from notebook_accelerate.hardware import HardwareInfo
+    from notebook_accelerate.launch import LaunchPlan
+
 
 # Fields of a LaunchConfig that a configuration file contains, too.
 _IN_FILE = {
@@ -129,3 +138,188 @@ def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: Cluste
         names.remove("env")
     changed = FormDraft(TrainingOptions, training).changed()
     return [*names, *(name for name in changed if name not in {"batch_size", "dynamo_plugin"})]
+
+
+# The code of the cell that launches a configuration.
+
+_WIDTH = 88
+RUN_VARIABLE = "run"
+"""The variable that the cell assigns the run to."""
+# Fields of LaunchConfig that are not parameters of notebook_launcher.
+ONLY_IN_CONFIG = ("cpu", "accelerator", "as_accelerate", "report_from", "automatic_metrics")
+
+
+def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: bool = False) -> str:
+    """Return the code of a cell.
+
+    Args:
+        function: Name of the training function.
+        arguments: The code of its arguments, such as ``(model, 3)``; "" for none.
+        config: The launch.
+        hidden: Whether to hide secrets: values of variables, and credentials in URLs.
+    """
+    given = config.non_default()
+    in_config = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
+    names = ["LaunchConfig"] if in_config else []
+    names += ["RayCluster"] if isinstance(given.get("on"), RayCluster) else []
+    imports = [f"from notebook_accelerate import {', '.join([*names, 'notebook_launcher'])}", *_imports(in_config)]
+    call = [function, *([arguments] if arguments and arguments != "()" else [])]
+    call += [f"{name}={shown_code(name, value) if hidden else code_of(value)}" for name, value in given.items()]
+    if in_config:
+        values = [f"{name}={_multiline(value)}" for name, value in in_config.items()]
+        call.append(f"config=LaunchConfig({', '.join(values)})")
+    return "\n".join([*imports, "", _call(f"{RUN_VARIABLE} = notebook_launcher", call)])
+
+
+def arguments_code(arguments: Sequence[Any], namespace: Mapping[str, Any]) -> str:
+    """Return the code of a function's arguments, such as ``(model, 3)``; "" for none, and where one has no code.
+
+    Args:
+        arguments: Plain values, or values of variables.
+        namespace: The variables.
+    """
+    codes = [_argument_code(value, namespace) for value in arguments]
+    if not all(codes):
+        return ""
+    return f"({', '.join(codes)}{',' if len(codes) == 1 else ''})" if codes else ""
+
+
+def as_tuple(text: str) -> str:
+    """Return the code of a function's arguments as a tuple: "(model,)" for "model"; "" for none.
+
+    Args:
+        text: As entered: one argument, several separated by commas, or a tuple.
+    """
+    code = text.strip().rstrip(",")
+    try:
+        given = ast.parse(f"_({code})", mode="eval").body
+    except SyntaxError:  # raised again where the code is evaluated
+        return code
+    arguments = given.args if isinstance(given, ast.Call) else []
+    if len(arguments) != 1:
+        return f"({code})" if code else ""
+    return code if isinstance(arguments[0], ast.Tuple) else f"({code},)"
+
+
+def _argument_code(value: Any, namespace: Mapping[str, Any]) -> str:
+    code = repr(value)
+    try:
+        if len(code) <= _WIDTH and ast.literal_eval(code) == value:
+            return code
+    except (ValueError, SyntaxError, TypeError):
+        pass
+    return next((name for name, found in namespace.items() if found is value and not name.startswith("_")), "")
+
+
+def _multiline(value: Any) -> str:
+    """Return the code of a value; a dict has one entry per line."""
+    if not isinstance(value, dict):
+        return code_of(value)
+    entries = "".join(f"        {code_of(name)}: {code_of(entry)},\n" for name, entry in value.items())
+    return f"{{\n{entries}    }}"
+
+
+def _call(name: str, arguments: list[str]) -> str:
+    line = f"{name}({', '.join(arguments)})"
+    if len(line) <= _WIDTH and "\n" not in line:
+        return line
+    return f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + ")"
+
+
+def _imports(values: dict[str, Any]) -> list[str]:
+    classes = _classes(values)
+    lines = ["from datetime import timedelta"] if timedelta in classes else []
+    names = sorted(cls.__name__ for cls in classes if cls is not timedelta)
+    return lines + ([f"from notebook_accelerate.utils import {', '.join(names)}"] if names else [])
+
+
+def _classes(value: Any) -> set[type[Any]]:
+    """Return the classes that the code of ``value`` names."""
+    if isinstance(value, dict):
+        return {cls for entry in value.values() for cls in _classes(entry)}
+    if isinstance(value, list | tuple):
+        return {cls for entry in value for cls in _classes(entry)}
+    if isinstance(value, timedelta):
+        return {timedelta}
+    if is_dataclass(value) and not isinstance(value, type | Enum):
+        return {type(value)} | _classes(FormDraft(type(value), value).changed())
+    return set()
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function in code; "train" if its name is not an identifier."""
+    name = getattr(function, "__name__", "")
+    return name if name.isidentifier() else "train"
+
+
+def training_functions(namespace: dict[str, Any]) -> list[str]:
+    """Return the names of the functions that the notebook itself defines, the latest first."""
+    own = [
+        name
+        for name, value in namespace.items()
+        if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == namespace.get("__name__")
+    ]
+    return own[::-1]
+
+
+# A plan and the machine it runs on as short texts.
+
+_HOSTS = {"jupyter": "Jupyter", "colab": "Colab", "kaggle": "Kaggle", "vscode": "VS Code", "terminal": "terminal"}
+
+
+def plan_sentence(plan: LaunchPlan, config: LaunchConfig, training: TrainingOptions) -> str:
+    """Return the plan in a sentence, as "2 processes on cpu, fork, gloo, bf16; effective batch: 64".
+
+    Args:
+        plan: The launch.
+        config: The configuration it was made from.
+        training: The training's options.
+    """
+    processes = "1 process" if plan.num_processes == 1 else f"{plan.num_processes} processes"
+    if plan.world_size != plan.num_processes:
+        processes += f" of {plan.world_size}"
+    precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
+    parts = [
+        f"{processes} on {plan.where or plan.accelerator}",
+        plan.start_method,
+        plan.backend,
+        training.strategy,
+        precision,
+    ]
+    return f"{', '.join(part for part in parts if part)}; {training.effective_batch(plan.world_size)}"
+
+
+def machine_summary(machine: HardwareInfo) -> str:
+    """Return the hardware of a machine in one line.
+
+    Args:
+        machine: The hardware.
+    """
+    return " · ".join(_facts_of(machine))
+
+
+def _facts_of(machine: HardwareInfo) -> list[str]:
+    devices = f"{machine.count} × {machine.accelerator}" if machine.count else "no accelerator"
+    cores = f"{machine.cpu_count} CPU core{'s' * (machine.cpu_count != 1)}"
+    return [devices, cores, f"{convert_bytes(machine.memory_bytes)} memory", _HOSTS.get(machine.host, machine.host)]
+
+
+def chips(machine: HardwareInfo) -> Markup:
+    """Return the hardware of a machine as a row of labels."""
+    items = [element("li", fact) for fact in _facts_of(machine)]
+    return element("ul", *items, class_="na-facts", aria_label="This machine")
+
+
+def details(plan: LaunchPlan, training: TrainingOptions) -> list[str]:
+    """Return the texts below the sentence: the reason for the start method, the batch size, the threads.
+
+    Args:
+        plan: The launch.
+        training: The training's options.
+    """
+    found = [f"{plan.start_method}: {plan.reason}"]
+    if total := training.batch_sum(plan.world_size):
+        found.append(total)
+    if plan.threads is not None:
+        found.append(f"{plan.threads} CPU thread{'s' * (plan.threads != 1)} per process")
+    return found

@@ -22,21 +22,31 @@ from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run, run_registr
 from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
-from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.tables import Markup, element, join
 from notebook_accelerate.widgets import config_file_form
-from notebook_accelerate.widgets.cell_code import (
+from notebook_accelerate.widgets.config_file_form import (
     RUN_VARIABLE,
     arguments_code,
     as_tuple,
+    chips,
+    details,
     launch_cell,
+    machine_summary,
     name_of,
+    plan_sentence,
     training_functions,
 )
-from notebook_accelerate.widgets.copy_button import CopyButton
-from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
-from notebook_accelerate.widgets.forms import INPUT_WIDTH, LABEL_WIDTH, Form
-from notebook_accelerate.widgets.memory_check import MemoryCheck
+from notebook_accelerate.widgets.forms import (
+    INPUT_WIDTH,
+    LABEL_WIDTH,
+    LAUNCH_CHOICES,
+    LAUNCH_GROUPS,
+    TRAINING_GROUPS,
+    Form,
+)
+from notebook_accelerate.widgets.memory_panel import MemoryCheck
 from notebook_accelerate.widgets.panel_elements import (
+    CopyButton,
     alert,
     notice,
     style_widget,
@@ -44,7 +54,6 @@ from notebook_accelerate.widgets.panel_elements import (
     with_classes,
 )
 from notebook_accelerate.widgets.panel_output import PanelOutput
-from notebook_accelerate.widgets.plan_summary import chips, details, machine_summary, plan_sentence
 from notebook_accelerate.widgets.shared_models import SharedModels
 from notebook_accelerate.widgets.training_options import TrainingOptions
 

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.config.field_checks import check_seconds
+from notebook_accelerate.config.plain_values import check_seconds
+from notebook_accelerate.debugging.session import Stacks
+from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.report.rank_rows import MANY, short_names
+from notebook_accelerate.launch.report.tables import Markup, element, html_table, join
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.rank_names import rank_names
-from notebook_accelerate.widgets import debug_panel_html as parts
-from notebook_accelerate.widgets.debug_panel_html import MAX_HISTORY, Entry
-from notebook_accelerate.widgets.live_panel import LivePanel
-from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
-from notebook_accelerate.widgets.run_summary import status
+from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.widgets.live_panel import LivePanel, close_all
+from notebook_accelerate.widgets.panel_elements import CopyButton, card, row, style_sheet, with_classes
+from notebook_accelerate.widgets.render_schedule import ticker
+from notebook_accelerate.widgets.run_panel_html import state
+from notebook_accelerate.widgets.run_summary import duration, status
 
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch import Run
+    from notebook_accelerate.launch.state.run_state import RankInfo
+
 
 ALL = "all ranks"
 _PARTIAL_NAME = re.compile(r"[A-Za-z_][\w.]*$")
@@ -81,11 +89,11 @@ class DebugPanel(LivePanel):
             self._known = len(run.diagnoses)
             self.found = run.diagnoses[-1]
         stopped = run.commands.prompts.debugged()
-        self._head.value = parts.head_html(run)
-        self._verdict.value = parts.verdict_html(run, self.found)
-        self._ranks.value = parts.ranks_html(run, self.found, stopped, now)
-        self._stacks.value = parts.stacks_html(self.found)
-        self._history.value = parts.history_html(self.history)
+        self._head.value = head_html(run)
+        self._verdict.value = verdict_html(run, self.found)
+        self._ranks.value = ranks_html(run, self.found, stopped, now)
+        self._stacks.value = stacks_html(self.found)
+        self._history.value = history_html(self.history)
         unreachable = not self._reachable()
         for control in (self.why_button, self.pause_button, self.resume_button, self.line, self.send_button):
             control.disabled = unreachable
@@ -206,13 +214,251 @@ class DebugPanel(LivePanel):
         """The panel as static HTML: verdict, ranks, stacks and history."""
         now = self.found.time if self.run.ended is not None and self.found is not None else self._clock()
         stopped = self.run.commands.prompts.debugged()
-        return style_sheet() + parts.panel_html(self.run, self.found, stopped, self.history, now)
+        return style_sheet() + panel_html(self.run, self.found, stopped, self.history, now)
 
     @property
     def text(self) -> str:
         """The panel as plain text."""
-        return parts.panel_text(self.run, self.found, self.history)
+        return panel_text(self.run, self.found, self.history)
 
 
 def _shown(value: Any) -> str:
     return str(value) if isinstance(value, Exception) else repr(value)
+
+
+# The part of a run's panel that opens with Debug: the line that opens the debugger, and the panel for its ranks.
+
+
+class DebugSection:
+    """Shows how to open the debugger of a rank, and of ranks that can be asked their locations and values.
+
+    Args:
+        run: The run.
+        clock: Seconds since the epoch.
+
+    Attributes:
+        widget: Empty while the section is closed.
+        panel: The panel for the ranks; None until it is opened, and for ranks that have ended.
+    """
+
+    def __init__(self, run: Run, clock: Callable[[], float]) -> None:
+        self.run, self._clock = run, clock
+        self._text = ipywidgets.HTML()
+        self._code = ipywidgets.HTML()
+        self.copy = CopyButton(label="Copy this line", insertable=True)
+        self._line = with_classes(ipywidgets.HBox([self._code, self.copy]), "na-debug-line")
+        self.panel: DebugPanel | None = None
+        self.widget: Any = with_classes(ipywidgets.VBox(), "na-debug")
+        self.shows = ""
+
+    def toggle(self, topic: str) -> None:
+        """Open the section, or close it if it shows this topic.
+
+        Args:
+            topic: "debug", or "answer" for ranks that wait for input.
+        """
+        if self.shows == topic:
+            self.shows = ""
+            self._rest()
+            self.widget.children = ()
+            return
+        self.shows = topic
+        self._text.value, code = self._how_to_open(topic)
+        self._code.value = element("pre", code, class_="na-code") if code else ""
+        self.copy.text = code
+        parts = [self._text, *([self._line] if code else [])]
+        if topic == "debug" and self._reachable():
+            self.panel = self.panel or DebugPanel(self.run, self._clock)
+            ticker.add(self.panel.binding)
+            parts.append(self.panel.widget)
+        self.widget.children = parts
+
+    def update(self) -> None:
+        """Show that the ranks have ended meanwhile."""
+        if self.shows and not self._reachable() and (self.panel is not None or self.shows == "answer"):
+            self._close_panel()
+            self.shows = ""
+            self.widget.children = ()
+
+    def close(self) -> None:
+        """Stop updating; delete what is not shown, which is no part of the panel's tree of widgets."""
+        self._close_panel()
+        for part in (self._text, self._line):
+            if part not in self.widget.children:
+                close_all(part)
+
+    def _close_panel(self) -> None:
+        if self.panel is not None:
+            self._rest()
+            self.panel.close()
+            self.panel = None
+
+    def _rest(self) -> None:
+        if self.panel is not None:
+            ticker.suspend(self.panel.binding)
+
+    def _reachable(self) -> bool:
+        return self.run.ended is None or self.run.held
+
+    def _how_to_open(self, topic: str) -> tuple[str, str]:
+        """Return a text, and the line to type; "" where there is none to type now."""
+        waiting = [rank for rank in self.run.prompts if rank not in self.run.commands.prompts.debugged()]
+        if topic == "answer" and self.run.config.block:
+            return _paragraph("Type the line into the box below the cell that launched the run."), ""
+        if topic == "answer":
+            text = f"{rank_names(waiting[:1]).capitalize()} asks in the cell that runs this line:"
+            return _paragraph(text), _line(self.run, waiting[0] if waiting else None)
+        if self._reachable():
+            return _paragraph("This line opens the debugger of a rank in its cell:"), _line(self.run)
+        text = "The ranks of this run have ended. Launch with debug=True to keep ranks at the failing line, then run:"
+        return _paragraph(text), _line(None)
+
+
+def _paragraph(text: str) -> str:
+    return element("p", text)
+
+
+def _line(run: Run | None, rank: int | None = None) -> str:
+    """Return the code that opens a debugger: of a run, if another one could be meant."""
+    argument = "" if rank is None else f"rank={rank}"
+    known = run_registry.runs()
+    others = [each for each in known if run is not None and each.id != run.id and (each.ended is None or each.held)]
+    position = next((index for index, each in enumerate(known) if run is not None and each.id == run.id), None)
+    of_run = f"runs()[{position}]." if others and position is not None else ""
+    imported = vars(sys.modules["__main__"]).get("notebook_accelerate") is sys.modules["notebook_accelerate"]
+    start = "" if imported else "import notebook_accelerate; "
+    return f"{start}notebook_accelerate.{of_run}debug({argument})"
+
+
+# The parts of the debug panel as HTML and as text.
+
+MAX_HISTORY = 50
+"""Commands and replies that are kept."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_CODE = "font-family:monospace;white-space:pre-wrap;margin:4px 0"
+_NOT_INSPECTED = element("span", "not inspected yet", class_="na-muted")
+_AT_BREAKPOINT = element("span", "at a breakpoint", class_="na-muted")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command and the replies to it.
+
+    Attributes:
+        kind: "ask", "cast", "pause" or "resume".
+        line: The text of the command.
+        answers: The replies as text, by rank.
+    """
+
+    kind: str
+    line: str
+    answers: Mapping[int, str]
+
+    @property
+    def text(self) -> str:
+        """The entry as plain text; equal replies are listed once."""
+        return "\n".join([f"{self.kind}> {self.line}", *(f"  {ranks}: {answer}" for ranks, answer in self.grouped())])
+
+    def grouped(self) -> list[tuple[str, str]]:
+        """Return each reply with the ranks that gave it."""
+        found: dict[str, list[int]] = {}
+        for rank, answer in self.answers.items():
+            found.setdefault(_COLOURS.sub("", answer).rstrip(), []).append(rank)
+        return [(rank_names(ranks), answer) for answer, ranks in found.items()]
+
+
+def stacks_of(found: Diagnosis) -> Stacks:
+    """Return the stacks in a diagnosis."""
+    return Stacks({place.rank: place.frames for place in found.places if place.frames}, found.name_place)
+
+
+def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: float) -> Markup:
+    """Return the table of ranks: state, step, and the location in the latest diagnosis.
+
+    Of many ranks, those with the same state and location share a row, the smallest groups first.
+    """
+    inspected = {place.rank for place in found.places} if found is not None else set()
+    many = len(run.ranks) > MANY
+    groups: dict[tuple[str, bool, str, int | None], list[RankInfo]] = {}
+    for info in run.ranks:
+        location = found.line_of(info.rank) if found is not None and info.rank in inspected else ""
+        key = (
+            "paused" if info.rank in run.paused else info.state,
+            info.rank in stopped,
+            location,
+            None if many else info.rank,
+        )
+        groups.setdefault(key, []).append(info)
+    rows = []
+    for (rank_state, held, location, _), members in sorted(groups.items(), key=lambda group: len(group[1])):
+        mark = state(rank_state)
+        names = short_names(info.rank for info in members)
+        rows.append([
+            names,
+            *([f"{len(members):,}"] if many else []),
+            join([mark, " ", _AT_BREAKPOINT]) if held else mark,
+            _steps(members),
+            location or _NOT_INSPECTED,
+        ])  # fmt: skip
+    age = f" ({duration(max(0.0, now - found.time))} ago)" if found is not None else ""
+    titles = ["Ranks", "Count"] if many else ["Rank"]
+    return html_table([*titles, "State", "Step", f"Location{age}"], rows, class_="na-table na-places")
+
+
+def _steps(members: Sequence[RankInfo]) -> str:
+    steps = [info.last_step for info in members if info.last_step is not None]
+    return "–".join(dict.fromkeys(f"{step:,}" for step in (min(steps), max(steps)))) if steps else "–"
+
+
+def verdict_html(run: Run, found: Diagnosis | None) -> Markup:
+    """Return the verdict of the latest diagnosis, and the run's warnings."""
+    parts = [element("p", f"⚠ {text}", class_="na-problem") for text in run.warnings]
+    if found is not None and found.verdict:
+        parts.insert(0, element("p", element("strong", found.verdict), class_="na-verdict", role="status"))
+    return join(parts)
+
+
+def stacks_html(found: Diagnosis | None) -> Markup:
+    """Return the stacks behind a fold, equal ones once."""
+    if found is None or not (stacks := stacks_of(found)):
+        return Markup()
+    return element(
+        "details", element("summary", "Stacks"), element("pre", repr(stacks), style=_CODE), class_="na-plain"
+    )
+
+
+def history_html(entries: Sequence[Entry]) -> Markup:
+    """Return commands and replies, the newest first."""
+    blocks = []
+    for entry in reversed(entries):
+        answers = "\n".join(f"{ranks}: {answer}" for ranks, answer in entry.grouped())
+        text = element("pre", element("b", f"{entry.kind}> {entry.line}"), f"\n{answers}", style=_CODE)
+        blocks.append(element("div", text, class_="na-entry"))
+    return element("div", *blocks, role="log", aria_label="Commands and replies") if blocks else Markup()
+
+
+def panel_html(
+    run: Run, found: Diagnosis | None, stopped: Sequence[int], entries: Sequence[Entry], now: float
+) -> Markup:
+    """Return the panel as static HTML."""
+    parts = [head_html(run), verdict_html(run, found), ranks_html(run, found, stopped, now)]
+    return element("div", *parts, stacks_html(found), history_html(entries), class_="na-run na-card")
+
+
+def head_html(run: Run) -> Markup:
+    """Return the title of the panel."""
+    return element("div", element("strong", f"Ranks of run {run.id}"), class_="na-head")
+
+
+def panel_text(run: Run, found: Diagnosis | None, entries: Sequence[Entry]) -> str:
+    """Return the panel as plain text."""
+    blocks = [f"run {run.id} ({run.function_name}): {run.status}"]
+    blocks += [f"⚠ {warning}" for warning in run.warnings]
+    if found is not None:
+        blocks += [found.text, repr(stacks_of(found))]
+    else:
+        groups: dict[str, list[int]] = {}
+        for info in run.ranks:
+            groups.setdefault(info.state, []).append(info.rank)
+        blocks.append("\n".join(f"{rank_names(ranks)}: {rank_state}" for rank_state, ranks in groups.items()))
+    return "\n\n".join(block for block in [*blocks, *(entry.text for entry in entries)] if block)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.output.marimo_output import MarimoOutput
+from notebook_accelerate.launch.output.replaceable_outputs import MarimoOutput
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.output.replaceable_outputs import Output

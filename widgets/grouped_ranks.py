@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report.findings import few_names
-from notebook_accelerate.launch.report.node_summary import (
+from notebook_accelerate.launch.report.rank_rows import (
     SHOWN_NODES,
     SHOWN_RANKS,
     by_node,
     node_name,
     state_counts,
 )
-from notebook_accelerate.launch.report.number_format import byte_size, number
+from notebook_accelerate.launch.report.tables import byte_size, number
 
 if TYPE_CHECKING:
     from notebook_accelerate.widgets.run_summary import RankSnapshot, RunSnapshot

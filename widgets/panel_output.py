@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
 from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, leave_at_exit
-from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.tables import Markup, element, join
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.front_end import front_end, no_widgets
-from notebook_accelerate.widgets.panel_elements import notice, style_sheet, widget_bundle
-from notebook_accelerate.widgets.repeat_times import RepeatTimes
+from notebook_accelerate.widgets.panel_elements import RepeatTimes, notice, style_sheet, widget_bundle
 
 if TYPE_CHECKING:
     Bundle = dict[str, Any]

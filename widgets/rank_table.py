@@ -9,7 +9,7 @@ import traitlets
 
 from notebook_accelerate.widgets import grouped_ranks
 from notebook_accelerate.widgets.assets import script
-from notebook_accelerate.widgets.feed import Feed
+from notebook_accelerate.widgets.plot import Feed
 
 if TYPE_CHECKING:
     from notebook_accelerate.widgets.grouped_ranks import Section, TableRow

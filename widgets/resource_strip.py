@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.node_summary import MANY, by_node
-from notebook_accelerate.launch.report.number_format import byte_size
-from notebook_accelerate.launch.report.tables import html_table, text_table
+from notebook_accelerate.launch.report.rank_rows import MANY, by_node
+from notebook_accelerate.launch.report.tables import Markup, byte_size, element, html_table, join, text_table
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.widgets.grouped_ranks import has_gpu, head, node_row, usage
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import problem, style_widget, with_classes

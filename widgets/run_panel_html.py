@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import device_rows
-from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.node_summary import MANY, by_node, node_name
-from notebook_accelerate.launch.report.number_format import byte_size
+from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_name
 from notebook_accelerate.launch.report.run_report import (
     config_rows,
     environment_rows,
     errors_html,
     launch_rows,
 )
-from notebook_accelerate.launch.report.tables import html_table
+from notebook_accelerate.launch.report.tables import Markup, byte_size, element, html_table, join
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets import grouped_ranks
 from notebook_accelerate.widgets.run_summary import HELD, duration

@@ -13,7 +13,7 @@ from notebook_accelerate.launch.report.rank_rows import own_seconds, step_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.launch.run import RankInfo
+    from notebook_accelerate.launch.state.run_state import RankInfo
     from notebook_accelerate.telemetry import ResourceEvent, StepTimeEvent
     from notebook_accelerate.telemetry.rank_devices import RankDevice
 

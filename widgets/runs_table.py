@@ -7,25 +7,28 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
+import anywidget
 import ipywidgets
+import traitlets
 
 from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.report import svg_curves
-from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
+from notebook_accelerate.launch.report.tables import LEFT, Markup, element, html_table, join, text_table
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
+from notebook_accelerate.widgets.assets import asset, script
 from notebook_accelerate.widgets.compared_run import BestValues, label_of
+from notebook_accelerate.widgets.front_end import front_end
 from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.plot import Plot, Source, run_sources
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
-from notebook_accelerate.widgets.runs_grid import RunsGrid
 
 if TYPE_CHECKING:
     from notebook_accelerate.widgets.compared_run import ComparedRun
+
 
 MAX_IMAGES = 24
 """Metrics whose curves are in the static form."""
@@ -285,3 +288,34 @@ def _overlays(chosen: Sequence[ComparedRun]) -> Markup:
                     descriptions.append(f"{label_of(run)}: {svg_curves.description(store.series(name))}")
         images.append(svg_curves.image(name, tracks, "; ".join(descriptions)))
     return element("div", join(images, " ")) if images else Markup()
+
+
+# The table of runs in the browser: sorted and filtered there, with Stop and Open in each row.
+
+
+class RunsGrid(anywidget.AnyWidget):
+    """A table of texts; see ``static/runs.js``.
+
+    The trait ``table`` holds ``columns``, each [title, kind], and ``rows``, each {key, cells, order, colour, stops,
+    opened}: the texts, what they are sorted by, the place of the run's colour (-1: it has no curves), whether it can
+    be stopped, and whether its panel is open.
+
+    Args:
+        clicked: Called with "stop" or "open" and the key of a row, on any thread.
+    """
+
+    _esm = script("feed.js", "looks.js", "runs.js")
+    _css = asset("runs.css")
+    table: Any = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, clicked: Callable[[str, int], None]) -> None:
+        super().__init__()
+        self._clicked = clicked
+        self.on_msg(self._on_message)
+
+    def _on_message(self, _: Any, content: Any, __: Any) -> None:
+        kind = content.get("kind") if isinstance(content, dict) else None
+        if kind == "drawn":
+            front_end.drawn = True
+        elif kind in ("stop", "open") and isinstance(content.get("key"), int):
+            self._clicked(kind, content["key"])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report import mesh_diagram, sharding_table
-from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.number_format import percent
-from notebook_accelerate.launch.report.tables import html_table
+from notebook_accelerate.launch.report import mesh_diagram
+from notebook_accelerate.launch.report.tables import Markup, element, html_table, join, percent
 from notebook_accelerate.widgets.run_panel_html import NUMBER, swatch
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.launch.report.sharding_table import ShardingRow, ShardReports
+    from notebook_accelerate.launch.report.mesh_diagram import ShardingRow, ShardReports
 
 _EMPTY = (
     "Nothing prepared yet: accelerator.prepare(model, optimizer) shows here the parameters, gradients and optimizer "
@@ -38,7 +36,7 @@ class ShardingPage:
 
     def html(self) -> Markup:
         """Return the page."""
-        latest = sharding_table.latest_reports(self.run)
+        latest = mesh_diagram.latest_reports(self.run)
         if latest != self._shown:
             self._shown, self._html = latest, page(latest)
         return self._html
@@ -52,17 +50,17 @@ def page(reports: ShardReports) -> Markup:
     """
     if not reports:
         return element("p", _EMPTY, class_="na-empty")
-    rows = sharding_table.sharding_rows(reports)
+    rows = mesh_diagram.sharding_rows(reports)
     table = html_table(
-        sharding_table.HEAD,
+        mesh_diagram.HEAD,
         [_cells(row) for row in rows],
-        caption=element("caption", sharding_table.CAPTION, class_="na-hidden"),
+        caption=element("caption", mesh_diagram.CAPTION, class_="na-hidden"),
         columns=[{}, {}, NUMBER, NUMBER, {}, {}],
         row_classes=["" if row.kind in _COLOURS else "na-sum" for row in rows],
         class_="na-table na-shards",
     )
     return join([
-        element("p", sharding_table.summary(reports), class_="na-verdict"),
+        element("p", mesh_diagram.summary(reports), class_="na-verdict"),
         element("div", mesh_diagram.svg(reports), class_="na-scroll na-mesh"),
         element("p", _NOTE, class_="na-note"),
         element("div", table, class_="na-scroll"),

@@ -16,8 +16,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.output.rank_lines import running_kernel
-from notebook_accelerate.telemetry.frames import callers, main_frame
-from notebook_accelerate.widgets.actions import Action
+from notebook_accelerate.telemetry.tracebacks import callers, main_frame
+from notebook_accelerate.widgets.panel_elements import Action
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run

@@ -7,23 +7,26 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from notebook_accelerate.config import constants
-from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
-from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
-from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
-from notebook_accelerate.config.field_checks import check_whole_number
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
-from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-from notebook_accelerate.config.parallelism_config import ParallelismConfig
-from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPlugin
-from notebook_accelerate.config.profile_kwargs import ProfileKwargs
-from notebook_accelerate.config.training_config import (
+from notebook_accelerate.config.cluster import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
-from notebook_accelerate.widgets.form_draft import CHOICES
+from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin, TorchTensorParallelPlugin
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accelerate.config.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+from notebook_accelerate.config.parallelism_config import ParallelismConfig
+from notebook_accelerate.config.plain_values import check_whole_number
+from notebook_accelerate.widgets.forms import CHOICES
 
 HANDLERS = {
     "ddp_kwargs": DistributedDataParallelKwargs,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.big_modeling.attach import (
+    from notebook_accelerate.big_modeling.dispatching import (
         attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
     )
     from notebook_accelerate.big_modeling.device_map import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.gradients import (
         offloaded_gradients as offloaded_gradients,
     )
-    from notebook_accelerate.big_modeling.user_offload import (
+    from notebook_accelerate.big_modeling.empty_init import (
         cpu_offload_with_hook as cpu_offload_with_hook,
     )
 else:

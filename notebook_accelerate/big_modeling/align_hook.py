@@ -16,9 +16,8 @@ from notebook_accelerate.big_modeling.module_sizes import named_module_tensors
 from notebook_accelerate.big_modeling.module_tensors import TiedParams, set_module_tensor_to_device
 from notebook_accelerate.big_modeling.module_tree import submodule
 from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, unprefixed
-from notebook_accelerate.big_modeling.prefetch import Prefetcher
+from notebook_accelerate.big_modeling.prefetch import Prefetcher, Slot, Unit, can_prefetch
 from notebook_accelerate.big_modeling.tensor_sources import FileSource
-from notebook_accelerate.big_modeling.weight_transfer import Slot, Unit, can_prefetch
 from notebook_accelerate.collectives import find_device, send_to_device
 from notebook_accelerate.torch_internals import disable_dynamo
 

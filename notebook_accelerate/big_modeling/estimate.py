@@ -14,8 +14,8 @@ import torch
 
 from notebook_accelerate.big_modeling.empty_init import init_on_device
 from notebook_accelerate.big_modeling.module_sizes import compute_module_sizes, dtype_of, readable
+from notebook_accelerate.big_modeling.module_tensors import device_of
 from notebook_accelerate.big_modeling.sharded_sizes import STRATEGIES, RankLayout, checked_offload
-from notebook_accelerate.big_modeling.tied_parameters import device_of
 from notebook_accelerate.collectives import recursively_apply
 from notebook_accelerate.torch_internals import viewed_tensor
 

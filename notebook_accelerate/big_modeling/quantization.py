@@ -16,10 +16,15 @@ from notebook_accelerate.big_modeling.checkpoint_shards import find_shards
 from notebook_accelerate.big_modeling.device_map import make_device_map
 from notebook_accelerate.big_modeling.dispatching import dispatch_model
 from notebook_accelerate.big_modeling.empty_init import init_empty_weights
-from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_module_tensor_to_device
+from notebook_accelerate.big_modeling.module_tensors import (
+    device_of,
+    find_tied_parameters,
+    name_of_scales,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
 from notebook_accelerate.big_modeling.module_tree import find_tensor, full_name, prefixes, submodule
 from notebook_accelerate.big_modeling.offload_folder import offload_weight, save_offload_index
-from notebook_accelerate.big_modeling.tied_parameters import device_of, find_tied_parameters, retie_parameters
 from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.hardware.feature_checks import is_bnb_available

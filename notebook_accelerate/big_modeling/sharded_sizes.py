@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.partition import balanced_cuts
+from notebook_accelerate.big_modeling.device_map import balanced_cuts
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 """Parallel dimensions, as in `ParallelismConfig`."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         save_model as save_model,
         write_weights as write_weights,
     )
-    from notebook_accelerate.checkpointing.sharded_state_dict import shard_checkpoint as shard_checkpoint
+    from notebook_accelerate.checkpointing.model_weights import shard_checkpoint as shard_checkpoint
     from notebook_accelerate.checkpointing.state_functions import (
         load_accelerator_state as load_accelerator_state,
         load_custom_state as load_custom_state,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         save_state as save_state,
         wait_for_saves as wait_for_saves,
     )
-    from notebook_accelerate.checkpointing.tied_tensors import (
+    from notebook_accelerate.checkpointing.checkpoint_writer import (
         clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     )
     from notebook_accelerate.config.constants import (

@@ -7,7 +7,7 @@ import os
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.checkpointing import checkpoint_layout
 from notebook_accelerate.checkpointing.checkpoint_stores import store_for
-from notebook_accelerate.config.training_config import ProjectConfiguration
+from notebook_accelerate.config.cluster import ProjectConfiguration
 
 
 def automatic_checkpoints(project_dir: AnyPath) -> list[AnyPath]:

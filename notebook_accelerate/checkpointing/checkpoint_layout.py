@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from notebook_accelerate.big_modeling.remote_paths import AnyPath
+from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, read_json
+from notebook_accelerate.big_modeling.weight_files import inside
+from notebook_accelerate.checkpointing.sharded_protocol import WHOLE
+from notebook_accelerate.errors import BrokenCheckpointError
 from notebook_accelerate.telemetry import events
 
 CUSTOM_OBJECT_NAME = "custom_checkpoint"
@@ -106,3 +116,164 @@ def staging_folders(target: Path) -> list[Path]:
 def unfinished_staging(target: Path) -> Path | None:
     """Return the staging folder that an ended process left for a checkpoint, or None."""
     return next((place for place in staging_folders(target) if place.is_dir()), None)
+
+
+# The manifest of a checkpoint: the files that belong to it, with their sizes and checksums.
+
+FORMAT = 1
+"""Version of the manifest's own format; a newer one is refused."""
+_CHUNK = 1 << 22
+_MAX_SIZE = 1 << 63
+_MAX_NAME = 4096
+_RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, JOURNAL_NAME, LOCK_SUFFIX}
+_MAX_LINES = 20
+"""How many damaged files an error lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    size: int
+    """Bytes."""
+    crc32: str
+    """CRC-32 of the content, eight hexadecimal digits: detects accidental damage, at twice the speed of SHA-256."""
+
+
+@dataclass(kw_only=True)
+class Manifest:
+    """The files of a complete checkpoint and the training that wrote it."""
+
+    world_size: int
+    """Number of ranks that wrote it."""
+    layout: str = WHOLE
+    """Layout of models and optimizers: "whole" (single process, DDP), or the strategy's own."""
+    strategy: str = ""
+    """Name of the strategy, for messages."""
+    producer: str = ""
+    """Package and version."""
+    format: int = FORMAT
+    """Version of this format."""
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """All files except the manifest, by path relative to the folder."""
+
+
+def make_record(path: Path) -> FileRecord:
+    """Read a file and return its size and checksum.
+
+    Args:
+        path: The file.
+    """
+    checksum, size = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+            size += len(chunk)
+    return FileRecord(size=size, crc32=f"{checksum:08x}")
+
+
+def files_below(folder: Path) -> list[Path]:
+    """List all files below a folder, sorted; links to folders are not followed."""
+    return sorted(Path(root) / name for root, _, names in os.walk(folder) for name in names)
+
+
+def manifest_json(manifest: Manifest) -> str:
+    """Return the text of a manifest's file."""
+    return json.dumps(asdict(manifest), indent=1, sort_keys=True)
+
+
+def read_manifest(folder: AnyPath) -> Manifest | None:
+    """Read a checkpoint's manifest.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        The manifest; None where there is none (a folder written by Accelerate).
+
+    Raises:
+        BrokenCheckpointError: The manifest cannot be read.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    try:
+        return _parse(read_json(path), path)
+    except FileNotFoundError:  # it was there a moment ago: another process is replacing the checkpoint
+        return None
+    except MALFORMED as error:
+        raise _unreadable(folder, str(error)) from error
+    except BrokenCheckpointError as error:
+        if error.__cause__ is None:
+            raise
+        raise _unreadable(folder, str(error.__cause__)) from error
+
+
+def _unreadable(folder: AnyPath, detail: str) -> BrokenCheckpointError:
+    return BrokenCheckpointError(f"Checkpoint {folder} is broken: {MANIFEST_NAME} cannot be read ({detail[:500]}).")
+
+
+def _parse(content: Any, path: AnyPath) -> Manifest:
+    if content["format"] > FORMAT:
+        raise BrokenCheckpointError(
+            f"{path} has format {content['format']}, this version reads formats up to {FORMAT}: "
+            "pip install -U notebook-accelerate"
+        )
+    files = {_checked_name(name): FileRecord(**record) for name, record in content.pop("files").items()}
+    manifest = Manifest(**content, files=files)
+    _check_types(manifest)
+    return manifest
+
+
+def _checked_name(name: str) -> str:
+    """Return the name of a file; raise ValueError if it cannot be a path inside the checkpoint."""
+    parts = name.split("/")
+    if not all(parts) or {".", "..", *_RESERVED} & set(parts) or len(name) > _MAX_NAME or "\0" in name:
+        raise ValueError(f"{name[:100]!r} is not a path inside a checkpoint")
+    return name
+
+
+def _check_types(manifest: Manifest) -> None:
+    sizes = [manifest.world_size, manifest.format, *(record.size for record in manifest.files.values())]
+    texts = [manifest.layout, manifest.strategy, manifest.producer, *(each.crc32 for each in manifest.files.values())]
+    if not all(isinstance(size, int) and 0 <= size < _MAX_SIZE for size in sizes):
+        raise ValueError("a size is not a whole number that a file can have")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a name or checksum is not a text")
+
+
+def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Compare files with the manifest.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        names: The files to read.
+
+    Returns:
+        One line per file that is missing, truncated, too long or changed; empty when all match.
+
+    Raises:
+        CheckpointError: The manifest names a file outside the folder.
+    """
+    lines = []
+    for name in names:
+        path, expected = inside(folder, name), manifest.files[name]
+        if not path.is_file():
+            lines.append(f"{name} is missing")
+        elif (size := path.stat().st_size) != expected.size:
+            lines.append(f"{name} has {size:,} bytes instead of {expected.size:,}")
+        elif (found := make_record(path).crc32) != expected.crc32:
+            lines.append(f"{name} has other content than was written (checksum {found} instead of {expected.crc32})")
+    return lines
+
+
+def broken_checkpoint(folder: AnyPath, lines: Iterable[str]) -> BrokenCheckpointError:
+    """Return the error for a checkpoint whose files do not match its manifest."""
+    found = list(lines)
+    shown = found[:_MAX_LINES] + ([f"and {len(found) - _MAX_LINES:,} more"] if len(found) > _MAX_LINES else [])
+    text = "\n".join(f"  - {line}" for line in shown)
+    return BrokenCheckpointError(
+        f"Checkpoint {folder} is broken and was not loaded:\n{text}\n"
+        f"Load an earlier one. (If another program changed files on purpose, remove {MANIFEST_NAME} and load again.)"
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing import staging
-from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest
+from notebook_accelerate.checkpointing.checkpoint_layout import FileRecord, Manifest
 from notebook_accelerate.errors import CheckpointError
 
 FileRecords = dict[str, FileRecord]

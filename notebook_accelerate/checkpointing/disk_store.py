@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.checkpointing import checkpoint_layout, staging
+from notebook_accelerate.checkpointing.checkpoint_layout import Manifest, files_below, make_record, manifest_json
 from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, ReadLocation, Store
-from notebook_accelerate.checkpointing.manifest import Manifest, files_below, make_record, manifest_json
 from notebook_accelerate.checkpointing.save_lock import SaveLock
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -14,13 +18,15 @@ import torch
 from notebook_accelerate.big_modeling.module_tensors import get_state_dict_offloaded_model, has_offloaded_params
 from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.big_modeling.weight_files import read_index, read_torch
-from notebook_accelerate.checkpointing import sharded_state_dict, tensor_files
-from notebook_accelerate.checkpointing.atomic_files import atomic_write, is_writer, local_copy, make_folder
-from notebook_accelerate.checkpointing.tied_tensors import clean_state_dict_for_safetensors
+from notebook_accelerate.big_modeling.weight_files import inside, plain_data_only, read_index, read_torch
+from notebook_accelerate.checkpointing import checkpoint_writer
+from notebook_accelerate.checkpointing.checkpoint_writer import clean_state_dict_for_safetensors, memory_key
+from notebook_accelerate.checkpointing.staging import atomic_write, is_writer, local_copy, make_folder
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.strategies.sharding.sharded_checkpoint import read_metadata_in
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
@@ -52,14 +58,14 @@ def save(
     elif safe_serialization:
         import safetensors.torch
 
-        f.write(safetensors.torch.save(clean_state_dict_for_safetensors(obj), metadata=tensor_files.METADATA))
+        f.write(safetensors.torch.save(clean_state_dict_for_safetensors(obj), metadata=checkpoint_writer.METADATA))
     else:
         torch.save(obj, f)
 
 
 def _write_file(obj: Any, path: AnyPath, safe: bool) -> None:
     with atomic_write(path) as temporary:
-        (tensor_files.write_safetensors if safe else torch.save)(obj, temporary)
+        (checkpoint_writer.write_safetensors if safe else torch.save)(obj, temporary)
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
@@ -79,7 +85,7 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
     if isinstance(f, (str, os.PathLike)):
         with local_copy(path_of(f)) as path:
             if path.suffix == ".safetensors":
-                return tensor_files.read(path)
+                return checkpoint_writer.read(path)
             return read_torch(path, map_location=map_location, **kwargs)
     return read_torch(f, map_location=map_location, **kwargs)
 
@@ -104,7 +110,7 @@ def save_model(
         ValueError: The folder is a file, the size is invalid, or the model has no weights in memory.
         CheckpointError: The files could not be written.
     """
-    sharded_state_dict.parse_size(max_shard_size)
+    parse_size(max_shard_size)
     folder = path_of(save_directory)
     if folder.is_file():
         raise ValueError(
@@ -140,15 +146,15 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
     pattern = constants.SAFE_WEIGHTS_PATTERN_NAME if safe else constants.WEIGHTS_PATTERN_NAME
     index_name = constants.SAFE_WEIGHTS_INDEX_NAME if safe else constants.WEIGHTS_INDEX_NAME
     state = clean_state_dict_for_safetensors(dict(state)) if safe else state
-    parts = sharded_state_dict.split_into_shards(state, max_shard_size)
-    named = dict(zip(sharded_state_dict.shard_names(pattern, len(parts)), parts, strict=True))
+    parts = split_into_shards(state, max_shard_size)
+    named = dict(zip(shard_names(pattern, len(parts)), parts, strict=True))
     for name, part in named.items():
         _write_file(part, folder / name, safe)
     written = list(named)
     if len(named) > 1:
         with atomic_write(folder / index_name) as temporary:
             # Formatted as Accelerate and transformers do.
-            index = json.dumps(sharded_state_dict.build_index(named), indent=2, sort_keys=True)
+            index = json.dumps(build_index(named), indent=2, sort_keys=True)
             temporary.write_text(f"{index}\n", encoding="utf-8")
         written.append(index_name)
     _remove_stale(folder, pattern, index_name, set(written))
@@ -179,9 +185,11 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     found = weights_on_disk(_find_weights(path_of(path)))
     if not found.name.endswith(".index.json"):
-        return dict(tensor_files.read(found))
+        return dict(checkpoint_writer.read(found))
     weight_map = read_index(found)
-    parts: dict[Path, dict[str, Any]] = {file: tensor_files.read(file) for file in sorted(set(weight_map.values()))}
+    parts: dict[Path, dict[str, Any]] = {
+        file: checkpoint_writer.read(file) for file in sorted(set(weight_map.values()))
+    }
     if missing := [name for name, file in weight_map.items() if name not in parts[file]]:
         raise CheckpointError(f"{found} names weights that its files do not contain: {', '.join(missing[:5])}")
     return {name: parts[file][name] for name, file in weight_map.items()}
@@ -200,3 +208,200 @@ def _find_weights(path: AnyPath) -> AnyPath:
         if (path / name).is_file():
             return path / name
     raise ValueError(f"{path} contains no weights: it has none of {', '.join(names)}; pass the folder of save_model")
+
+
+# A state dict in several files, with an index that maps each name to its file.
+
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: int | str) -> int:
+    """Convert a size to bytes.
+
+    Args:
+        size: Bytes, or a number with a unit: "10GB" (powers of 1000) or "5MiB" (powers of 1024).
+
+    Raises:
+        ValueError: It is not a positive size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(
+            f"max_shard_size={size!r} is not a size; pass a positive number of bytes, or a number with a unit (KB, MB, "
+            'GB, TB, KiB, MiB, GiB, TiB): max_shard_size="10GB"'
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass
+class _Shard:
+    """Names and total bytes of the tensors of one file."""
+
+    names: list[str] = field(default_factory=list)
+    size: int = 0
+
+
+def split_into_shards(state: Mapping[str, Any], max_shard_size: int | str) -> list[dict[str, Any]]:
+    """Divide named tensors among files of a limited size, in order of names; tensors that share memory stay together.
+
+    Args:
+        state: Named tensors.
+        max_shard_size: Bytes or "10GB"; a tensor above the limit gets a file of its own.
+
+    Returns:
+        One dictionary per file; at least one.
+    """
+    limit = parse_size(max_shard_size)
+    shards = [_Shard()]
+    shard_of: dict[Any, _Shard] = {}
+    for name, tensor in state.items():
+        size = tensor.numel() * tensor.element_size()
+        memory = memory_key(tensor) if size else None
+        if memory in shard_of:
+            shard_of[memory].names.append(name)
+            continue
+        if shards[-1].names and shards[-1].size + size > limit:
+            shards.append(_Shard())
+        shards[-1].names.append(name)
+        shards[-1].size += size
+        if memory is not None:
+            shard_of[memory] = shards[-1]
+    return [{name: state[name] for name in shard.names} for shard in shards]
+
+
+def shard_names(pattern: str, count: int) -> list[str]:
+    """Return the file names of shards: ``model-00001-of-00003.safetensors``; a single file has no number.
+
+    Args:
+        pattern: File name with the placeholder ``{suffix}``.
+        count: Number of files.
+    """
+    if count == 1:
+        return [pattern.format(suffix="")]
+    return [pattern.format(suffix=f"-{number:05d}-of-{count:05d}") for number in range(1, count + 1)]
+
+
+def build_index(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the content of the index file.
+
+    Args:
+        shards: The named tensors of each file, by file name.
+    """
+    tensors = [tensor for shard in shards.values() for tensor in shard.values()]
+    distinct = {(memory_key(tensor), tensor.shape, tensor.storage_offset(), tensor.dtype): tensor for tensor in tensors}
+    total = sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+    weight_map = {name: file for file, shard in shards.items() for name in shard}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def shard_checkpoint(
+    state_dict: dict[str, torch.Tensor], max_shard_size: int | str = "10GB", weights_name: str = "pytorch_model.bin"
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any] | None]:
+    """Divide a model's weights among files of a limited size.
+
+    Args:
+        state_dict: Named tensors.
+        max_shard_size: Bytes or "10GB".
+        weights_name: Name of the file when one is enough; shards have their number before its suffix.
+
+    Returns:
+        The named tensors by file name, and the content of the index; None where one file is enough.
+    """
+    stem, dot, suffix = weights_name.rpartition(".")
+    parts = split_into_shards(state_dict, max_shard_size)
+    shards = dict(zip(shard_names(f"{stem}{{suffix}}{dot}{suffix}", len(parts)), parts, strict=True))
+    return shards, (build_index(shards) if len(shards) > 1 else None)
+
+
+# Merges the folder of a sharded model into whole files, in one process.
+
+_METADATA = ".metadata"
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Write the weights of a sharded model as whole files, on the main rank.
+
+    Args:
+        checkpoint_dir: Folder or URL of pytorch_model_fsdp_0, or of the checkpoint that contains it.
+        output_path: Folder or URL for model.safetensors or pytorch_model.bin; created if missing.
+        safe_serialization: Write safetensors rather than torch's format.
+        remove_checkpoint_dir: Remove the sharded folder afterwards.
+
+    Raises:
+        ValueError: The folder contains no sharded model, or several.
+        CheckpointError: A store could not be read, its metadata contains more than data, or the files could not be
+            written.
+    """
+    if not PartialState().is_main_process:
+        return
+    shards, output = _shards_in(path_of(checkpoint_dir)), path_of(output_path)
+    make_folder(output)
+    # On the disk of the output where it is local: the file is as large as the result.
+    scratch: AbstractContextManager[str | Path] = (
+        tempfile.TemporaryDirectory(dir=output) if isinstance(output, Path) else guarded_files.scratch()
+    )
+    with scratch as temporary, _local_folder(shards) as folder:
+        whole = Path(temporary) / "whole.bin"
+        _write_whole(folder, whole)
+        state = read_torch(whole, map_location="cpu")
+        write_weights(state.get("model", state), output, "10GB", safe_serialization)
+    if remove_checkpoint_dir:
+        shutil.rmtree(shards) if isinstance(shards, Path) else shards.remove_tree()
+
+
+def _write_whole(folder: Path, whole: Path) -> None:
+    """Write the shards of a folder into one file."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    read_metadata_in(folder)
+    try:
+        with plain_data_only():
+            dcp_to_torch_save(folder, whole)
+    except CheckpointException as error:  # not an Exception
+        raise error.failures[0][0] from error
+
+
+@contextmanager
+def _local_folder(shards: AnyPath) -> Iterator[Path]:
+    """Yield a folder on the disk that contains the files: `shards` itself, or a temporary copy of a remote one."""
+    if isinstance(shards, Path):
+        yield shards
+        return
+    with guarded_files.scratch() as folder:
+        for name in shards.files():
+            (shards / name).download(inside(folder, name))
+        yield folder
+
+
+def _shards_in(folder: AnyPath) -> AnyPath:
+    if (folder / _METADATA).is_file():
+        return folder
+    prefix = f"{constants.FSDP_MODEL_NAME}_"
+    entries: list[AnyPath] = sorted(folder.iterdir(), key=str) if folder.is_dir() else []
+    inner = [entry for entry in entries if entry.name.startswith(prefix) and (entry / _METADATA).is_file()]
+    if len(inner) == 1:
+        return inner[0]
+    found = ", ".join(path.name for path in inner) or "no sharded model"
+    raise ValueError(
+        f"{folder} contains {found}; pass the folder of one model, which save_state writes with SHARDED_STATE_DICT: "
+        f'merge_fsdp_weights("checkpoint/{constants.FSDP_MODEL_NAME}_0", "merged")'
+    )

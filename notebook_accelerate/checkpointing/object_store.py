@@ -25,22 +25,20 @@ from notebook_accelerate.checkpointing.checkpoint_layout import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     STAGING_SUFFIX,
-    is_numbered,
-    removal_name,
-)
-from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, ReadLocation, Store
-from notebook_accelerate.checkpointing.manifest import (
     FileRecord,
     Manifest,
     files_below,
+    is_numbered,
     make_record,
     manifest_json,
     read_manifest,
+    removal_name,
 )
+from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, ReadLocation, Store
 from notebook_accelerate.checkpointing.rank_agreement import gather_values
 from notebook_accelerate.checkpointing.save_lock import second_writer_error
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.hardware import temporary_folders
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 from notebook_accelerate.state.world import world_from_environ
 
@@ -178,7 +176,7 @@ class ObjectStore(Store):
 
     def prepare_folder(self) -> None:
         """See `Store.prepare_folder`; creates a folder of this rank's own in the machine's temporary files."""
-        self.folder = temporary_folders.make() / self.target.name
+        self.folder = guarded_files.make() / self.target.name
         self.folder.mkdir()
 
     def sync(self, path: Path) -> None:
@@ -193,7 +191,7 @@ class ObjectStore(Store):
             for name, path in found.items():
                 (self._destination / name).upload(path)
                 path.unlink()
-        temporary_folders.remove(self.folder.parent)
+        guarded_files.remove(self.folder.parent)
         return delivered
 
     @contextmanager
@@ -252,14 +250,14 @@ class ObjectStore(Store):
             self._messages.remove_tree()
 
     def _stored_record(self, name: str) -> FileRecord:
-        with temporary_folders.scratch() as folder:
+        with guarded_files.scratch() as folder:
             (self._destination / name).download(folder / "file")
             return make_record(folder / "file")
 
     def discard(self, opened: bool, delivering: bool = True) -> None:
         """See `Store.discard`; uploaded files stay for the next save, because other ranks may still be uploading."""
         if hasattr(self, "folder"):
-            temporary_folders.remove(self.folder.parent)
+            guarded_files.remove(self.folder.parent)
         if not opened:
             return
         with contextlib.suppress(CheckpointError, FileNotFoundError):
@@ -299,7 +297,7 @@ class ObjectStore(Store):
     @contextmanager
     def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
         """See `Store.open_for_reading`; the ranks of a machine fill one temporary folder together."""
-        with temporary_folders.scratch() as scratch:
+        with guarded_files.scratch() as scratch:
             own = scratch / self.target.name
             own.mkdir()
             before = gather_values((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.sharding.local_shards import StatePart
+    from notebook_accelerate.strategies.sharding.write_plans import StatePart
     from notebook_accelerate.strategies.strategy import Strategy
 
 WHOLE = "whole"

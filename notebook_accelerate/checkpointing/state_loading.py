@@ -16,16 +16,20 @@ from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, naming_file
 from notebook_accelerate.big_modeling.weight_files import plain_data_only, trusted_files
 from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, state_files
-from notebook_accelerate.checkpointing.checkpoint_layout import numbered
+from notebook_accelerate.checkpointing.checkpoint_layout import (
+    Manifest,
+    broken_checkpoint,
+    find_damage,
+    numbered,
+    read_manifest,
+)
 from notebook_accelerate.checkpointing.checkpoint_stores import ReadLocation, store_for
-from notebook_accelerate.checkpointing.manifest import Manifest, broken_checkpoint, find_damage, read_manifest
+from notebook_accelerate.checkpointing.checkpoint_writer import add_tied_names, read
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
-from notebook_accelerate.checkpointing.rng_states import restore_rng_state
 from notebook_accelerate.checkpointing.sharded_protocol import WHOLE, saves_own_state, schedulers_to_save
+from notebook_accelerate.checkpointing.state_files import restore_rng_state
 from notebook_accelerate.checkpointing.state_saving import wait_for_saves
-from notebook_accelerate.checkpointing.tensor_files import read
-from notebook_accelerate.checkpointing.tied_tensors import add_tied_names
-from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
+from notebook_accelerate.collectives.communicator import wait_for_all_ranks
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.data_loader.stateful_loaders import LoaderState
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError

@@ -14,14 +14,14 @@ from notebook_accelerate import telemetry
 from notebook_accelerate.big_modeling.plain_pickle import unreadable_classes
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, rank_agreement, state_files
+from notebook_accelerate.checkpointing.checkpoint_layout import Manifest
 from notebook_accelerate.checkpointing.checkpoint_stores import store_for
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
-from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.sharded_protocol import returns_state_parts, saves_own_state
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import StateFile
-from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
+from notebook_accelerate.collectives.communicator import wait_for_all_ranks
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.hardware.versions import installed_version

@@ -5,7 +5,7 @@ A call moves all tensors of one dtype in one collective. In a world of one rank 
 
 from __future__ import annotations
 
-from notebook_accelerate.collectives.containers import (
+from notebook_accelerate.collectives.layouts import (
     find_batch_size as find_batch_size,
     find_device as find_device,
     honor_type as honor_type,
@@ -20,12 +20,12 @@ from notebook_accelerate.collectives.containers import (
     recursively_apply as recursively_apply,
     with_tensors as with_tensors,
 )
-from notebook_accelerate.collectives.fp32_outputs import (
+from notebook_accelerate.collectives.local_operations import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
     convert_outputs_to_fp32 as convert_outputs_to_fp32,
 )
 from notebook_accelerate.collectives.gather_metrics import gather_for_metrics as gather_for_metrics
-from notebook_accelerate.collectives.legacy_operations import (
+from notebook_accelerate.collectives.local_operations import (
     TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE,
     TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT,
     GatheredParameters as GatheredParameters,

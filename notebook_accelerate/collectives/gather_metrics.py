@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from notebook_accelerate.collectives.containers import Nested, recursively_apply, require_tensors
+from notebook_accelerate.collectives.layouts import Nested, recursively_apply, require_tensors
 from notebook_accelerate.collectives.operations import gather, gather_object
 from notebook_accelerate.state import GradientState
 

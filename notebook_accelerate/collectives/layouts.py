@@ -5,11 +5,16 @@ A layout is derived once for each combination of shapes and dtypes: loops send t
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import zlib
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 
+from notebook_accelerate.config.cluster import TensorInformation
 from notebook_accelerate.torch_internals import flatten_dense_tensors
 
 ALIGNMENT = 64
@@ -195,3 +200,265 @@ def layout_of(leaves: list[torch.Tensor]) -> Layout:
             _layouts.clear()
         found = _layouts[key] = Layout(*key)
     return found
+
+
+# Walks and rebuilds nested lists, tuples, namedtuples, mappings and dataclasses.
+
+Nested = TypeVar("Nested")
+"""Nested containers of tensors: functions that keep the structure return the type of their argument."""
+LeafTest = Callable[[Any], bool]
+_TENSOR_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Tell whether `tensor` is a `torch.Tensor`."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Tell whether `tensor_info` is a `TensorInformation`: the shape and dtype of a tensor."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Tell whether `data` is an instance of a namedtuple class."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Build a sequence of the type of `obj`.
+
+    Args:
+        obj: A list, tuple or namedtuple.
+        generator: The new items.
+    """
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def _is_dataclass(data: Any) -> bool:
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def is_container(node: Any) -> bool:
+    """Tell whether `node` is a list, tuple, mapping or dataclass instance."""
+    return isinstance(node, (list, tuple, Mapping)) or _is_dataclass(node)
+
+
+def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Build a mapping of the type of `data` (UserDict, a transformers output, ...) with new values."""
+    if type(data) is dict:
+        return items
+    try:
+        return type(data)(items)  # type: ignore[call-arg]
+    except TypeError:
+        rebuilt: Any = copy.copy(data)  # its constructor takes other arguments
+        for key, value in items.items():
+            rebuilt[key] = value
+        return rebuilt
+
+
+def map_children(node: Any, convert: Callable[[Any, Any], Any]) -> Any:
+    """Build a container of the same type with converted children; a leaf is returned unchanged.
+
+    Args:
+        node: A list, tuple, mapping, dataclass instance (also a frozen one), or a leaf.
+        convert: Called with the index, key or field name of each child, and the child.
+    """
+    if isinstance(node, (list, tuple)):
+        return honor_type(node, [convert(index, item) for index, item in enumerate(node)])
+    if isinstance(node, Mapping):
+        return _rebuild_mapping(node, {key: convert(key, value) for key, value in node.items()})
+    if not _is_dataclass(node):
+        return node
+    rebuilt = copy.copy(node)
+    for field in dataclasses.fields(node):
+        object.__setattr__(rebuilt, field.name, convert(field.name, getattr(node, field.name)))
+    return rebuilt
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: LeafTest = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to every leaf of a nested structure.
+
+    Args:
+        func: The function, called as `func(leaf, *args, **kwargs)`.
+        data: Nested lists, tuples, namedtuples, mappings, dataclasses.
+        args: Further arguments of `func`.
+        test_type: Selects the leaves to apply it to.
+        error_on_other_type: Raise on a leaf that fails the test, instead of keeping it.
+        kwargs: Keyword arguments of `func`.
+
+    Returns:
+        The structure, with the same types, and the function's results as leaves.
+
+    Raises:
+        TypeError: A leaf failed the test and `error_on_other_type` is set.
+    """
+
+    def walk(node: Any) -> Any:
+        if test_type(node):
+            return func(node, *args, **kwargs)
+        if is_container(node):
+            return map_children(node, lambda _, child: walk(child))
+        if error_on_other_type:
+            raise TypeError(
+                f"{type(node).__name__} cannot be passed to {getattr(func, '__name__', func)!r}: only nested lists, "
+                "tuples, dicts and dataclasses of objects that satisfy "
+                f"{getattr(test_type, '__name__', test_type)!r} can"
+            )
+        return node
+
+    return walk(data)
+
+
+def leaves_of(data: Any) -> list[torch.Tensor]:
+    """List the tensors of a nested structure, in order.
+
+    Args:
+        data: Nested lists, tuples, namedtuples, mappings, dataclasses.
+    """
+    return list(_iterate_leaves(data))
+
+
+def _iterate_leaves(node: Any) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        yield node
+    else:
+        for child in children_of(node):
+            yield from _iterate_leaves(child)
+
+
+def require_tensors(data: Any, operation: str) -> list[torch.Tensor]:
+    """List the tensors of a nested structure, in order; it must contain nothing else.
+
+    Args:
+        data: Nested lists, tuples, namedtuples, mappings, dataclasses.
+        operation: Name of the collective, for the error.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+    """
+    found: list[torch.Tensor] = []
+    if type(data) is dict and _are_tensors(data.values()):  # the most common structure, in half the time
+        found.extend(data.values())
+    else:
+        _collect_tensors(data, operation, found)
+    return found
+
+
+def _collect_tensors(node: Any, operation: str, found: list[torch.Tensor]) -> None:
+    if isinstance(node, torch.Tensor):
+        found.append(node)
+        return
+    if not is_container(node):
+        raise TypeError(
+            f"{operation}() got {type(node).__name__} ({node!r:.60}): it takes tensors, and lists, tuples, dicts and "
+            "dataclasses of tensors; for other objects call gather_object([value])"
+        )
+    children = children_of(node)
+    if _are_tensors(children):
+        found.extend(children)
+        return
+    for child in children:
+        _collect_tensors(child, operation, found)
+
+
+def _are_tensors(nodes: Iterable[Any]) -> bool:
+    """Tell whether all are plain tensors, in a quarter of the time of a check of each."""
+    return _TENSOR_TYPES.issuperset(map(type, nodes))
+
+
+def children_of(node: Any) -> Iterable[Any]:
+    """Return the items, values or field values of a container; nothing for a leaf."""
+    if isinstance(node, (list, tuple)):
+        return node
+    if isinstance(node, Mapping):
+        return node.values()
+    if _is_dataclass(node):
+        return [getattr(node, f.name) for f in dataclasses.fields(node)]
+    return ()
+
+
+def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:
+    """Rebuild a nested structure with other tensors.
+
+    Args:
+        data: The original.
+        leaves: The new tensors, in the order of `leaves_of`.
+    """
+    rebuilt: Nested = _with_tensors(data, iter(leaves))
+    return rebuilt
+
+
+def _with_tensors(node: Any, leaves: Iterator[torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        return next(leaves)
+    if type(node) is dict:  # the common containers, without a call per tensor: an eighth of the time
+        if _are_tensors(node.values()):
+            return dict(zip(node, leaves, strict=False))
+        return {key: _with_tensors(value, leaves) for key, value in node.items()}
+    if type(node) in (list, tuple):
+        return type(node)(islice(leaves, len(node)) if _are_tensors(node) else [_with_tensors(n, leaves) for n in node])
+    return recursively_apply(lambda _: next(leaves), node)
+
+
+def listify(data: Any) -> Any:
+    """Convert every tensor of a nested structure to numbers in lists.
+
+    Args:
+        data: Nested containers of tensors; bfloat16, which other libraries lack, is converted through float32.
+    """
+
+    def numbers(tensor: torch.Tensor) -> Any:
+        tensor = tensor.detach().cpu()
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).tolist()
+
+    return recursively_apply(numbers, data)
+
+
+def find_batch_size(data: Any) -> int:
+    """Return the first dimension of the first tensor in a nested structure.
+
+    Args:
+        data: Nested containers of tensors.
+
+    Returns:
+        The size.
+
+    Raises:
+        ValueError: It contains no tensor with at least one dimension.
+    """
+    size = ignorant_find_batch_size(data)
+    if size is None:
+        raise ValueError(
+            f"no batch size in {type(data).__name__}: it contains no tensor with at least one dimension; pass a "
+            "batch of tensors, for instance torch.ones(batch_size, 3)"
+        )
+    return size
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return the first dimension of the first tensor in a nested structure; None if it contains none.
+
+    Args:
+        data: Any object.
+    """
+    return next((tensor.shape[0] for tensor in _iterate_leaves(data) if tensor.ndim), None)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor in a nested structure.
+
+    Args:
+        data: Nested containers of tensors.
+
+    Returns:
+        The device; None if it contains no tensor.
+    """
+    return next((tensor.device for tensor in _iterate_leaves(data)), None)

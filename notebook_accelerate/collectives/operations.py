@@ -13,8 +13,7 @@ import torch
 from notebook_accelerate.collectives import shape_checks
 from notebook_accelerate.collectives.block_exchange import BlockViews, CollectiveCall, exchange_for, gather_blocks
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
-from notebook_accelerate.collectives.containers import Nested, require_tensors, with_tensors
-from notebook_accelerate.collectives.layouts import Layout, is_small, layout_of
+from notebook_accelerate.collectives.layouts import Layout, Nested, is_small, layout_of, require_tensors, with_tensors
 from notebook_accelerate.collectives.local_operations import CannotPadNestedTensorWarning
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import warn_once

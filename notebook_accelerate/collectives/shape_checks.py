@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
-from notebook_accelerate.collectives.containers import children_of, is_torch_tensor, recursively_apply
+from notebook_accelerate.collectives.layouts import children_of, is_torch_tensor, recursively_apply
 from notebook_accelerate.errors import DistributedOperationException
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import user_frame

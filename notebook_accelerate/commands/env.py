@@ -12,8 +12,7 @@ from typing import Any
 from notebook_accelerate import hardware
 from notebook_accelerate.commands.parsers import Subparsers, add_config_file, command_parser
 from notebook_accelerate.config import config_file
-from notebook_accelerate.config.hidden_values import hide_credentials
-from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.config.plain_values import convert_bytes, hide_credentials
 from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.hardware.versions import installed_version
 

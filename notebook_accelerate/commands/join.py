@@ -7,8 +7,8 @@ import signal
 import sys
 
 from notebook_accelerate.commands.parsers import Subparsers, command_parser
+from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, secret_for_command
 from notebook_accelerate.launch.hosts.host_group import JOIN_SECONDS
-from notebook_accelerate.launch.hosts.run_secret import SECRET_VARIABLE, secret_for_command
 
 
 def join_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
@@ -33,7 +33,7 @@ def join_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
 
 def join_command(args: argparse.Namespace) -> None:
     """Run ranks until the run is over."""
-    from notebook_accelerate.launch.hosts.join_command import join
+    from notebook_accelerate.launch.hosts.joining import join
 
     address, _, port = str(args.address).rpartition(":")
     if not address or not port.isdigit() or not 0 < int(port) < 65536:
@@ -54,6 +54,3 @@ def _on_termination(number: int, _frame: object) -> None:
 
 def _print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-__all__ = ["join_command", "join_command_parser"]

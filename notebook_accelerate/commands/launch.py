@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
+import runpy
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from notebook_accelerate import launch
-from notebook_accelerate.commands import script_runner
-from notebook_accelerate.commands.launch_options import GENERAL, GROUPS
-from notebook_accelerate.commands.launch_settings import launch_config, log_streams, option
+from notebook_accelerate.commands.launch_settings import GENERAL, GROUPS, launch_config, log_streams, option
 from notebook_accelerate.commands.parsers import Subparsers, command_parser
 from notebook_accelerate.config.environ import parse_flag
 from notebook_accelerate.config.launch_config import LaunchConfig
@@ -70,7 +73,7 @@ def launch_command(args: argparse.Namespace) -> None:
         ValueError: An option is not supported, or a value is not allowed.
     """
     runner = _runner(args)
-    if runner is script_runner.run_script and not Path(args.training_script).is_file():
+    if runner is run_script and not Path(args.training_script).is_file():
         raise FileNotFoundError(f"the script {args.training_script} does not exist; with -m, pass the name of a module")
     config = launch_config(args)
     folder = option(args, "log_dir")
@@ -89,8 +92,8 @@ def _runner(args: argparse.Namespace) -> Callable[..., None]:
     if module and no_python:
         raise ValueError("--module and --no_python exclude each other; pass one of them")
     if no_python:
-        return script_runner.run_program
-    return script_runner.run_module if module else script_runner.run_script
+        return run_program
+    return run_module if module else run_script
 
 
 def run_in_ranks(
@@ -119,7 +122,7 @@ def run_in_ranks(
             config = config.changed(env=None)
     if logs is not None:
         run_registry.watch(logs.follow)
-    if config.num_processes != 1 and function is not script_runner.run_program:
+    if config.num_processes != 1 and function is not run_program:
         importlib.import_module("torch")  # once, not once in each forked rank
     try:
         launch.start(config, function, arguments)
@@ -195,3 +198,63 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# Runs a script in a rank as the interpreter runs it: as ``__main__``, with its own ``sys.argv`` and ``sys.path``.
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """Run a Python file.
+
+    Args:
+        script: Its path.
+        arguments: Its command line arguments.
+    """
+    with io.open_code(str(Path(script).resolve())) as file:
+        code = compile(file.read(), script, "exec")
+    main = ModuleType("__main__")
+    main.__file__ = script
+    main.__dict__["__builtins__"] = __builtins__
+    with _as_program(script, arguments, str(Path(script).resolve().parent)):
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)  # noqa: S102 - the user's own script
+
+
+def run_module(module: str, arguments: list[str]) -> None:
+    """Run a module, as ``python -m`` does.
+
+    Args:
+        module: Its dotted name.
+        arguments: Its command line arguments.
+    """
+    with _as_program(module, arguments, str(Path.cwd())):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_program(program: str, arguments: list[str]) -> None:
+    """Run a program that is not a Python script, with this rank's environment.
+
+    Args:
+        program: Its path, or its name on the PATH.
+        arguments: Its command line arguments.
+
+    Raises:
+        SystemExit: It ended with another exit code than 0.
+    """
+    code = subprocess.run([program, *arguments], check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+@contextmanager
+def _as_program(name: str, arguments: list[str], folder: str) -> Iterator[None]:
+    """Set ``sys.argv`` and the first entry of ``sys.path``; restore both and ``__main__``, which one process needs."""
+    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if not sys.exc_info()[0]:  # after an error, frames and debuggers still need the script's module
+            sys.modules["__main__"] = main
+        sys.argv, sys.path[:] = argv, path

@@ -14,13 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.commands.launch_options import SECTIONS
-from notebook_accelerate.commands.launch_settings import dynamo_section, given_options, option
+from notebook_accelerate.commands.launch_settings import SECTIONS, dynamo_section, given_options, option
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.config_file import ClusterConfig
 from notebook_accelerate.config.enums import PrecisionType
-from notebook_accelerate.config.field_checks import check_one_of
-from notebook_accelerate.config.plain_values import merge_dicts
+from notebook_accelerate.config.plain_values import check_one_of, merge_dicts
 
 
 def _training_variables(args: argparse.Namespace) -> dict[str, str]:

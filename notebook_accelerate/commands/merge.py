@@ -32,7 +32,7 @@ def merge_command_parser(subparsers: Subparsers | None = None) -> argparse.Argum
 
 def merge_command(args: argparse.Namespace) -> None:
     """Merge weights; see ``merge_fsdp_weights``."""
-    from notebook_accelerate.checkpointing.merging import merge_fsdp_weights
+    from notebook_accelerate.checkpointing.model_weights import merge_fsdp_weights
 
     merge_fsdp_weights(
         args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir

@@ -22,7 +22,7 @@ from notebook_accelerate.config.enums import (
     PrecisionType,
     SageMakerDistributedType,
 )
-from notebook_accelerate.config.field_checks import check_one_of
+from notebook_accelerate.config.plain_values import check_one_of
 
 
 def cache_folder() -> Path:

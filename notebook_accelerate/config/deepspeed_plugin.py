@@ -21,8 +21,8 @@ from notebook_accelerate.config.deepspeed_config import (
     check_launched_fields,
     launched_fields,
 )
-from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
+from notebook_accelerate.config.plain_values import check_one_of
 
 if TYPE_CHECKING:
     import torch

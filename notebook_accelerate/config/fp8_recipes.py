@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import FP8BackendType
-from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
+from notebook_accelerate.config.plain_values import check_one_of
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig

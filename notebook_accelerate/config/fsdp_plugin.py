@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import constants, environ
-from notebook_accelerate.config.field_checks import check_one_of
+from notebook_accelerate.config.plain_values import check_one_of
 
 if TYPE_CHECKING:
     import torch

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
+from types import FunctionType
+from typing import Any, Literal
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.enums import DDPCommunicationHookType
+from notebook_accelerate.config.plain_values import check_one_of
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 _TIMEOUT = timedelta(minutes=30)
@@ -85,3 +91,184 @@ class InitProcessGroupKwargs(KwargsHandler):
             self.timeout = _NCCL_TIMEOUT if self.backend == "nccl" else _TIMEOUT
         if not isinstance(self.timeout, timedelta):
             raise ValueError(f"timeout={self.timeout!r} is not allowed; pass datetime.timedelta(seconds=...)")
+
+
+# Arguments of DistributedDataParallel, and its gradient compression.
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+# Module and function of each hook; those of _WITH_STATE get a state made from ``comm_state_option``.
+_HOOK_OF_TYPE = {
+    DDPCommunicationHookType.FP16: ("default_hooks", "fp16_compress_hook"),
+    DDPCommunicationHookType.BF16: ("default_hooks", "bf16_compress_hook"),
+    DDPCommunicationHookType.POWER_SGD: ("powerSGD_hook", "powerSGD_hook"),
+    DDPCommunicationHookType.BATCHED_POWER_SGD: ("powerSGD_hook", "batched_powerSGD_hook"),
+}
+_WITH_STATE = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+_WRAPPER_OF_TYPE = {
+    DDPCommunicationHookType.FP16: ("default_hooks", "fp16_compress_wrapper"),
+    DDPCommunicationHookType.BF16: ("default_hooks", "bf16_compress_wrapper"),
+}
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Arguments of ``torch.nn.parallel.DistributedDataParallel``, and a communication hook for its gradients.
+
+    Raises:
+        ValueError: The hook or the wrapper is not known.
+    """
+
+    dim: int = 0
+    """Dimension along which inputs are divided; without effect where a rank has one device."""
+    broadcast_buffers: bool = True
+    """Whether buffers are copied from rank 0 before each forward."""
+    bucket_cap_mb: int = 25
+    """Size of a bucket of gradients that are reduced together, in MiB."""
+    find_unused_parameters: bool = False
+    """Whether some parameters may get no gradient in a step."""
+    check_reduction: bool = False
+    """Accepted for compatibility; torch ignores it."""
+    gradient_as_bucket_view: bool = False
+    """Whether gradients are views of the buckets, which avoids a copy."""
+    static_graph: bool = False
+    """Whether every step uses the same parameters in the same order."""
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    """Compression of gradients: no, fp16, bf16, power_sgd or batched_power_sgd, the last two of arXiv:1905.13727."""
+    comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
+        DDPCommunicationHookType.NO
+    )
+    """Dtype to which the hook's own messages are cast."""
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``PowerSGDState`` for the power_sgd hooks, such as ``matrix_approximation_rank``."""
+
+    def __post_init__(self) -> None:
+        self.comm_hook = _member("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
+        wrappers = [DDPCommunicationHookType.NO, *_WRAPPER_OF_TYPE]
+        self.comm_wrapper = _member("comm_wrapper", self.comm_wrapper, wrappers)  # type: ignore[assignment]
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Return the fields by name.
+
+        Args:
+            ignore_keys: Fields left out; by default those that are not arguments of DistributedDataParallel.
+
+        Returns:
+            Values by field.
+        """
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Register the hook on a wrapped model; every rank must call this, once per model.
+
+        Args:
+            model: A ``DistributedDataParallel``.
+
+        Raises:
+            ValueError: torch has no such hook for this model's device and backend.
+        """
+        if self.comm_hook == DDPCommunicationHookType.NO:
+            return
+        hook = _function(*_HOOK_OF_TYPE[self.comm_hook])
+        if self.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
+            hook = _with_flat_matrices(hook)
+        if self.comm_wrapper != DDPCommunicationHookType.NO:
+            hook = _function(*_WRAPPER_OF_TYPE[self.comm_wrapper])(hook)
+        state = None
+        try:
+            if self.comm_hook in _WITH_STATE:
+                state = _function("powerSGD_hook", "PowerSGDState")(None, **self.comm_state_option)
+            model.register_comm_hook(state=state, hook=hook)
+        except TypeError as error:
+            raise ValueError(
+                f"comm_hook={self.comm_hook.value!r} with comm_wrapper={self.comm_wrapper.value!r} does not work here: "
+                f"{error}; on CPU pass comm_hook='fp16' or 'power_sgd'"
+            ) from error
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(import_module(f"{_HOOKS}.{module}"), name)
+
+
+def _with_flat_matrices(hook: Any) -> Any:
+    """Return torch's batched PowerSGD hook with an orthogonalization that accepts its matrices.
+
+    The hook passes matrices of two dimensions, but torch (2.0 to 2.13 at least) orthogonalizes batches of three
+    dimensions, and stops the training with a bare AssertionError when compression starts.
+    """
+    batched = hook.__globals__["_orthogonalize"]
+
+    def orthogonalize(matrices: Any, epsilon: float = 0) -> None:
+        batched(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
+
+    namespace = {**hook.__globals__, "_orthogonalize": orthogonalize}
+    repaired = FunctionType(hook.__code__, namespace, hook.__name__, hook.__defaults__, hook.__closure__)
+    return functools.update_wrapper(repaired, hook)
+
+
+def _member(
+    name: str, value: DDPCommunicationHookType | str, allowed: list[DDPCommunicationHookType]
+) -> DDPCommunicationHookType:
+    check_one_of(name, value, [member.value for member in allowed])
+    return DDPCommunicationHookType(value)
+
+
+# Settings of ``Accelerator.profile``.
+
+ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Arguments of ``torch.profiler.profile``, and the folder of its traces."""
+
+    activities: list[ProfilerActivity] | None = None
+    """Recorded activities: cpu, xpu, mtia, cuda, hpu; None: all that torch supports here."""
+    schedule_option: dict[str, int] | None = None
+    """Arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first; None: record every step."""
+    on_trace_ready: Callable[..., Any] | None = None
+    """Called with the profiler at the end of each cycle of the schedule."""
+    record_shapes: bool = False
+    """Whether the shapes of inputs are kept."""
+    profile_memory: bool = False
+    """Whether allocations are tracked."""
+    with_stack: bool = False
+    """Whether file and line of each operation are kept."""
+    with_flops: bool = False
+    """Whether the floating point operations of matrix products and convolutions are estimated."""
+    with_modules: bool = False
+    """Whether the hierarchy of modules is kept (TorchScript only)."""
+    output_trace_dir: str | None = None
+    """Folder in which each rank writes a Chrome trace when profiling ends; None: no trace."""
+
+    def build(self) -> Any:
+        """Return the ``torch.profiler.profile`` with these arguments, not started.
+
+        Raises:
+            ValueError: torch does not support an activity here.
+        """
+        from torch import profiler
+
+        schedule = profiler.schedule(**self.schedule_option) if self.schedule_option is not None else None
+        return profiler.profile(
+            activities=self._activities(),
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+    def _activities(self) -> list[Any] | None:
+        from torch.profiler import ProfilerActivity as Activity
+
+        if self.activities is None:
+            return None
+        known = {name.lower(): member for name, member in Activity.__members__.items()}
+        for name in self.activities:
+            if name not in known:
+                raise ValueError(f"profiler activity {name!r} is not supported here; supported: {', '.join(known)}")
+        return [known[name] for name in self.activities]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.field_checks import check_one_of, check_whole_number
+from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
 
 
 @dataclass

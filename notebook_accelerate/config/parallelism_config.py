@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.field_checks import check_one_of, check_whole_number
-from notebook_accelerate.config.parallelism_plugins import (
+from notebook_accelerate.config.dynamo_plugin import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
 from notebook_accelerate.torch_internals import flatten_mesh
 
 if TYPE_CHECKING:

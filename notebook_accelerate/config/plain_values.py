@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import dataclasses
+import numbers
+import re
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.config.hidden_values import hide_credentials, shown_value
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def convert_bytes(size: float) -> str:
@@ -89,3 +94,207 @@ def format_setting(value: Any) -> str:
         return repr(getattr(value, "value", value) if isinstance(value, Enum) else value)
     changed = {entry.name: given for entry in fields(value) if (given := getattr(value, entry.name)) != entry.default}
     return f"{type(value).__name__}({format_setting(changed)})"
+
+
+# Texts without secrets: values of environment variables, and credentials in URLs.
+
+HIDDEN = "***"
+VARIABLES = ("env", "env_vars", "runtime_env", "rdzv_conf")
+"""Fields whose values may be secrets: only their names are shown."""
+_USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
+"""user:password@ or token@; a password may contain / and @."""
+_PARAMETER = re.compile(
+    r"([?&][^=&\s'\"]*(?:token|key|secret|password|signature|credential)[^=&\s'\"]*=)[^&#\s'\"]*", re.IGNORECASE
+)
+_SHORT = 4
+"""Shorter values are not looked for in a text: they would hide parts of ordinary words."""
+
+
+def hide_credentials(text: str) -> str:
+    """Return a text with the user, password and secret parameters of its URLs replaced."""
+    if "://" not in text:
+        return text
+    return _PARAMETER.sub(rf"\1{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
+
+
+def shown_value(name: str, value: object) -> Any:
+    """Return the value of a field as it may be shown.
+
+    Args:
+        name: The field.
+        value: A plain value, or containers of them.
+    """
+    if name in VARIABLES and value is not None:
+        return names_only(value)
+    if isinstance(value, str):
+        return hide_credentials(value)
+    if isinstance(value, Mapping):
+        return {entry: shown_value(str(entry), inner) for entry, inner in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(shown_value(name, inner) for inner in value)
+    return value
+
+
+def names_only(value: object) -> Any:
+    """Return nested dicts with the names that they have, and `HIDDEN` for each value."""
+    if isinstance(value, Mapping):
+        return {name: names_only(entry) for name, entry in value.items()}
+    return _Hidden()
+
+
+class _Hidden:
+    def __repr__(self) -> str:
+        return HIDDEN
+
+
+def shown_repr(settings: DataclassInstance) -> str:
+    """Return the ``repr`` of a dataclass without its secrets.
+
+    Args:
+        settings: The dataclass.
+    """
+    shown = {
+        entry.name: shown_value(entry.name, getattr(settings, entry.name)) for entry in dataclasses.fields(settings)
+    }
+    return f"{type(settings).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def redact(text: str, settings: DataclassInstance) -> str:
+    """Return a text from another program, such as an error of Ray, without the secrets of a dataclass.
+
+    Args:
+        text: Any text.
+        settings: The dataclass whose values must not be in it.
+    """
+    text = hide_credentials(text)
+    for entry in dataclasses.fields(settings):
+        if entry.name in VARIABLES:
+            for value in _values(getattr(settings, entry.name)):
+                text = text.replace(value, HIDDEN) if len(value) >= _SHORT else text
+    return text
+
+
+def _values(value: object, name: str = "") -> list[str]:
+    """Return the values of environment variables in nested containers."""
+    if isinstance(value, Mapping):
+        return [
+            found for key, entry in value.items() for found in _values(entry, name or (key if key in VARIABLES else ""))
+        ]
+    return [str(value)] if name else []
+
+
+# Checks of single fields and arguments, with the messages that users see.
+
+
+def check_one_of(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Check that a value is among the allowed ones.
+
+    Args:
+        name: Name of the field or argument.
+        value: Its value.
+        allowed: The allowed values.
+
+    Raises:
+        ValueError: It is not; the message lists the allowed values.
+    """
+    choices = list(allowed)
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not allowed; pass one of {', '.join(map(repr, choices))}")
+
+
+def check_whole_number(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Check that a value is a whole number of at least ``least``.
+
+    Args:
+        name: Name of the field or argument.
+        value: Its value.
+        least: The smallest number allowed.
+        most: The largest number allowed; None: no limit.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+        limit = "" if most is None else f", at most {most:,}"
+        raise ValueError(f"{name}={short_repr(value)} is not allowed; pass a whole number of at least {least}{limit}")
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Check that a value is an object of a class.
+
+    Args:
+        name: Name of the field or argument.
+        value: Its value.
+        kind: The class.
+
+    Raises:
+        ValueError: It is of another class; the message shows the call.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r} is not allowed; pass an object: {name}={kind.__name__}(...)")
+
+
+MAX_SECONDS = 10**9
+"""Most seconds of a limit, 31 years: the waits of the operating system and of Python have limits, too."""
+
+
+def check_number(
+    name: str, value: object, what: str = "a number", *, most: float = sys.float_info.max, zero: bool = False
+) -> None:
+    """Check that a value is a finite number above 0.
+
+    Args:
+        name: Name of the field or argument.
+        value: Its value.
+        what: What to pass, for the message.
+        most: The largest number allowed.
+        zero: Whether 0 is allowed, too.
+
+    Raises:
+        ValueError: It is something else, such as a bool, NaN, an infinity or a text.
+    """
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's are, too
+    if not (real and 0 <= value <= most and (zero or value > 0)):  # type: ignore[operator]
+        limit = f", at most {most:,}" if most < sys.float_info.max else ""
+        least = "of at least" if zero else "above"
+        raise ValueError(f"{name}={short_repr(value)} is not allowed; pass {what} {least} 0{limit}")
+
+
+def check_seconds(name: str, value: object, *, most: float = MAX_SECONDS, zero: bool = True, none: str = "") -> None:
+    """Check that a value is a number of seconds that every wait accepts.
+
+    Args:
+        name: Name of the field or argument.
+        value: Its value.
+        most: The largest number allowed.
+        zero: Whether 0 is allowed, too.
+        none: The meaning of None, for the message; "": None is not allowed.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value is None and none:
+        return
+    try:
+        check_number(name, value, "seconds", most=most, zero=zero)
+    except ValueError as error:
+        raise ValueError(f"{error}, or None for {none}" if none else str(error)) from None
+
+
+def short_repr(value: object) -> str:
+    """Return a shortened ``repr`` for a message. The ``repr`` of a very large int raises ValueError."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of more than 4,300 digits"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is an int or a float; bool is neither.
+
+    Args:
+        value: Anything.
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.enums import CustomDtype
-from notebook_accelerate.config.field_checks import check_one_of, is_number
+from notebook_accelerate.config.plain_values import check_one_of, is_number
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from notebook_accelerate.data_loader.samplers import (
     SkipBatchSampler,
     get_sampler,
 )
-from notebook_accelerate.data_loader.sequence_loader import SequenceLoader
+from notebook_accelerate.data_loader.persistent_workers import SequenceLoader
 from notebook_accelerate.data_loader.shard_loader import DataLoaderShard
 from notebook_accelerate.data_loader.skip_loaders import SkipDataLoader, skip_first_batches
 

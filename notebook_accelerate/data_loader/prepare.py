@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from notebook_accelerate.config.enums import RNGType
 from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher
 from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard, check_divisible
-from notebook_accelerate.data_loader.mesh_ranks import data_parallel_rank
 from notebook_accelerate.data_loader.prepared_loader import NOTHING, PreparedDataLoader
 from notebook_accelerate.data_loader.samplers import (
     BatchSamplerShard,
@@ -22,7 +21,7 @@ from notebook_accelerate.data_loader.samplers import (
     index_source,
     innermost,
 )
-from notebook_accelerate.data_loader.shard_loader import DataLoaderShard
+from notebook_accelerate.data_loader.shard_loader import DataLoaderShard, data_parallel_rank
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.torch_internals import sampler_length
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from notebook_accelerate.collectives import ignorant_find_batch_size
+from notebook_accelerate.config.enums import RNGType
 from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
 from notebook_accelerate.data_loader.prepared_loader import PreparedDataLoader
-from notebook_accelerate.data_loader.rng_sync import synchronize_rng_states
 from notebook_accelerate.data_loader.samplers import (
     BatchSamplerShard,
     SeedableRandomSampler,
@@ -20,7 +20,7 @@ from notebook_accelerate.data_loader.samplers import (
     index_source,
     innermost,
 )
-from notebook_accelerate.state import GradientState
+from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.telemetry import step_time
 
 
@@ -122,3 +122,90 @@ class DataLoaderShard(PreparedDataLoader):
         if not isinstance(shard, BatchSamplerShard):
             return int(getattr(shard, "batch_size", 1))
         return int(shard.batch_size) * (1 if shard.split_batches else shard.num_processes)
+
+
+# Synchronises random number generators over the ranks.
+
+
+def synchronize_rng_state(
+    rng_type: RNGType | str | None = None, generator: torch.Generator | None = None, num_processes: int | None = None
+) -> None:
+    """Copy the state of one random number generator from rank 0 to every rank. Every rank must call this.
+
+    Args:
+        rng_type: A member of RNGType or its value: ``"torch"`` for the CPU's generator, ``"generator"`` for
+            `generator`, the name of a device type for the device's.
+        generator: The generator for ``"generator"``.
+        num_processes: Number of ranks; with 1 nothing is done. None: that of `PartialState`.
+
+    Raises:
+        ValueError: An unknown `rng_type`, or ``"generator"`` without one.
+    """
+    if rng_type not in list(RNGType) and rng_type not in RNGType.list():
+        raise ValueError(f"rng_type={rng_type!r} is not allowed; pass one of {', '.join(RNGType.list())}")
+    kind = RNGType(rng_type)
+    if kind is RNGType.GENERATOR and generator is None:
+        raise ValueError('rng_type="generator" needs a generator: synchronize_rng_state("generator", generator)')
+    if (PartialState().num_processes if num_processes is None else num_processes) <= 1:
+        return
+    if kind is RNGType.GENERATOR:
+        assert generator is not None
+        generator.set_state(_from_rank_0(generator.get_state()))
+    elif kind is RNGType.TORCH:
+        torch.set_rng_state(_from_rank_0(torch.get_rng_state()))
+    elif kind is RNGType.XLA:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(int(_from_rank_0(torch.tensor(xm.get_rng_state())).item()))
+    else:
+        backend = getattr(torch, kind.value)
+        backend.set_rng_state(_from_rank_0(backend.get_rng_state()))
+
+
+def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
+    """Copy the states of random number generators from rank 0 to every rank. Every rank must call this.
+
+    Args:
+        rng_types: Members of RNGType or their values.
+        generator: The generator for ``"generator"``.
+
+    Raises:
+        ValueError: An unknown type, or ``"generator"`` without one.
+    """
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator)
+
+
+def _from_rank_0(state: torch.Tensor) -> torch.Tensor:
+    """Receive rank 0's copy of a small CPU tensor."""
+    from notebook_accelerate.collectives import broadcast
+
+    received: torch.Tensor = broadcast(state.to(PartialState().device))
+    return received.cpu()
+
+
+# Finds the ranks of a device mesh that read different data.
+
+# Ranks that differ only in these dimensions use the same samples: they share a model, a sequence or a pipeline.
+# Ranks of "sp" share sequences too, but each reads some of them, and `SequenceLoader` combines them.
+MODEL_DIMENSIONS = frozenset({"tp", "cp", "pp", "ep"})
+
+
+def data_parallel_rank(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:
+    """Return this rank's index among the ranks that read different data.
+
+    Args:
+        mesh: A torch DeviceMesh with named dimensions; None: all ranks are data parallel.
+        num_processes: Number of all ranks.
+        process_index: This rank.
+
+    Returns:
+        The number of ranks that read different data, and this rank's index among them.
+    """
+    if mesh is None or not mesh.mesh_dim_names:
+        return num_processes, process_index
+    dp_size, dp_rank = 1, 0
+    for name, size, position in zip(mesh.mesh_dim_names, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
+        if name not in MODEL_DIMENSIONS:
+            dp_size, dp_rank = dp_size * size, dp_rank * size + position
+    return dp_size, dp_rank

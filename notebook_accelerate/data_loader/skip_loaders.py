@@ -9,10 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher
+from notebook_accelerate.data_loader.persistent_workers import SequenceLoader
 from notebook_accelerate.data_loader.prepare import loader_arguments
 from notebook_accelerate.data_loader.prepared_loader import DataLoaderAdapter, DataLoaderStateMixin, PreparedDataLoader
 from notebook_accelerate.data_loader.samplers import SkipBatchSampler, index_source
-from notebook_accelerate.data_loader.sequence_loader import SequenceLoader
 from notebook_accelerate.data_loader.stateful_loaders import resumed_batches
 from notebook_accelerate.data_loader.stream_skipping import advance
 from notebook_accelerate.state import GradientState

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from notebook_accelerate.debugging.process_inspection import ProcessStacks
+from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.telemetry import Event
 from notebook_accelerate.telemetry.channel import Sender

@@ -35,7 +35,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
     StacksRequest,
 )
 from notebook_accelerate.telemetry.pickling import load_bytes
-from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.rank_devices import rank_names
 
 REPLY_SECONDS = 1.0
 """Time limit of a rank's agent for its stacks; after it, the rank's signal handler writes them."""

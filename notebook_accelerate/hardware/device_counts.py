@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from notebook_accelerate.hardware import device_table, nvml, torch_build, tpu_environment, xla_environment
+from notebook_accelerate.hardware import device_table, nvml, torch_build, tpu_environment
 
 _PROBE_SECONDS = 60
 
@@ -138,7 +138,7 @@ def _tpu(env: Mapping[str, str]) -> int:
     """Count TPUs as torch_tpu does, and in a container that hides the bus by the type that Colab and Kaggle set."""
     if not _installed("torch_tpu"):
         return 0
-    return _visible_chips(len(tpu_environment.pci_generations()) or xla_environment.chips_of_host(env), env)
+    return _visible_chips(len(tpu_environment.pci_generations()) or tpu_environment.chips_of_host(env), env)
 
 
 def _tpu_chips(env: Mapping[str, str]) -> int:
@@ -147,7 +147,7 @@ def _tpu_chips(env: Mapping[str, str]) -> int:
     if not chips and Path("/dev/vfio/vfio").exists() and env.get("TPU_ACCELERATOR_TYPE"):
         chips = len(_paths("/dev/vfio/[0-9]*"))
     # In a container the devices may be hidden; the type that Colab and Kaggle set is visible.
-    return _visible_chips(chips or xla_environment.chips_of_host(env), env)
+    return _visible_chips(chips or tpu_environment.chips_of_host(env), env)
 
 
 def _visible_chips(chips: int, env: Mapping[str, str]) -> int:

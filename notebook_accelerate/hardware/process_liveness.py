@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.hardware.process_stat import STARTED, STATE, read_stat
-
 _PROC = Path("/proc")
 _ENDED = {"Z", "X", "x"}
 """States of a zombie, whose parent has not read its exit status yet, and of a process that is being removed."""
@@ -83,3 +81,23 @@ def _machine_identity() -> str:
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
     except OSError:
         return ""
+
+
+# Reads the state of processes and threads from /proc.
+
+STATE, FLAGS, STARTED = 0, 6, 19
+"""Indices of fields of `read_stat`: proc_pid_stat(5) counts from 1 and has two fields before them."""
+
+
+def read_stat(folder: Path) -> list[str]:
+    """Return the fields of a process or thread after its name; [] where it has ended or cannot be read.
+
+    Args:
+        folder: ``/proc/PID``, or ``/proc/PID/task/TID``.
+    """
+    try:
+        text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # also without /proc
+        return []
+    fields = text.rpartition(")")[2].split()  # its name, in parentheses, may contain anything
+    return fields if len(fields) > STARTED else []

@@ -6,10 +6,13 @@ from notebook_accelerate.launch.attaching import attach
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.kept.kept_runs import KeptRun, KeptRuns
 from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan
-from notebook_accelerate.launch.report.memory_table import RunMemory
+from notebook_accelerate.launch.report.samples import RunMemory
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.run_report import Report
-from notebook_accelerate.launch.run import Attempt, Break, RankInfo, Run
+from notebook_accelerate.launch.run import Run
+from notebook_accelerate.launch.state.run_state import Attempt
+from notebook_accelerate.launch.state.run_state import Break
+from notebook_accelerate.launch.state.run_state import RankInfo
 from notebook_accelerate.launch.run_registry import debug, runs, shutdown
 from notebook_accelerate.launch.start import start
 

@@ -25,12 +25,11 @@ from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.kept.run_folder import given_folder, read_summary
 from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter, to_file, uninterrupted
-from notebook_accelerate.launch.run import Run, default_name, next_number
-from notebook_accelerate.launch.run_call import RunCall
+from notebook_accelerate.launch.run import Run, RunCall, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.waits import SLICE
 from notebook_accelerate.telemetry import inherited_state, notebook_settings
-from notebook_accelerate.telemetry.cell_sources import cell_sources
+from notebook_accelerate.telemetry.cell_names import cell_sources
 from notebook_accelerate.telemetry.pickling import dump
 from notebook_accelerate.telemetry.tracebacks import cell_name
 
@@ -338,14 +337,3 @@ def _stop_unread(entry: DetachedEntry, grace: float) -> None:
     while client.connected:
         time.sleep(0.05)
     client.close()
-
-
-__all__ = [
-    "attach",
-    "attached_runs",
-    "detached_runs",
-    "launch_detached",
-    "leave",
-    "running_entries",
-    "stop_detached",
-]

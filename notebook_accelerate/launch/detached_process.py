@@ -27,7 +27,7 @@ from notebook_accelerate.launch.processes.pickled_start import PickledFunction
 from notebook_accelerate.launch.start import start_here
 from notebook_accelerate.launch.state.waits import wait_for
 from notebook_accelerate.telemetry import cell_names, tracebacks
-from notebook_accelerate.telemetry.cell_sources import install_sources
+from notebook_accelerate.telemetry.cell_names import install_sources
 from notebook_accelerate.telemetry.pickling import load_file
 
 if TYPE_CHECKING:
@@ -174,6 +174,3 @@ def _discard_output() -> None:
     for descriptor in (1, 2):
         os.dup2(null, descriptor)
     os.close(null)
-
-
-__all__ = ["main"]

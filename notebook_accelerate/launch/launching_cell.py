@@ -10,13 +10,13 @@ from notebook_accelerate.errors import RunInterrupted, WorkerError
 from notebook_accelerate.launch.processes.interrupts import handle_interrupts
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
-from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE
 from notebook_accelerate.launch.state.waits import wait_for
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.launch.state.prompts import Prompt
-    from notebook_accelerate.launch.supervisor.run_thread import RunThread
+    from notebook_accelerate.launch.supervisor.supervisor import RunThread
 
 
 class LaunchingCell:

@@ -94,6 +94,3 @@ def newest_checkpoint(run: Run) -> CheckpointEvent | None:
             if "://" in event.path or (Path(event.path) / MANIFEST_NAME).is_file():
                 return event
     return None
-
-
-__all__ = ["Resumption", "newest_checkpoint", "resumption_of"]

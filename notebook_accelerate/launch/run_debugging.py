@@ -7,21 +7,20 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.config.field_checks import check_number, check_seconds, check_whole_number
+from notebook_accelerate.config.plain_values import check_number, check_seconds, check_whole_number
 from notebook_accelerate.debugging.diagnosis import Diagnosis
 from notebook_accelerate.debugging.session import Session, Stacks
 from notebook_accelerate.launch.output.standard_streams import StandardStream, escape
-from notebook_accelerate.launch.report.memory_table import RunMemory
 from notebook_accelerate.launch.report.profile import Profile, ProfileFolder
-from notebook_accelerate.launch.report.samples import Samples
+from notebook_accelerate.launch.report.samples import RunMemory, Samples
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.state.run_events import WarningAdded
 from notebook_accelerate.telemetry import tracebacks
-from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.rank_devices import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.journal import Journal
-    from notebook_accelerate.launch.state.run_commands import RunCommands
+    from notebook_accelerate.launch.state.run_events import RunCommands
     from notebook_accelerate.launch.state.run_state import RankInfo
     from notebook_accelerate.telemetry import RankFailure
 

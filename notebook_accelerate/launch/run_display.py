@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 VIEWS = {
     "panel": "notebook_accelerate.widgets.run_panel:RunPanel",
-    "html": "notebook_accelerate.widgets.html_panel:HtmlPanel",
+    "html": "notebook_accelerate.widgets.live_panel:HtmlPanel",
     "debug": "notebook_accelerate.widgets.debug_panel:DebugPanel",
     "runs": "notebook_accelerate.widgets.runs_table:RunsTable",
 }
@@ -169,6 +169,3 @@ def _cell() -> str:
     kernel = running_kernel()
     header = (parent_message(kernel) or {}).get("header") if kernel is not None else None
     return str((header or {}).get("msg_id", ""))
-
-
-__all__ = ["VIEWS", "RunDisplay", "load"]

@@ -15,24 +15,22 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
 from notebook_accelerate.errors import LaunchError, RunInterrupted
-from notebook_accelerate.hardware.ports_and_libraries import loopback_problem
+from notebook_accelerate.hardware.addresses import loopback_problem
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.launching_cell import LaunchingCell
 from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
-from notebook_accelerate.launch.processes import inline, ports, store_folders
+from notebook_accelerate.launch.processes import inline, ports
 from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
-from notebook_accelerate.launch.run import Run, default_name, next_number
-from notebook_accelerate.launch.run_call import RunCall
-from notebook_accelerate.launch.state import error_messages
+from notebook_accelerate.launch.run import Run, RunCall, default_name, next_number
+from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.run_context import RunContext
-from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
-from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+from notebook_accelerate.launch.supervisor.supervisor import Launch, RunThread, Supervisor
 from notebook_accelerate.telemetry import inherited_state, steady_time
 
 if TYPE_CHECKING:
@@ -105,7 +103,7 @@ def start_here(
             plan = _plan(config)
         commands = CommandQueue() if plan.start_method != "inline" else None
     except OSError as error:
-        if (problem := error_messages.system_error(error)) is error:
+        if (problem := failures.system_error(error)) is error:
             raise
         raise problem from error
     try:
@@ -119,7 +117,7 @@ def start_here(
     else:
         _supervise(run, plan, commands, (function, arguments), inherited or inherited_state.capture())
     if config.block and run.error is not None:
-        raise run.error from error_messages.original(run.error)
+        raise run.error from failures.original(run.error)
     return run
 
 
@@ -287,7 +285,7 @@ def _on_this_machine(context: RunContext, plan: LaunchPlan) -> LaunchPlan:
     if plan.world_size == 1 or plan.where:
         return plan
     _check_loopback()
-    store = store_folders.make(context.id)
+    store = inline.make(context.id)
     port, note = ports.reserve(context.id, plan.port, fixed=False)
     if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
         context.journal.append(NoteAdded(note))
@@ -308,7 +306,7 @@ def _tpu_addresses(ranks: int) -> dict[str, str]:
 def _release(run: Run) -> None:
     """Release what `_prepare` reserved."""
     ports.release(run.id)
-    store_folders.remove(run.id)
+    inline.remove(run.id)
 
 
 def _check_loopback() -> None:

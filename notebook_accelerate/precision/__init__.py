@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.precision.autocast_forward import AutocastForward, restore_forward
-from notebook_accelerate.precision.full_precision import Precision
+from notebook_accelerate.precision.autocast import AutocastForward, restore_forward
+from notebook_accelerate.precision.autocast import Precision
 from notebook_accelerate.precision.precision_table import PRECISIONS, fp8_library, make_precision, register_precision
 from notebook_accelerate.precision.torch_autocast import Bf16Precision, Fp16Precision
 

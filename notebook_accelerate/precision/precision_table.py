@@ -9,7 +9,7 @@ from typing import Any
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.hardware.feature_checks import is_torchao_available, is_transformer_engine_available
-from notebook_accelerate.precision.full_precision import Precision
+from notebook_accelerate.precision.autocast import Precision
 from notebook_accelerate.precision.torch_autocast import Bf16Precision, Fp16Precision
 
 PrecisionFactory = Callable[..., Precision]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from notebook_accelerate.precision.full_precision import Precision
+from notebook_accelerate.precision.autocast import Precision
 
 
 class Bf16Precision(Precision):

@@ -242,6 +242,3 @@ def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
 def _same(one: Call, other: Call) -> bool:
     overlap = max(one.start, other.start) <= min(one.end, other.end) + 0.001
     return one.operation == other.operation and one.nbytes == other.nbytes and overlap
-
-
-__all__ = ["Call", "Joined", "calls_of", "join", "size_text"]

@@ -16,9 +16,8 @@ from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.profiling.collective_waits import Joined
 from notebook_accelerate.profiling.op_table import recorded
 from notebook_accelerate.profiling.sampled_lines import Line, SampledLines
-from notebook_accelerate.profiling.stack_kinds import is_logging, is_saving, is_waiting_for_batch
 from notebook_accelerate.profiling.timeline import CATEGORIES
-from notebook_accelerate.profiling.trace import RankTrace
+from notebook_accelerate.profiling.trace import RankTrace, is_logging, is_saving, is_waiting_for_batch
 
 _LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME, _BACKWARD = (
     CATEGORIES.index(name) for name in ("loader", "optimizer", "collective", "step", "runtime", "backward")
@@ -547,6 +546,3 @@ class _Operations:
                 break
             total += max(0.0, min(self._ends[index], end) - max(self._starts[index], begin))
         return total / 1e6
-
-
-__all__ = ["ProfileFacts", "RankFacts", "RankReader", "Wait", "find_waits"]

@@ -79,6 +79,3 @@ def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
 
 def _times(factor: float) -> str:
     return f"{min(factor, MOST):.1f} times" if factor < MOST else f"more than {MOST} times"
-
-
-__all__ = ["PeakMemory", "peak_of", "what_fits"]

@@ -119,6 +119,3 @@ def recorded(trace: RankTrace) -> tuple[float, float]:
     if not len(trace):
         return 0.0, 0.0
     return trace.start[0], trace.last_end()
-
-
-__all__ = ["LineSeconds", "OpTime", "line_table", "op_table", "own_times", "recorded"]

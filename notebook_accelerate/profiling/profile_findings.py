@@ -10,7 +10,7 @@ from statistics import median
 from notebook_accelerate.profiling.collective_waits import size_text
 from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts
 from notebook_accelerate.profiling.sampled_lines import Line
-from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.rank_devices import rank_names
 
 LEAST_SHARE = 0.1
 """Less of a step is not worth a sentence."""
@@ -375,6 +375,3 @@ def _time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{1000 * seconds:.3g} ms"
-
-
-__all__ = ["RULES", "Finding", "find"]

@@ -111,6 +111,3 @@ class SampledLines:
             if line is not None and matches([self.frames[each] for each in self.stacks[which]]):
                 totals[line] = totals.get(line, 0) + 1
         return sorted(totals, key=lambda each: -totals[each])
-
-
-__all__ = ["Line", "SampledLines", "Where"]

@@ -82,6 +82,3 @@ class Timeline:
     steps: list[Step] = field(default_factory=list)
     span: float = 0.0
     origin: float = 0.0
-
-
-__all__ = ["CATEGORIES", "Step", "Timeline", "Track", "Wait"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar
@@ -10,13 +10,14 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.state import device_placement, process_group
-from notebook_accelerate.state.gloo_threads import wait_for_idle_at_exit
+from notebook_accelerate.hardware import device_table
+from notebook_accelerate.state import process_group
+from notebook_accelerate.state.process_group import wait_for_idle_at_exit
 from notebook_accelerate.state.rank_execution import RankExecution
 from notebook_accelerate.state.shared_dict import SharedDict, Slots
-from notebook_accelerate.state.split_inputs import split_share
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.state.world import World, world_from_environ
 
@@ -103,14 +104,14 @@ class PartialState(RankExecution):
     @property
     def default_device(self) -> torch.device:
         """This machine's default device: its accelerator, or the CPU."""
-        return torch.device(device_placement.device_row(cpu=False).type)
+        return torch.device(device_row(cpu=False).type)
 
     def set_device(self) -> None:
         """Select this rank's device again, and make it the current device where the backend has one."""
         world = World(
             rank=self.process_index, size=self.num_processes, local_rank=self.local_process_index, local_size=1
         )
-        self.device = device_placement.select_device(device_placement.device_row(cpu=self._cpu, world=world), world)
+        self.device = select_device(device_row(cpu=self._cpu, world=world), world)
 
     def wait_for_everyone(self) -> None:
         """Wait until all ranks reach this call; every rank must call this."""
@@ -168,8 +169,8 @@ def is_initialized() -> bool:
 def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     cpu = cpu or environ.flag("ACCELERATE_USE_CPU")
     world = _world_of_group() or world_from_environ()
-    row = device_placement.device_row(cpu=cpu, world=world)
-    device = device_placement.select_device(row, world)
+    row = device_row(cpu=cpu, world=world)
+    device = select_device(row, world)
     backend = _start_group(world, row, device, kwargs) if world.size > 1 else None
     state.__dict__.update(
         _cpu=cpu,
@@ -196,7 +197,7 @@ def _world_of_group() -> World | None:
     return World(rank=rank, size=size, local_rank=local_rank, local_size=environment.local_size)
 
 
-def _start_group(world: World, row: device_placement.Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
+def _start_group(world: World, row: Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
     """Start the process group, unless one exists or the device needs none; return the back end's name."""
     if row.communicator != "torch":
         return row.backend
@@ -205,16 +206,16 @@ def _start_group(world: World, row: device_placement.Row, device: torch.device, 
     with_cpu = settings.pop("with_cpu", False)
     if process_group.group_exists():
         return _existing_backend(str(dist.get_backend()), row, with_cpu)
-    backend = device_placement.choose_backend(row, settings.pop("backend", None), with_cpu)
+    backend = choose_backend(row, settings.pop("backend", None), with_cpu)
     process_group.forget_group()
     process_group.start_group(backend, world, device, **settings)
     return backend
 
 
-def _existing_backend(backend: str, row: device_placement.Row, with_cpu: bool) -> str:
+def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
     """Return the back end of the process group that exists, after a warning if it lacks a back end for the CPU."""
     if with_cpu and "gloo" not in backend:
-        wanted = device_placement.choose_backend(row, None, with_cpu)
+        wanted = choose_backend(row, None, with_cpu)
         warn_once(
             f"the process group was started with back end {backend!r} before the Accelerator, and FSDP 2 with "
             "cpu_offload=True clips gradients in main memory: create the Accelerator first, or write "
@@ -226,8 +227,8 @@ def _existing_backend(backend: str, row: device_placement.Row, with_cpu: bool) -
 def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     """Apply a later instance's settings, if they differ from the first's."""
     requested = kwargs.get("backend")
-    row = device_placement.device_row(cpu=cpu or state._cpu)
-    usable = device_placement.choose_backend(row, requested) if requested and state.backend else state.backend
+    row = device_row(cpu=cpu or state._cpu)
+    usable = choose_backend(row, requested) if requested and state.backend else state.backend
     connected = {state.backend, *(part.rpartition(":")[2] for part in (state.backend or "").split(","))}
     moves = cpu and not state._cpu and state.device.type != "cpu"
     if not moves and (state.num_processes == 1 or usable in connected):
@@ -242,3 +243,165 @@ def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> N
     process_group.end_group()
     state.__dict__.clear()
     _initialize(state, cpu, kwargs)
+
+
+# Chooses a rank's device and back end from the table of devices.
+
+Row = device_table.DeviceRow
+
+
+def device_row(*, cpu: bool, world: World | None = None) -> Row:
+    """Return the row of this process's type of device.
+
+    Args:
+        cpu: Use the CPU.
+        world: Rank and world size, if known: several ranks on devices that cannot be connected use the CPU.
+
+    Returns:
+        The row of ACCELERATE_TORCH_DEVICE's type if it is set, otherwise of this machine's accelerator or its CPU.
+    """
+    requested = _requested_device()
+    kind = hardware.detect().accelerator if requested is None else requested.type
+    row = device_table.row("cpu" if cpu or kind == "meta" else kind)
+    if world is not None and world.size > 1 and row.communicator == "none":
+        warn_once(f"{row.type} devices cannot be connected: the {world.size} ranks train on the CPU")
+        return device_table.row("cpu")
+    return row
+
+
+def select_device(row: Row, world: World) -> torch.device:
+    """Select this rank's device and make it current.
+
+    Args:
+        row: The type of device.
+        world: Rank and world size.
+
+    Returns:
+        The device with the rank's local index.
+
+    Raises:
+        ValueError: The machine has fewer devices than ranks.
+    """
+    requested = _requested_device()
+    if requested is not None and requested.type in {row.type, "meta"} and not row.is_accelerator:
+        return requested
+    if requested is not None and requested.type == row.type and requested.index is not None:
+        return row.select(requested.index)
+    count = hardware.detect().count if row.is_accelerator else 0
+    if count and world.local_rank >= count:
+        raise ValueError(
+            f"rank {world.rank} needs {row.type} device {world.local_rank}, but this machine has {count} "
+            f"(numbered from 0); pass num_processes={count}, or use the CPU: Accelerator(cpu=True)"
+        )
+    return row.select(world.local_rank)
+
+
+def _requested_device() -> torch.device | None:
+    """Return the device of ACCELERATE_TORCH_DEVICE, for example "cuda:1"; None if it is not set.
+
+    Raises:
+        ValueError: It is not a device.
+    """
+    text = environ.text("ACCELERATE_TORCH_DEVICE")
+    if not text:
+        return None
+    device_table.row(text.partition(":")[0]) if text != "meta" else None
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(f"ACCELERATE_TORCH_DEVICE={text!r} is not a device; set for instance cuda:0 or cpu") from error
+
+
+def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> str:
+    """Return the back end that connects the ranks.
+
+    Args:
+        row: The type of device.
+        requested: The user's choice. nccl, the default of `InitProcessGroupKwargs`, means the device's own.
+        with_cpu: Whether ranks on accelerators also exchange tensors in main memory, for which NCCL has no collectives.
+
+    Returns:
+        Name of the back end for `torch.distributed.init_process_group`: as "nccl", or "cuda:nccl,cpu:gloo".
+    """
+    if requested not in {None, "nccl"}:
+        return str(requested)
+    return f"{row.type}:{row.backend},cpu:gloo" if with_cpu and row.is_accelerator else row.backend
+
+
+# Splits inputs between ranks.
+
+
+def share_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the bounds of a rank's contiguous share of `length` items.
+
+    Args:
+        length: Number of items.
+        rank: The rank, from 0.
+        size: Number of ranks.
+
+    Returns:
+        Begin and end; the first `length % size` ranks have one item more.
+    """
+    base, extra = divmod(length, size)
+    begin = rank * base + min(rank, extra)
+    return begin, begin + base + (rank < extra)
+
+
+def split_share(inputs: Any, rank: int, size: int, *, padding: bool, device: torch.device) -> Any:
+    """Return one rank's share of `inputs`.
+
+    Args:
+        inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
+        rank: The rank, from 0.
+        size: Number of ranks.
+        padding: Repeat the last item of `inputs` until all shares are equally long.
+        device: Device of a padded tensor, so that it can be gathered.
+
+    Returns:
+        The share, of the same type as `inputs`; without padding it may be empty. Text and objects that are no sequences
+        are returned whole, as in Accelerate.
+
+    Raises:
+        ValueError: The values of a dict differ in length, or `inputs` cannot be split.
+    """
+    if isinstance(inputs, (str, bytes)) or not (hasattr(inputs, "__getitem__") or hasattr(inputs, "select")):
+        return inputs
+    length = _length(inputs)
+    begin, end = share_bounds(length, rank, size)
+    pad = -(-length // size) - (end - begin) if padding else 0
+    return _slice_and_pad(inputs, begin, end, pad, device if padding else None)
+
+
+def _length(inputs: Any) -> int:
+    if isinstance(inputs, Mapping):
+        lengths = {key: _length(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the values of the dict have the lengths {lengths}; pass values of the same length")
+        return next(iter(lengths.values()), 0)
+    if isinstance(inputs, torch.Tensor) and inputs.ndim == 0:
+        raise ValueError("a tensor without dimensions cannot be split; pass tensor[None]")
+    try:
+        return len(inputs)
+    except TypeError:
+        raise ValueError(
+            f"{type(inputs).__name__} cannot be split between processes; "
+            "pass a list, a tuple, a tensor, a dict of those, or a datasets.Dataset"
+        ) from None
+
+
+def _slice_and_pad(inputs: Any, begin: int, end: int, pad: int, device: torch.device | None) -> Any:
+    if isinstance(inputs, Mapping):
+        taken = {key: _slice_and_pad(value, begin, end, pad, device) for key, value in inputs.items()}
+        return taken if type(inputs) is dict else type(inputs)(taken)  # type: ignore[call-arg]
+    if isinstance(inputs, torch.Tensor):
+        share = inputs[begin:end]
+        if pad:
+            share = torch.cat([share, inputs[-1:].expand(pad, *inputs.shape[1:])])
+        return share if device is None else share.to(device)
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # datasets.Dataset, without importing it
+        return inputs.select([*range(begin, end), *[len(inputs) - 1] * pad])
+    share = inputs[begin:end]
+    if not pad:
+        return share
+    padded = [*share, *[inputs[-1]] * pad]
+    return tuple(padded) if isinstance(share, tuple) else padded

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware.numa import RANK_VARIABLES
+from notebook_accelerate.hardware import device_counts, nvml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +48,94 @@ def world_from_environ() -> World:
 
 def _first(value_name: str, default: int) -> int:
     return environ.get_int_from_env(RANK_VARIABLES[value_name], default)
+
+
+# Ranks on CPUs: rank and world size from torchrun or MPI, and affinity to the cores near a GPU.
+
+# Variables of torchrun, then of Intel MPI and MPICH, Open MPI, MVAPICH2.
+RANK_VARIABLES = {
+    "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "local_rank": ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "local_world_size": (
+        "LOCAL_WORLD_SIZE",
+        "MPI_LOCALNRANKS",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+
+
+@dataclass
+class CPUInformation:
+    """Rank and world size of a process on a CPU."""
+
+    rank: int = 0
+    """Index among all ranks."""
+    world_size: int = 1
+    """Number of ranks."""
+    local_rank: int = 0
+    """Index among this machine's ranks."""
+    local_world_size: int = 1
+    """Number of ranks on this machine."""
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Read this process's ranks from the variables of torchrun or MPI."""
+    defaults = CPUInformation()
+    return CPUInformation(
+        **{name: environ.get_int_from_env(keys, getattr(defaults, name)) for name, keys in RANK_VARIABLES.items()}
+    )
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the cores near its GPU.
+
+    Args:
+        local_process_index: Index of this rank on its machine.
+        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
+    """
+    cores = _near_cores(local_process_index)
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    os.sched_setaffinity(0, cores)
+    if environ.flag("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+        sys.stdout.write(f"process {local_process_index} runs on cores {sorted(cores)}\n")
+
+
+@lru_cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the cores near its GPU, once per process (`override_numa_affinity` repeats it).
+
+    Args:
+        local_process_index: Index of this rank on its machine.
+        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
+    """
+    override_numa_affinity(local_process_index, verbose)
+
+
+def _near_cores(local_process_index: int) -> set[int]:
+    """Return the allowed cores near a GPU, from the kernel's list for its PCI slot; empty if there is no list."""
+    if not device_counts.count("cuda"):
+        return set()
+    gpu = nvml.visible_gpu(local_process_index)
+    if gpu is None:
+        return set()
+    # NVML writes the PCI domain with eight digits, the kernel with four.
+    file = Path("/sys/bus/pci/devices") / gpu.pci_bus_id[-12:] / "local_cpulist"
+    if not file.is_file():
+        return set()
+    return parse_cpu_list(file.read_text(encoding="ascii")) & os.sched_getaffinity(0)
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """Parse a list of cores such as ``0-3,8,10-11``.
+
+    Args:
+        text: The list, as Linux writes it.
+    """
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

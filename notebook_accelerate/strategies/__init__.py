@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from notebook_accelerate.strategies.ddp_strategy import DDPStrategy
-from notebook_accelerate.strategies.single_process import SingleStrategy
+from notebook_accelerate.strategies.strategy import SingleStrategy
 from notebook_accelerate.strategies.strategy import Strategy
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.strategy_table import STRATEGIES, make_strategy, register_strategy
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
+from notebook_accelerate.strategies.module_queries import extract_model_from_parallel, is_compiled_module
 
 __all__ = [
     "STRATEGIES",

@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
-from notebook_accelerate.config.enums import DynamoBackend, RNGType
-from notebook_accelerate.config.training_config import (
+from notebook_accelerate.config.cluster import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+from notebook_accelerate.config.enums import DynamoBackend, RNGType
 from notebook_accelerate.state import AcceleratorState
 from notebook_accelerate.state.warn_once import warn_once
 

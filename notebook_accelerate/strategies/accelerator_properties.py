@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
-from notebook_accelerate.config.enums import DistributedType, FP8BackendType
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
-from notebook_accelerate.config.profile_kwargs import ProfileKwargs
-from notebook_accelerate.config.training_config import (
+from notebook_accelerate.config.cluster import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+)
+from notebook_accelerate.config.enums import DistributedType, FP8BackendType
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
 )
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import Precision, fp8_library

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from notebook_accelerate.config.training_config import ProjectConfiguration
+from notebook_accelerate.config.cluster import ProjectConfiguration
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState

@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from notebook_accelerate.collectives import leaves_of
 from notebook_accelerate.state.process_group import keep_group_for
 from notebook_accelerate.state.warn_once import warn_once, warn_user
-from notebook_accelerate.strategies.model_placement import is_on_several_devices
+from notebook_accelerate.strategies.module_queries import ddp_inside, is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy, even_batches_set
-from notebook_accelerate.strategies.unwrap import ddp_inside
 from notebook_accelerate.torch_internals import recorded_static_graph
 
 

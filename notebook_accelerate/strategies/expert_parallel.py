@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from notebook_accelerate.big_modeling.sharded_sizes import EXPERTS
 from notebook_accelerate.hardware.versions import is_torch_version
-from notebook_accelerate.strategies.module_queries import model_has_dtensor
-from notebook_accelerate.strategies.sharding.split_layers import SplitLayersStrategy
-from notebook_accelerate.strategies.tied_weights import retie, tied_names
+from notebook_accelerate.strategies.module_queries import model_has_dtensor, retie, tied_names
+from notebook_accelerate.strategies.sharding.sharded_strategy import SplitLayersStrategy
 from notebook_accelerate.torch_internals import Dropout
 
 MINIMUM = "2.10"

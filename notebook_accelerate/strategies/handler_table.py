@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, TypeAlias, TypeVar
 
-from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
+    DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProfileKwargs,
 )
-from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 
 _Handler = TypeVar("_Handler", bound=KwargsHandler)
 Fp8Recipe: TypeAlias = AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs

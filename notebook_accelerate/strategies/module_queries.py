@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from notebook_accelerate.strategies.unwrap import is_compiled_module
-from notebook_accelerate.torch_internals import is_compiled_in_place
+from notebook_accelerate.precision import restore_forward
+from notebook_accelerate.torch_internals import (
+    compiled_module,
+    flat_parameter,
+    is_compiled,
+    is_compiled_in_place,
+    names_in_flat_parameter,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -120,3 +129,347 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
 
 compile_regions_deepspeed = compile_regions
 compile_regions_fsdp2 = compile_regions
+
+
+# Checks of models before they move to a device: a device map may spread them, or parameters have no values.
+
+
+def is_on_several_devices(model: torch.nn.Module) -> bool:
+    """Tell whether a device map spreads a model over several devices.
+
+    Args:
+        model: The model.
+
+    Returns:
+        True if its `hf_device_map`, or that of the first submodule that has one, has more than one device.
+    """
+    maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+    found: dict[str, Any] = next((found for found in maps if found is not None), {})
+    return len(set(found.values())) > 1
+
+
+def check_values(model: torch.nn.Module, remedy: str) -> None:
+    """Check that the parameters of a model have values.
+
+    Args:
+        model: The model.
+        remedy: The end of the message: how to give them values.
+
+    Raises:
+        ValueError: Some parameters are on the meta device.
+    """
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise ValueError(
+            f"{type(model).__name__} has parameters without values ({', '.join(empty[:3])}, ...): {remedy}"
+        )
+
+
+# Removes the wrappers of a prepared model.
+
+_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
+_LAZY_WRAPPERS = {
+    "torch.distributed.fsdp": "FullyShardedDataParallel",
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
+}
+
+
+def _is_wrapper(model: torch.nn.Module) -> bool:
+    # FSDP and DeepSpeed take a second to import; a model that they wrapped has imported them.
+    return isinstance(model, _WRAPPERS) or any(
+        (module := sys.modules.get(name)) is not None and isinstance(model, getattr(module, kind, ()))
+        for name, kind in _LAZY_WRAPPERS.items()
+    )
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Tell whether `torch.compile` returned a module.
+
+    Args:
+        module: A module.
+
+    Returns:
+        True for compiled modules.
+    """
+    return isinstance(module, torch.nn.Module) and is_compiled(module)
+
+
+def without_compile(model: Any) -> Any:
+    """Return the module inside a compiled one; any other model itself.
+
+    Args:
+        model: A model, compiled or not.
+    """
+    while is_compiled_module(model):
+        model = compiled_module(model)
+    return model
+
+
+def ddp_inside(model: Any) -> DistributedDataParallel | None:
+    """Find the DDP module in a prepared model.
+
+    Args:
+        model: A prepared model, compiled or not.
+
+    Returns:
+        The DDP module, or None.
+    """
+    inner = without_compile(model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> torch.nn.Module:
+    """Remove the wrappers that `prepare` added to a model.
+
+    Args:
+        model: The prepared model.
+        keep_fp32_wrapper: Keep its forward in mixed precision; otherwise the original forward is restored, in place.
+        keep_torch_compile: Return a compiled model for a compiled model.
+        recursive: Also remove the wrappers of submodules.
+
+    Returns:
+        The model.
+    """
+    compiled, inner = compiled_around(model), _unwrapped(model)
+    if recursive:
+        for module in list(inner.modules()):
+            for name, child in list(module.named_children()):
+                setattr(module, name, _unwrapped(child))
+    if not keep_fp32_wrapper:
+        restore_forward(inner)
+    if compiled is not None and keep_torch_compile:
+        if compiled_module(compiled) is inner:
+            return compiled  # type: ignore[no-any-return]
+        # A second compiled module with the same settings, around the inner model; the prepared one does not change.
+        again: Any = type(compiled)(inner, compiled.dynamo_ctx)
+        return again  # type: ignore[no-any-return]
+    return inner
+
+
+def compiled_around(model: torch.nn.Module) -> Any:
+    """Return the innermost of the compiled modules around a model, which can be inside other wrappers.
+
+    Args:
+        model: A model.
+
+    Returns:
+        What `torch.compile` returned; None if the model is not compiled.
+    """
+    compiled = None
+    while _is_wrapper(model) or is_compiled_module(model):
+        compiled = model if is_compiled_module(model) else compiled
+        model = compiled_module(model) if is_compiled_module(model) else model.module  # type: ignore[assignment]
+    return compiled
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    while _is_wrapper(model) or is_compiled_module(model):
+        model = compiled_module(model) if is_compiled_module(model) else model.module  # type: ignore[assignment]
+    return model
+
+
+# Parameters that several modules of a model share, and how they stay shared while a model is prepared.
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """List the plain names of each parameter that has several.
+
+    Args:
+        model: The model.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(plain_name(name))
+    return [group for group in names.values() if len(group) > 1]
+
+
+def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
+    """Share parameters again that were shared before.
+
+    Args:
+        model: The model.
+        groups: As from `tied_names`.
+    """
+    owners = {plain_name(name): module for name, module in model.named_modules()}
+    for first, *others in groups:
+        parameter = getattr(owners[first.rpartition(".")[0]], first.rpartition(".")[2])
+        for name in others:
+            setattr(owners[name.rpartition(".")[0]], name.rpartition(".")[2], parameter)
+
+
+def keep_ties(make: Callable[[nn.Module], Any], model: nn.Module) -> Callable[[nn.Module], Any]:
+    """Make a function that allocates modules keep shared parameters shared.
+
+    Args:
+        make: Called with each module.
+        model: The model, its parameters shared as they should be.
+
+    Returns:
+        The function to use instead.
+    """
+    owners: dict[tuple[int, str], int] = {
+        (id(module), name): id(parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    made: dict[int, nn.Parameter] = {}
+
+    def made_once(module: nn.Module) -> Any:
+        result = make(module)
+        for name, parameter in list(module._parameters.items()):
+            key = owners.get((id(module), name))
+            if key is not None and parameter is not None:
+                setattr(module, name, made.setdefault(key, parameter))
+        return result
+
+    return made_once
+
+
+# Names of parameters without wrappers' prefixes, and the parameters that replaced others in a prepared model.
+
+_WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without wrappers' prefixes.
+
+    Args:
+        name: The full name in a wrapped model.
+    """
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by plain name, tied ones under each of their names.
+
+    Args:
+        model: The model, wrapped or not.
+    """
+    return {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def flat_parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the flat parameters of an FSDP 1 model by the plain names of the parameters they contain.
+
+    Args:
+        model: The wrapped model, with use_orig_params=False.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        flat = flat_parameter(module)
+        for inner in names_in_flat_parameter(flat) if flat is not None else ():
+            prefix = plain_name(f"{name}.").lstrip(".")
+            found[plain_name(f"{prefix}{inner}")] = flat
+    return found
+
+
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+    """Return an optimizer's parameters, group by group.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class ParameterReplacements:
+    """Which parameter replaced which, for optimizers that still refer to the old ones."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def record(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+        """Record the parameters that were replaced.
+
+        Args:
+            before: The parameters by name before the model was prepared.
+            after: The parameters by name now.
+        """
+        for name, old in before.items():
+            new = after.get(name)
+            if new is not None and new is not old:
+                self._new[id(old)] = (weakref.ref(old), new)
+
+    def current(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that replaced another; the parameter itself if it was not replaced.
+
+        Args:
+            parameter: A parameter of an optimizer.
+        """
+        old, new = self._new.get(id(parameter), (None, parameter))
+        # Python reuses the id of an object that was deleted.
+        return new if old is not None and old() is parameter else parameter
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Switch an optimizer to the current parameters, and shard its states like them.
+
+        Args:
+            optimizer: The optimizer.
+
+        Raises:
+            ValueError: Parameters of different groups became one, or the optimizer's state cannot be sharded.
+        """
+        mapping = {parameter: self.current(parameter) for parameter in optimizer_parameters(optimizer)}
+        if any(old is not new for old, new in mapping.items()):
+            switch_parameters(optimizer, mapping)
+
+    def clear(self) -> None:
+        """Forget all parameters."""
+        self._new.clear()
+
+
+def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
+    """Replace the parameters of an optimizer, in place.
+
+    Args:
+        optimizer: The optimizer.
+        mapping: The new parameter by old one, or by the old one's `data_ptr()`.
+
+    Raises:
+        ValueError: A parameter has no new one, or parameters of different groups became one.
+    """
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        switched: list[nn.Parameter] = []
+        for old in group["params"]:
+            new = mapping[old] if old in mapping else mapping.get(old.data_ptr())
+            if new is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(old.shape)} of {type(optimizer).__name__} belongs to no sharded "
+                    "model; create the optimizer from model.parameters() of the model that is prepared with it"
+                )
+            if group_of.setdefault(id(new), index) != index:
+                raise ValueError(
+                    "parameters of different groups of the optimizer share one flat parameter of FSDP 1; write "
+                    "FullyShardedDataParallelPlugin(use_orig_params=True), or fsdp_version=2"
+                )
+            if not any(new is kept for kept in switched):
+                switched.append(new)
+            _switch_state(optimizer, old, new)
+        group["params"] = switched
+
+
+def _switch_state(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
+    if old is new or old not in optimizer.state:
+        return
+    if not is_dtensor(new) and new.shape != old.shape:
+        raise ValueError(
+            f"{type(optimizer).__name__} made steps before its model was sharded, and FSDP 1 cannot shard its state; "
+            "prepare before training, or use FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+
+    def switched(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != old.shape:
+            return value
+        if is_dtensor(new):
+            from torch.distributed.tensor import distribute_tensor
+
+            return distribute_tensor(value, new.device_mesh, new.placements)
+        return value.to(new.device)
+
+    optimizer.state[new] = {name: switched(value) for name, value in optimizer.state.pop(old).items()}

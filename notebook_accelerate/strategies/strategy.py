@@ -14,12 +14,17 @@ from torch.utils.data import DataLoader
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
-from notebook_accelerate.strategies.model_placement import check_values, is_on_several_devices
-from notebook_accelerate.strategies.module_queries import compile_regions
+from notebook_accelerate.strategies.module_queries import (
+    check_values,
+    compile_regions,
+    compiled_around,
+    extract_model_from_parallel,
+    is_compiled_module,
+    is_on_several_devices,
+)
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.strategy_setup import Setup
-from notebook_accelerate.strategies.unwrap import compiled_around, extract_model_from_parallel, is_compiled_module
-from notebook_accelerate.telemetry.sharding_events import ShardReport
+from notebook_accelerate.telemetry.events import ShardReport
 
 Parameters = torch.Tensor | Sequence[torch.Tensor]
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -443,3 +448,35 @@ def add_once(items: list[Any], item: Any) -> None:
     """
     if not any(kept is item for kept in items):
         items.append(item)
+
+
+# The strategy of one process.
+
+
+class SingleStrategy(Strategy):
+    """One process: models, optimizers and loaders behave as in torch."""
+
+    name: ClassVar[str] = "single"
+
+
+# Pipeline parallelism for inference: `prepare_pippy` distributes the layers, this strategy exchanges nothing.
+
+
+class PipelineStrategy(Strategy):
+    """Ranks along the dimension "pp" read the same data, and each has some of the layers; none trains."""
+
+    name: ClassVar[str] = "pp"
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Raise an error: no rank has all layers of the model.
+
+        Raises:
+            ValueError: Always.
+        """
+        size = self.setup.state.parallelism_config.pp_size
+        raise ValueError(
+            f"pp_size={size} distributes layers for inference (prepare_pippy), and {type(optimizer).__name__} trains; "
+            f"train a pipeline by Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree={size})), or set pp_size=1"
+        )

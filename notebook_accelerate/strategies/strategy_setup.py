@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
-from notebook_accelerate.config.training_config import DataLoaderConfiguration
+from notebook_accelerate.config.cluster import DataLoaderConfiguration
+from notebook_accelerate.config.kwargs_handlers import DistributedDataParallelKwargs
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state import AcceleratorState, GradientState
 

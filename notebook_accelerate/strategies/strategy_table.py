@@ -7,8 +7,7 @@ from collections.abc import Callable
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.ddp_strategy import DDPStrategy
-from notebook_accelerate.strategies.single_process import SingleStrategy
-from notebook_accelerate.strategies.strategy import Strategy
+from notebook_accelerate.strategies.strategy import SingleStrategy, Strategy
 from notebook_accelerate.strategies.strategy_setup import Setup
 
 StrategyFactory = Callable[[Setup], Strategy]
@@ -52,7 +51,7 @@ def _megatron_lm(setup: Setup) -> Strategy:
 
 
 def _pipeline(setup: Setup) -> Strategy:
-    from notebook_accelerate.strategies.pipeline_inference import PipelineStrategy
+    from notebook_accelerate.strategies.strategy import PipelineStrategy
 
     return PipelineStrategy(setup)
 

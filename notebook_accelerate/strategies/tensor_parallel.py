@@ -23,9 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from notebook_accelerate.strategies.module_queries import get_model_tp_size, model_has_dtensor
-from notebook_accelerate.strategies.sharding.split_layers import SplitLayersStrategy
-from notebook_accelerate.strategies.tied_weights import retie, tied_names
+from notebook_accelerate.strategies.module_queries import get_model_tp_size, model_has_dtensor, retie, tied_names
+from notebook_accelerate.strategies.sharding.sharded_strategy import SplitLayersStrategy
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,

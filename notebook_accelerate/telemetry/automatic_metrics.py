@@ -182,6 +182,3 @@ def _on_host(number: Any) -> float | None:
 
 sampler = Sampler()
 """The sampler of this process: one process, one training."""
-
-
-__all__ = ["CPU", "GPU", "GPU_MEMORY", "MEMORY", "AutomaticMetricEvent", "Sampler", "sampler"]

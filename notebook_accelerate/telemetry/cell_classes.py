@@ -338,13 +338,3 @@ def _complete(kind: type, state: tuple[Callable[[type, Any], Any], Any]) -> None
     if made is not None and made() is kind:
         set_state, attributes = state
         set_state(kind, attributes)
-
-
-__all__ = [
-    "definition_digest",
-    "find",
-    "known",
-    "note_classes",
-    "reduce_definition",
-    "token_of",
-]

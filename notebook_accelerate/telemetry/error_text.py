@@ -45,6 +45,3 @@ def exit_code(error: BaseException | None) -> str:
         return repr(code)
     except BaseException:  # noqa: BLE001 - the user's class, which may exit
         return f"<{type(code).__name__}>"
-
-
-__all__ = ["attribute", "class_name", "describe_error", "exit_code"]

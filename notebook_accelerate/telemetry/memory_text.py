@@ -44,6 +44,3 @@ def table(report: Mapping[str, Any]) -> str:
 def _aligned(rows: Sequence[tuple[str, int]]) -> list[str]:
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {size(nbytes):>10}" for name, nbytes in rows]
-
-
-__all__ = ["KINDS", "part_rows", "size", "table"]

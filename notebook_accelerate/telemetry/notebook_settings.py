@@ -324,6 +324,3 @@ def _handler(data: bytes) -> logging.Handler:
             handler.stream = getattr(sys, stream)
     _add_filters(handler, filters)
     return handler  # type: ignore[no-any-return]
-
-
-__all__ = ["apply", "capture"]

@@ -354,7 +354,7 @@ def _of_the_kernel(value: Any) -> tuple[str, str] | None:
     """Return the module and name of the replacement for an IPython-only object, or None for other values."""
     kind = type(value)
     if kind is MethodType and value.__name__ == "get_ipython" and hasattr(value.__self__, "user_ns"):
-        return "notebook_accelerate.worker.rank_shell", "get_ipython"  # by name: this package must not import it
+        return "notebook_accelerate.worker.debug_agent", "get_ipython"  # by name: this package must not import it
     if kind.__name__.endswith("ExitAutocall") and kind.__module__.startswith(("IPython", "ipykernel")):
         return "sys", "exit"
     return None

@@ -36,6 +36,3 @@ def set_offset(seconds: float) -> None:
     """Give this process the time of the process that returned ``seconds`` from ``offset``."""
     global _offset  # noqa: PLW0603 - one clock per process
     _offset = seconds
-
-
-__all__ = ["now", "offset", "set_offset", "set_to_system_time"]

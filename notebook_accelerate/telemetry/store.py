@@ -35,10 +35,11 @@ from notebook_accelerate.telemetry.events import (
     ProgressEvent,
     ResourceEvent,
     ShardingEvent,
+    ShardReport,
     TraceEvent,
+    to_report,
 )
 from notebook_accelerate.telemetry.rank_devices import RankDevices
-from notebook_accelerate.telemetry.sharding_events import ShardReport, to_report
 from notebook_accelerate.telemetry.step_time import StepTimeEvent
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-_PLOTS = "notebook_accelerate.launch.report.metric_plots"
+_PLOTS = "notebook_accelerate.launch.report.svg_curves"
 """Draws them, in the kernel; imported by name, because ranks, which log, have this module too."""
 MAX_POINTS = 50_000
 MAX_SERIES = 2_000

@@ -6,5 +6,3 @@ KEY = "notebook_accelerate"
 """The key of the trace's file with what torch's profiler does not record: samples and other facts of the rank."""
 AFTER_STEPS = "after the last ProfilerStep"
 """What follows the steps in a trace: HTA leaves out the last event with such a name, and all that begins after it."""
-
-__all__ = ["AFTER_STEPS", "KEY"]

@@ -16,34 +16,34 @@ if TYPE_CHECKING:
         init_trackers as init_trackers,
         log as log,
     )
-    from notebook_accelerate.tracking.aim import (
+    from notebook_accelerate.tracking.vendors import (
         AimTracker as AimTracker,
     )
-    from notebook_accelerate.tracking.clearml import (
+    from notebook_accelerate.tracking.vendors import (
         ClearMLTracker as ClearMLTracker,
     )
-    from notebook_accelerate.tracking.comet import (
+    from notebook_accelerate.tracking.vendors import (
         CometMLTracker as CometMLTracker,
     )
-    from notebook_accelerate.tracking.dvclive import (
+    from notebook_accelerate.tracking.vendors import (
         DVCLiveTracker as DVCLiveTracker,
     )
-    from notebook_accelerate.tracking.live_tracker import (
+    from notebook_accelerate.tracking.active_trackers import (
         LiveTracker as LiveTracker,
     )
-    from notebook_accelerate.tracking.loggable_values import (
+    from notebook_accelerate.tracking.tracker import (
         LogValueError as LogValueError,
     )
-    from notebook_accelerate.tracking.mlflow import (
+    from notebook_accelerate.tracking.vendors import (
         MLflowTracker as MLflowTracker,
     )
     from notebook_accelerate.tracking.profiler_traces import (
         profiled as profiled,
     )
-    from notebook_accelerate.tracking.swanlab import (
+    from notebook_accelerate.tracking.vendors import (
         SwanLabTracker as SwanLabTracker,
     )
-    from notebook_accelerate.tracking.tensorboard import (
+    from notebook_accelerate.tracking.vendors import (
         TensorBoardTracker as TensorBoardTracker,
     )
     from notebook_accelerate.tracking.tracker import (
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
         get_available_trackers as get_available_trackers,
         register_tracker_class as register_tracker_class,
     )
-    from notebook_accelerate.tracking.trackio import (
+    from notebook_accelerate.tracking.vendors import (
         TrackioTracker as TrackioTracker,
     )
-    from notebook_accelerate.tracking.wandb import (
+    from notebook_accelerate.tracking.vendors import (
         WandBTracker as WandBTracker,
     )
 else:

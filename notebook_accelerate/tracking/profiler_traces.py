@@ -9,7 +9,7 @@ from typing import Any
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.config.constants import PROFILE_PATTERN_NAME
-from notebook_accelerate.config.profile_kwargs import ProfileKwargs
+from notebook_accelerate.config.kwargs_handlers import ProfileKwargs
 from notebook_accelerate.state.warn_once import warn_once
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.loggable_values import plain_numbers
-from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
+from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process, plain_numbers
 
 
 class RunTracker(VendorTracker):

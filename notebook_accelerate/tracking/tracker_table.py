@@ -12,16 +12,18 @@ from typing import Any
 from notebook_accelerate.config.enums import LoggerType
 from notebook_accelerate.hardware import feature_checks
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.tracking.aim import AimTracker
-from notebook_accelerate.tracking.clearml import ClearMLTracker
-from notebook_accelerate.tracking.comet import CometMLTracker
-from notebook_accelerate.tracking.dvclive import DVCLiveTracker
-from notebook_accelerate.tracking.mlflow import MLflowTracker
-from notebook_accelerate.tracking.swanlab import SwanLabTracker
-from notebook_accelerate.tracking.tensorboard import TensorBoardTracker
 from notebook_accelerate.tracking.tracker import GeneralTracker
-from notebook_accelerate.tracking.trackio import TrackioTracker
-from notebook_accelerate.tracking.wandb import WandBTracker
+from notebook_accelerate.tracking.vendors import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 
 ENTRY_POINTS = "notebook_accelerate.trackers"
 """Entry point group in which other packages name their tracker classes."""

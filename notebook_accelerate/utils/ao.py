@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.precision.torchao_fp8 import (
+    from notebook_accelerate.precision.fp8 import (
         convert_model_to_fp8_ao as convert_model_to_fp8_ao,
         filter_first_and_last_linear_layers as filter_first_and_last_linear_layers,
         filter_linear_layers as filter_linear_layers,

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from notebook_accelerate.config.kwargs_handlers import (
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    )
     from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin as TorchDynamoPlugin
     from notebook_accelerate.config.enums import *
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
         MegatronLMPlugin as MegatronLMPlugin,
         add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
     )
-    from notebook_accelerate.config.parallelism_plugins import *
-    from notebook_accelerate.config.profile_kwargs import ProfileKwargs as ProfileKwargs
+    from notebook_accelerate.config.dynamo_plugin import *
+    from notebook_accelerate.config.kwargs_handlers import ProfileKwargs as ProfileKwargs
     from notebook_accelerate.config.quantization_config import BnbQuantizationConfig as BnbQuantizationConfig
-    from notebook_accelerate.config.training_config import *
+    from notebook_accelerate.config.cluster import *
 else:
     __getattr__, __dir__, __all__ = reexport(__name__)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.deepspeed.deepspeed_strategy import (
         get_active_deepspeed_plugin as get_active_deepspeed_plugin,
     )
-    from notebook_accelerate.strategies.deepspeed.engine_wrappers import (
+    from notebook_accelerate.strategies.deepspeed.deepspeed_engine import (
         DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
         DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
         DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
         str_to_bool as str_to_bool,
     )
     from notebook_accelerate.hardware.gpu_properties import *
-    from notebook_accelerate.hardware.numa import (
+    from notebook_accelerate.state.world import (
         CPUInformation as CPUInformation,
         get_cpu_distributed_information as get_cpu_distributed_information,
         override_numa_affinity as override_numa_affinity,
         set_numa_affinity as set_numa_affinity,
     )
-    from notebook_accelerate.hardware.ports_and_libraries import are_libraries_initialized as are_libraries_initialized
+    from notebook_accelerate.hardware.addresses import are_libraries_initialized as are_libraries_initialized
 else:
     __getattr__, __dir__, __all__ = reexport(__name__)

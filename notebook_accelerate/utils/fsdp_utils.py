@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.checkpointing.merging import merge_fsdp_weights as merge_fsdp_weights
+    from notebook_accelerate.checkpointing.model_weights import merge_fsdp_weights as merge_fsdp_weights
     from notebook_accelerate.strategies.fsdp.fsdp_helpers import (
         disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
         enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,

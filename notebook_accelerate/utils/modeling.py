@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         clean_device_map as clean_device_map,
         infer_auto_device_map as infer_auto_device_map,
     )
-    from notebook_accelerate.big_modeling.device_memory import (
+    from notebook_accelerate.big_modeling.device_map import (
         get_balanced_memory as get_balanced_memory,
         get_max_memory as get_max_memory,
     )
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         has_offloaded_params as has_offloaded_params,
         set_module_tensor_to_device as set_module_tensor_to_device,
     )
-    from notebook_accelerate.big_modeling.tied_parameters import (
+    from notebook_accelerate.big_modeling.module_tensors import (
         check_tied_parameters_in_config as check_tied_parameters_in_config,
         check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
         find_tied_parameters as find_tied_parameters,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         merge_dicts as merge_dicts,
         recursive_getattr as recursive_getattr,
     )
-    from notebook_accelerate.hardware.ports_and_libraries import (
+    from notebook_accelerate.hardware.addresses import (
         check_os_kernel as check_os_kernel,
         get_free_port as get_free_port,
         is_port_in_use as is_port_in_use,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         is_repeated_blocks as is_repeated_blocks,
         model_has_dtensor as model_has_dtensor,
     )
-    from notebook_accelerate.strategies.unwrap import (
+    from notebook_accelerate.strategies.module_queries import (
         extract_model_from_parallel as extract_model_from_parallel,
         is_compiled_module as is_compiled_module,
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.data_loader.rng_sync import (
+    from notebook_accelerate.data_loader.shard_loader import (
         synchronize_rng_state as synchronize_rng_state,
         synchronize_rng_states as synchronize_rng_states,
     )

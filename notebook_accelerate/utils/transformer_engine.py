@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.precision.transformer_engine_fp8 import (
+    from notebook_accelerate.precision.fp8 import (
         apply_fp8_autowrap as apply_fp8_autowrap,
         contextual_fp8_autocast as contextual_fp8_autocast,
         convert_model as convert_model,

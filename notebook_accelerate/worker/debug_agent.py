@@ -12,13 +12,14 @@ import math
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.telemetry import GroupTimeoutEvent, steady_time, step_time
@@ -47,21 +48,16 @@ from notebook_accelerate.telemetry.debug_protocol import (
     StacksRequest,
 )
 from notebook_accelerate.telemetry.error_text import describe_error
-from notebook_accelerate.telemetry.frames import main_frame
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
-from notebook_accelerate.worker import (
-    breakpoints,
-    collective_timeouts,
-    device_waits,
-    flight_recorder,
-    stack_sampler,
-    stacks,
-)
+from notebook_accelerate.telemetry.tracebacks import main_frame
+from notebook_accelerate.worker import breakpoints, collective_timeouts, device_waits, flight_recorder, stacks
 from notebook_accelerate.worker.agent import Agent
-from notebook_accelerate.worker.exit_watch import ExitWatch
+from notebook_accelerate.worker.console import flush
+from notebook_accelerate.worker.exit_handlers import ExitWatch
 
 if TYPE_CHECKING:
     from notebook_accelerate.worker.step_profiler import StepProfiler
+
 
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
@@ -378,7 +374,7 @@ class DebugAgent:
         self._agent.sink.send(StacksReply(request.number, threads, self._moved, waiting, last, paused, self._by_user))
 
     def _on_sample(self, request: SampleRequest) -> None:
-        stack_sampler.start(request, self._agent.sink.emit)  # sent by the agent's thread
+        stacks.start(request, self._agent.sink.emit)  # sent by the agent's thread
 
     def _on_profile(self, request: ProfileRequest) -> None:
         from notebook_accelerate.worker import step_profiler
@@ -526,3 +522,52 @@ def short_repr(value: object) -> str:
     except Exception as error:  # noqa: BLE001 - a broken __repr__
         text = f"<{type(value).__name__}: its repr raised {type(error).__name__}>"
     return text if len(text) <= 2000 else text[:2000] + " …"
+
+
+# What ``!command`` in a function of a cell calls in a rank that is not forked from the kernel.
+
+
+class RankShell:
+    """The part of IPython's shell that needs no kernel: commands of the system."""
+
+    def system(self, command: str) -> None:
+        """Run a command; its output is the rank's."""
+        flush()
+        subprocess.run(_expanded(command), shell=True, check=False)  # noqa: S602 - the user's own command
+
+    system_piped = system_raw = system
+
+    def getoutput(self, command: str, **_: Any) -> list[str]:
+        """Return the lines that a command prints."""
+        flush()
+        done = subprocess.run(_expanded(command), shell=True, check=False, stdout=subprocess.PIPE, text=True)  # noqa: S602
+        return done.stdout.splitlines()
+
+    def run_line_magic(self, name: str, *_: Any, **__: Any) -> NoReturn:
+        """Raise: magics need the kernel's shell."""
+        raise RuntimeError(
+            f"%{name} runs in a kernel, and this rank is a process of its own; write what it does in Python, or launch "
+            "with start_method='fork'"
+        )
+
+    run_cell_magic = magic = run_line_magic
+
+
+def _expanded(command: str) -> str:
+    """Replace {names} and $names of the calling function, as IPython does."""
+    from IPython.utils.text import DollarFormatter
+
+    caller = sys._getframe(2)
+    names = {**caller.f_globals, **caller.f_locals}
+    try:
+        return str(DollarFormatter().vformat(command, args=[], kwargs=names))
+    except Exception:  # noqa: BLE001 - IPython, too, runs what it cannot expand as it stands
+        return command
+
+
+_shell = RankShell()
+
+
+def get_ipython() -> RankShell:
+    """Return what stands for the shell in the names of the user's cells."""
+    return _shell

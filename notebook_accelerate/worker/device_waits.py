@@ -138,6 +138,3 @@ def _mode(calls: DeviceCalls, types: set[str]) -> Any:
                 calls.inside = outer
 
     return Mode()
-
-
-__all__ = ["DeviceCalls", "DeviceWatch", "cuda_is_busy"]

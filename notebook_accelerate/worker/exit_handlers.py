@@ -11,11 +11,23 @@ import atexit
 import ctypes
 import gc
 import logging
+import os
+import resource
+import signal
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from notebook_accelerate.hardware.process_liveness import FLAGS, STARTED, STATE, read_stat
+from notebook_accelerate.telemetry.events import ExitWaitEvent
+from notebook_accelerate.telemetry.tracebacks import frame_of, main_frame
+from notebook_accelerate.worker import stacks
+from notebook_accelerate.worker.agent import Agent
 
 _PROCESS_PACKAGES = ("multiprocessing", "multiprocess")
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -174,3 +186,127 @@ def _flush_native() -> None:
     if _FLUSH is not None:
         function, stream = _FLUSH
         function(stream)
+
+
+# Reports why a rank whose function has ended does not end: a thread, a process or a callback that it waits for.
+
+NOTE_SECONDS = 5.0
+"""A rank that needs longer than this for its exit reports what it waits for."""
+
+
+class ExitWatch:
+    """Watches the exit of this rank from the agent's thread.
+
+    Args:
+        agent: The rank's agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._since: float | None = None
+        self._noted = False
+        agent.every_tick(self._tick)
+
+    def begin(self) -> None:
+        """Watch from now on: the function has ended."""
+        self._since = time.monotonic()
+
+    def _tick(self) -> None:
+        if self._since is None or self._noted or time.monotonic() - self._since < NOTE_SECONDS:
+            return
+        self._noted = True
+        self._agent.sink.emit(ExitWaitEvent(self.text))
+
+    @property
+    def text(self) -> str:
+        """What the rank waits for; "" while its function runs."""
+        if self._since is None:
+            return ""
+        found = [_thread(each) for each in unfinished_threads()]
+        found = found or [_child(each) for each in unfinished_children()]
+        return f"its function has ended, and it waits for {', '.join(found) or _main_thread()}"
+
+
+def _thread(thread: threading.Thread) -> str:
+    frame = stacks.user_frame(frame_of(thread), None)
+    target = _target(thread)
+    place = _place(frame)
+    return (
+        f"the thread {thread.name!r}" + (f" with target {target}" if target else "") + (f", {place}" if place else "")
+    )
+
+
+def _child(child: Any) -> str:
+    return f"the process {child.name!r} (pid {child.pid})"  # it keeps no reference to its target
+
+
+def _target(thread: threading.Thread) -> str:
+    """Return the name of a thread's function, or of its class where that has a ``run`` of its own."""
+    target = getattr(thread, "_target", None)
+    if target is None:
+        return "" if type(thread) is threading.Thread else f"{type(thread).__qualname__}.run"
+    code = stacks.function_code(target)
+    return str(getattr(target, "__qualname__", "")) or (code.co_name if code is not None else repr(target)[:200])
+
+
+def _main_thread() -> str:
+    place = _place(stacks.user_frame(main_frame(), None))
+    return f"a callback of its exit, {place}" if place else "a callback of its exit"
+
+
+def _place(frame: FrameType | None) -> str:
+    return "" if frame is None else f"at {frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+# Marks the processes of a kernel's ranks, so that all of them can be found when the kernel is gone.
+#
+# A process that is started by a rank may leave the rank's process group and session, lose its parent and its
+# environment, and execute another program. It keeps its resource limits. The limit on file locks is not enforced since
+# Linux 2.4.25: its soft value serves as the mark. On other systems there are no marks.
+
+_RLIMIT_LOCKS = 10
+_EXITING = 0x4  # PF_EXITING
+KILL_SECONDS = 5.0
+"""Seconds in which marked processes may start others before the search for them ends."""
+
+
+def mark_of(pid: int) -> int:
+    """Return the mark of a kernel: its process id and when it started; 0 where there are no marks."""
+    fields = read_stat(Path(f"/proc/{pid}"))
+    return (pid << 32) | (int(fields[STARTED]) & 0xFFFFFFFF) if fields else 0
+
+
+def set_mark(mark: int, pid: int = 0) -> None:
+    """Mark a process, and all that it will start; mark 0 removes the mark, and process 0 is this one."""
+    if sys.platform == "linux":
+        with suppress(OSError, ValueError):  # the administrator has limited it
+            hard = resource.prlimit(pid, _RLIMIT_LOCKS)[1]
+            resource.prlimit(pid, _RLIMIT_LOCKS, (mark or hard, hard))
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is ending or has ended."""
+    fields = read_stat(Path(f"/proc/{pid}"))
+    return not fields or fields[STATE] in ("Z", "X") or bool(int(fields[FLAGS]) & _EXITING)
+
+
+def kill_marked(mark: int) -> None:
+    """Kill all processes with a mark, also those that they start meanwhile."""
+    deadline = time.monotonic() + KILL_SECONDS
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: int) -> list[int]:
+    line = f"Max file locks {mark} "
+    found = []
+    for limits in Path("/proc").glob("[0-9]*/limits") if mark else ():
+        with suppress(OSError):
+            if line in " ".join(limits.read_text().split()):
+                pid = int(limits.parent.name)
+                if not is_ending(pid):
+                    found.append(pid)
+    return found

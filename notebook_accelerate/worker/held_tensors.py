@@ -12,8 +12,7 @@ from itertools import islice, takewhile
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accelerate.telemetry.frames import callers, main_frame
-from notebook_accelerate.telemetry.tracebacks import is_user_code
+from notebook_accelerate.telemetry.tracebacks import callers, is_user_code, main_frame
 from notebook_accelerate.worker import stacks
 
 if TYPE_CHECKING:
@@ -295,9 +294,3 @@ def compiled_variable() -> str:
                 if type(held).__name__ == "OptimizedModule":
                     return f"{name}.{key}"
     return ""
-
-
-__all__ = [
-    "GraphWatch", "Held", "assigned_in_loops", "compiled_variable", "graph_size", "prepare", "user_frames",
-    "variables", "variables_of",
-]  # fmt: skip

@@ -12,8 +12,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size
-from notebook_accelerate.hardware.optimizer_states import states_per_parameter
+from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size, states_per_parameter
 from notebook_accelerate.telemetry import memory_text
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.torch_internals import local_tensor
@@ -197,6 +196,3 @@ def note_failure(error: BaseException) -> None:
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame.f_code.co_filename)]
         notes = [*getattr(error, "__notes__", ()), memory_text.table(take(frames[::-1]))]
         error.__notes__ = notes  # type: ignore[attr-defined]  # add_note comes with Python 3.11
-
-
-__all__ = ["note_failure", "take"]

@@ -6,6 +6,7 @@ import linecache
 import re
 import rlcompleter
 import threading
+import time
 from collections.abc import Callable
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
@@ -14,8 +15,9 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.telemetry.frames import callers, current_frames
-from notebook_accelerate.telemetry.tracebacks import is_user_code
+from notebook_accelerate.telemetry import Event
+from notebook_accelerate.telemetry.debug_protocol import SampleReply, SampleRequest
+from notebook_accelerate.telemetry.tracebacks import callers, current_frames, is_user_code, main_frame
 
 MAX_FRAMES = 50
 LAUNCHERS = tuple(str(Path(__file__).with_name(name)) for name in ("entry.py", "warm_cells.py"))
@@ -107,3 +109,56 @@ def traceback_stack(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
     """Return the frames of a traceback from the launched function on, outermost first."""
     frames = dropwhile(lambda entry: not in_function(entry[0]), walk_tb(traceback))
     return tuple(_frame_info(frame, line) for frame, line in frames)
+
+
+# Samples the stack of a rank's main thread, on a thread that exists only meanwhile.
+
+MAX_DEPTH = 100
+"""Frames of a stack, the innermost ones."""
+MAX_STACKS = 20_000
+"""Different stacks that are counted; time in others counts for the first function alone."""
+
+Key = tuple[tuple[CodeType, int], ...]
+
+
+def start(request: SampleRequest, reply: Callable[[Event], None]) -> None:
+    """Sample for the seconds of a request, then reply."""
+    threading.Thread(target=_sample, args=(request, reply), name="notebook-accelerate-sample", daemon=True).start()
+
+
+def _sample(request: SampleRequest, reply: Callable[[Event], None]) -> None:
+    """Weigh each sample by the time since the one before: the GIL may have been held in between."""
+    found: dict[Key, list[float]] = {}
+    begin = last = time.perf_counter()
+    period = 1 / request.rate
+    due = begin + period
+    while last - begin < request.seconds:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        key = _stack()
+        now = time.perf_counter()
+        if key not in found and len(found) >= MAX_STACKS:
+            key = key[:1]
+        entry = found.setdefault(key, [0.0, 0])
+        entry[0] += now - last
+        entry[1] += 1
+        last = now
+        due = max(due + period, now)
+    reply(_folded(request.number, found, last - begin))
+
+
+def _stack() -> Key:
+    """Return the main thread's frames up to the launched function, outermost first."""
+    inside = takewhile(in_function, callers(main_frame()))
+    return tuple((frame.f_code, frame.f_lineno or 0) for frame in islice(inside, MAX_DEPTH))[::-1]
+
+
+def _folded(number: int, found: dict[Key, list[float]], seconds: float) -> SampleReply:
+    places: dict[tuple[str, int, str], int] = {}
+    rows = []
+    for key, (weight, count) in found.items():
+        indices = [
+            places.setdefault((code.co_filename, line, getattr(code, "co_qualname", code.co_name)), len(places))
+            for code, line in key
+        ]
+        rows.append((weight, int(count), indices))
+    return SampleReply(number, list(places), rows, seconds)

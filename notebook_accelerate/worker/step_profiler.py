@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import gzip
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import torch_internals
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.error_text import describe_error
-from notebook_accelerate.telemetry.trace_names import AFTER_STEPS
-from notebook_accelerate.worker import exit_handlers, flight_recorder, held_tensors, recorded_traces
+from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
+from notebook_accelerate.worker import exit_handlers, flight_recorder, held_tensors
 from notebook_accelerate.worker.timed_samples import TimedSamples, read_quickly, thread_delay
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
 
 BEGIN_SECONDS = 60.0
 """How long a request waits for a first step."""
@@ -55,7 +63,7 @@ class StepProfiler:
         self._made: Any = None
         self._samples: TimedSamples | None = None
         self._recording = False
-        self._recorded: recorded_traces.Recorded | None = None
+        self._recorded: Recorded | None = None
         self._stopped = threading.Event()
         self._level = os.environ.get("KINETO_LOG_LEVEL")
         self._main = threading.main_thread().ident
@@ -107,7 +115,7 @@ class StepProfiler:
                 return flight_recorder.entered(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
         return []
 
-    def _write(self, recorded: recorded_traces.Recorded, samples: dict[str, Any]) -> None:
+    def _write(self, recorded: Recorded, samples: dict[str, Any]) -> None:
         recorded.facts |= {"samples": samples, "boundaries": self._boundaries, "collectives": self._collectives()}
         try:
             reply = recorded.complete()
@@ -272,7 +280,7 @@ class StepProfiler:
                 facts = self._facts(seconds)
             finally:
                 profiler.stop()
-            self._recorded = recorded_traces.Recorded(profiler, self.request, facts)
+            self._recorded = Recorded(profiler, self.request, facts)
         except Exception as error:  # noqa: BLE001 - the training goes on
             self._end(self._not_written(error))
         finally:
@@ -425,4 +433,57 @@ def asked_for() -> dict[str, Any]:
     return {**found, "compiled": found["compiled"] or held_tensors.compiled_variable()}
 
 
-__all__ = ["StepProfiler", "asked_for", "quiet_stdio", "resident_bytes"]
+# The file with the trace of a rank's profile.
+
+_END = 4096
+"""Bytes at the end of a trace that contain its last brace."""
+
+
+class Recorded:
+    """A trace that torch's profiler has written.
+
+    torch holds the interpreter lock while it writes: on another thread it would delay the training's as long, and each
+    operation of the training hands the lock over.
+
+    Args:
+        profiler: torch's profiler, which has been stopped.
+        request: What was asked for.
+        facts: What torch's profiler does not record.
+    """
+
+    def __init__(self, profiler: profile, request: ProfileRequest, facts: dict[str, Any]) -> None:
+        self.facts, self._number = facts, request.number
+        self._own: Path | None = None
+        folder = Path(request.folder)
+        if not (folder / request.token).exists():
+            folder = self._own = guarded_files.make_for(self)
+        self._path = folder / f"rank{facts['rank']}.{request.number}.pt.trace.json"
+        profiler.export_chrome_trace(str(self._path))
+
+    def complete(self) -> ProfileReply:
+        """Add the facts, on any thread; where the kernel's folder is not on this machine, the reply has the trace."""
+        append(self._path, self.facts)
+        facts = self.facts
+        reply = ProfileReply(self._number, "", "", facts["steps"], facts["seconds"], facts["clock"])
+        if self._own is None:
+            reply.path = str(self._path)
+        else:
+            reply.payload = gzip.compress(self._path.read_bytes(), 1)
+            guarded_files.remove(self._own)
+        return reply
+
+
+def append(path: Path, facts: Mapping[str, Any]) -> None:
+    """Add the facts to a trace's file, without reading the file.
+
+    Raises:
+        ValueError: It does not end as a JSON object.
+    """
+    with path.open("r+b") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - _END)
+        file.seek(start)
+        end = file.read().rstrip()
+        if not end.endswith(b"}"):
+            raise ValueError(f"{path} does not end as a trace")
+        file.seek(start + len(end) - 1)
+        file.write(f',\n"{KEY}": {json.dumps(facts)}}}\n'.encode())

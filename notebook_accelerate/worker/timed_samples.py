@@ -14,10 +14,9 @@ from math import inf
 from types import CodeType, FrameType
 from typing import Any
 
-from notebook_accelerate.telemetry.frames import callers, current_frames, reading
-from notebook_accelerate.telemetry.tracebacks import is_user_code
+from notebook_accelerate.telemetry.tracebacks import callers, current_frames, is_user_code, reading
 from notebook_accelerate.worker import stacks
-from notebook_accelerate.worker.stack_sampler import MAX_DEPTH
+from notebook_accelerate.worker.stacks import MAX_DEPTH
 
 RATE = 250.0
 """Samples per second: 1 % of a rank's time."""

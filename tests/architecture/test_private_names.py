@@ -20,7 +20,7 @@ OF_THIS_PACKAGE = frozenset(
 _OF_OTHERS = {
     # Transformers' models.
     "big_modeling.module_sizes": {"_no_split_modules"},
-    "big_modeling.tied_parameters": {"_tie_weights"},
+    "big_modeling.module_tensors": {"_tie_weights"},
     "config.fsdp_plugin": {"_no_split_modules"},
     "inference": {"_no_split_modules"},
     # Python's own unpickler, fsspec, numpy (what pickles of arrays name), rich, Lightning, IPython, Habana.
@@ -30,7 +30,7 @@ _OF_OTHERS = {
     "hardware.feature_checks": {"_get_device_type"},
     "integrations.reporting.lightning_trainer": {"_LoggerConnector"},
     "integrations.reporting.progress_bars": {"_tasks"},
-    "strategies.megatron.model_parts": {"_core", "_reconstruct"},
+    "strategies.megatron.megatron_models": {"_core", "_reconstruct"},
     "telemetry.tracebacks": {"_filename_map"},
     # cloudpickle: the tokens by which it finds the classes that it has pickled.
     "telemetry.cell_classes": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
@@ -40,16 +40,16 @@ _OF_OTHERS = {
     "launch.plan.fork_probe": {"_signal", "_xla_runtime_is_initialized"},
     "strategies.xla_strategy": {"_average_gradients"},
     # DeepSpeed and Megatron-LM, of which one minor version at a time is allowed.
-    "strategies.deepspeed.deepspeed_setup": {"_release_process_group_references"},
+    "strategies.deepspeed.deepspeed_engine": {"_release_process_group_references"},
     "strategies.deepspeed.deepspeed_strategy": {"_global_grad_norm", "_zero3_consolidated_16bit_state_dict"},
     "strategies.deepspeed.ulysses": {
         "_SEQUENCE_DATA_PARALLEL_GROUP", "_SEQUENCE_PARALLEL_GROUP", "_all_to_all_groups", "_attn_implementation",
     },
     "strategies.megatron.megatron_checkpoint": {"_replace_state_dict_keys_with_sharded_keys"},
     # Python's standard library: parsers that Accelerate's functions take, names of levels, an interpreter's exit.
-    "commands.launch_options": {"_ActionsContainer"},
+    "commands.launch_settings": {"_ActionsContainer"},
     "commands.parsers": {"_MutuallyExclusiveGroup"},
-    "config.hidden_values": {"_typeshed"},
+    "config.plain_values": {"_typeshed"},
     "integrations.import_hooks": {"_initializing"},
     "telemetry.notebook_settings": {"_levelToName"},
     "worker.entry": {"_daemonic", "_signal"},

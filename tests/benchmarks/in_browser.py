@@ -57,7 +57,7 @@ _DRAWN = """() => {
 }"""
 
 _TIMELINE = """
-from notebook_accelerate.widgets.timeline_view import TimelineView
+from notebook_accelerate.widgets.profile_panel import TimelineView
 from tests.support.timelines import large
 data = large(8, 200_000)
 """

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
-from notebook_accelerate.strategies.deepspeed.op_compilation import remove_dead_locks
+from notebook_accelerate.strategies.deepspeed.deepspeed_engine import remove_dead_locks
 from tests.benchmarks.bench import Figure, alternate, compared, row
 from tests.benchmarks.worker_ranks import WorkerRanks
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.browser import DAILY_IN_LAB, App, NotebookPage
 
 IMPORTS = """
-from notebook_accelerate.widgets.timeline_view import TimelineView
+from notebook_accelerate.widgets.profile_panel import TimelineView
 from tests.support.timelines import large, training
 """
 SHOW = "TimelineView(training(ranks=4, steps=3, slow=1))"

@@ -86,7 +86,7 @@ def test_ranks_are_bound_to_the_cores_near_their_gpu(machine: Machine) -> None:
     code = """
 import json, os
 from pathlib import Path
-from notebook_accelerate.hardware import numa
+from notebook_accelerate.state import world
 core = min(os.sched_getaffinity(0))
 folder = Path("devices")
 for slot in ("0000:41:00.0", "0000:51:00.0"):
@@ -111,7 +111,7 @@ def test_the_form_says_what_does_not_fit_the_memory_of_a_gpu(
         PLAN
         + """
 import torch
-from notebook_accelerate.widgets.memory_check import MemoryCheck
+from notebook_accelerate.widgets.memory_panel import MemoryCheck
 from notebook_accelerate.widgets.training_options import TrainingOptions
 found = make_plan(LaunchConfig(), machine := hardware.detect(), kernel_facts())
 model = lambda: torch.nn.Linear(32768, 32768)  # 4 GiB in single precision, four times that with AdamW

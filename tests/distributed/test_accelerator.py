@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from notebook_accelerate.accelerator import Accelerator
-from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
+from notebook_accelerate.config.cluster import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
-from notebook_accelerate.config.training_config import DataLoaderConfiguration, GradientAccumulationPlugin
+from notebook_accelerate.config.kwargs_handlers import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from notebook_accelerate.local_sgd import LocalSGD
 from notebook_accelerate.state import PartialState, reset_shared_state
 from tests.support.ranks import RankError, run_ranks
@@ -452,7 +451,7 @@ def test_local_sgd_does_not_hide_an_error() -> None:
 
 
 def profiled(folder: str) -> Any:
-    from notebook_accelerate.config.profile_kwargs import ProfileKwargs
+    from notebook_accelerate.config.kwargs_handlers import ProfileKwargs
 
     accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=folder)])
     with accelerator.profile():

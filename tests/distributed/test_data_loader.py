@@ -17,7 +17,7 @@ from notebook_accelerate.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
-from notebook_accelerate.data_loader.rng_sync import synchronize_rng_state, synchronize_rng_states
+from notebook_accelerate.data_loader.shard_loader import synchronize_rng_state, synchronize_rng_states
 from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.utils import set_seed
 from tests.support.ranks import RankError, run_ranks, run_script

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from notebook_accelerate.checkpointing import wait_for_saves
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.strategies.sharding import shard_files, shard_reader, write_plans
+from notebook_accelerate.strategies.sharding import shard_files, sharded_checkpoint, write_plans
 from tests.support.ranks import run_ranks
 from tests.support.sharded import FORMS, ShardedTraining
 
@@ -151,7 +151,7 @@ def failing_on_one_rank(folder: str) -> str:
     training.accelerator.save_state(folder)
     with pytest.MonkeyPatch.context() as patch:
         if training.accelerator.process_index == 1:
-            patch.setattr(shard_reader.ShardReader, "read_data", _unreadable)
+            patch.setattr(sharded_checkpoint.ShardReader, "read_data", _unreadable)
         with pytest.raises((CheckpointError, write_plans.ShardsError)) as caught:
             training.accelerator.load_state(folder)
     training.accelerator.load_state(folder)

@@ -18,7 +18,7 @@ from notebook_accelerate.checkpointing import wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.strategies.sharding import local_shards, shard_files
+from notebook_accelerate.strategies.sharding import shard_files, write_plans
 from notebook_accelerate.torch_internals import StorageInfo
 from notebook_accelerate.utils import merge_fsdp_weights
 from tests.support.background_saves import (
@@ -38,8 +38,8 @@ def save_and_train(form: str, folder: str) -> tuple[list[float], list[float], bo
     training = ShardedTraining(form)
     for _ in range(BEFORE):
         training.step()
-    gate = Gate(local_shards.write_shards)
-    local_shards.write_shards = gate
+    gate = Gate(write_plans.write_shards)
+    write_plans.write_shards = gate
     training.accelerator.save_state(folder, blocking=False)
     meanwhile = [training.step() for _ in range(AFTER)]  # with collectives of its own, while the writers wait
     unfinished = not Path(folder).exists()
@@ -193,7 +193,7 @@ def test_background_saves_load_into_other_numbers_of_ranks(tmp_path: Path) -> No
 
 
 _DELAYED_SAVE = """
-from notebook_accelerate.strategies.sharding import local_shards
+from notebook_accelerate.strategies.sharding import write_plans
 from tests.support.sharded import ShardedTraining
 
 local_shards.write_shards = after_the_main_thread(local_shards.write_shards)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from notebook_accelerate.strategies.sharding import sharded_checkpoint, sharded_states
+from notebook_accelerate.strategies.sharding import sharded_checkpoint
 from tests.support.ranks import run_ranks
 
 
@@ -86,14 +86,14 @@ def states_of(kind: str) -> list[bool]:
     optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:], "lr": 0.5}])
     found = []
     for _ in range(2):  # before the first step the optimizer has no state
-        ours: Any = sharded_states.sharded_optimizer_state(model, optimizer)
+        ours: Any = sharded_checkpoint.sharded_optimizer_state(model, optimizer)
         theirs: Any = get_optimizer_state_dict(model, optimizer)
         found += [local(ours) == local(theirs), list(ours["state"]) == list(theirs["state"])]
         model(torch.randn(4, 8)).sum().backward()
         optimizer.step()
     theirs = get_model_state_dict(model)
     for keep_vars in (False, True):
-        ours = sharded_states.sharded_model_state(model, keep_vars)
+        ours = sharded_checkpoint.sharded_model_state(model, keep_vars)
         found += [local(ours) == local(theirs), list(ours) == list(theirs), ours._metadata == theirs._metadata]
     return found
 
@@ -122,4 +122,4 @@ def test_an_optimizer_of_another_model_is_refused_by_torch() -> None:
     other(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(KeyError):
-        sharded_states.sharded_optimizer_state(model, optimizer)
+        sharded_checkpoint.sharded_optimizer_state(model, optimizer)

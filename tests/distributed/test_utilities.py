@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.enums import DDPCommunicationHookType
+from notebook_accelerate.config.kwargs_handlers import DistributedDataParallelKwargs
 from notebook_accelerate.logging import get_logger
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.utils import model_has_dtensor, set_seed, tqdm

@@ -20,7 +20,7 @@ import pytest
 import notebook_accelerate
 from notebook_accelerate import LaunchError, RayCluster, Run, notebook_launcher, shutdown
 from notebook_accelerate.errors import AskError
-from notebook_accelerate.launch.hosts.ray import ray_actor, ray_backend, ray_protocol
+from notebook_accelerate.launch.hosts.ray import ray_actor, ray_backend
 from notebook_accelerate.launch.hosts.remote import listener
 from notebook_accelerate.launch.state.run_events import StopAdvanced
 from notebook_accelerate.telemetry.debug_protocol import StacksRequest
@@ -140,9 +140,9 @@ def test_a_driver_that_sends_anything_ends_its_launch(sends: str, then: str, mon
     monkeypatch.setattr(ray_backend, "start_interpreter", misbehaving)
     driver = ray_backend.DriverProcess(RayCluster())
     try:
-        driver.channel.send(ray_protocol.PlaceOrder(2, b"x" * (8 << 20)))
+        driver.channel.send(ray_backend.PlaceOrder(2, b"x" * (8 << 20)))
         with pytest.raises(LaunchError, match=r"reaching the cluster (failed|took longer)"):
-            driver.next(ray_protocol.ConnectedEvent, 1.0, "reaching the cluster", lambda _: None)
+            driver.next(ray_backend.ConnectedEvent, 1.0, "reaching the cluster", lambda _: None)
     finally:
         driver.end(0.1)
     assert started[0].poll() is not None
@@ -183,7 +183,6 @@ SOCKETS = {
     "launch/processes/zygote_server.py": OWN,
     "worker/entry.py": OWN,
     "worker/debug_agent.py": "debugpy listens",
-    "hardware/ports_and_libraries.py": PROBE,
     "hardware/addresses.py": PROBE,
     "launch/processes/ports.py": PROBE,
 }

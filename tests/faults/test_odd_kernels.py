@@ -84,14 +84,14 @@ def test_a_server_that_does_not_serve_is_replaced(served_kernel: Kernel, how: st
 def test_the_stop_button_works_while_the_server_does_not(served_kernel: Kernel, how: str) -> None:
     kernel = served_kernel
     kernel.check(STUCK[how])
-    kernel.check("sys.modules['notebook_accelerate.launch.processes.zygote_control'].STUCK_SECONDS = 600.0")
+    kernel.check("sys.modules['notebook_accelerate.launch.processes.zygote'].STUCK_SECONDS = 600.0")
     cell = kernel.submit("launch(rank, start_method='zygote')")
     kernel.wait_for(lambda: "▶ run" in cell.stdout)
     kernel.pump(0.2)
     kernel.interrupt()
     kernel.finish(cell, SOON)
     assert "KeyboardInterrupt" in said(cell)
-    kernel.check("sys.modules['notebook_accelerate.launch.processes.zygote_control'].STUCK_SECONDS = 5.0")
+    kernel.check("sys.modules['notebook_accelerate.launch.processes.zygote'].STUCK_SECONDS = 5.0")
     assert kernel.value("notebook_accelerate.runs()[-1].status") == "stopped"
 
 

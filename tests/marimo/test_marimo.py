@@ -170,7 +170,7 @@ def test_an_exported_notebook_holds_the_report(tmp_path: Path) -> None:
 
 
 def test_outside_a_cell_there_is_no_output() -> None:
-    from notebook_accelerate.launch.output.marimo_output import marimo_output
+    from notebook_accelerate.launch.output.replaceable_outputs import marimo_output
 
     assert pytest.importorskip("marimo").running_in_notebook() is False
     assert marimo_output() is None

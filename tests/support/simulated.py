@@ -24,13 +24,12 @@ from pathlib import Path
 
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.host_backend import take_ranks
-from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
-from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host import HelloEvent, Host
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, ProcessBackend, RankProcess
-from notebook_accelerate.launch.state.rank_exit import Exit
+from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.telemetry import (
     Channel,
     Event,
@@ -43,8 +42,8 @@ from notebook_accelerate.telemetry import (
     inherited_state,
 )
 from notebook_accelerate.telemetry.debug_protocol import HeartbeatEvent
+from notebook_accelerate.telemetry.results import WorkerOrder
 from notebook_accelerate.telemetry.step_time import PARTS
-from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.runs import devices
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator
-from notebook_accelerate.precision.torchao_fp8 import has_ao_layers
+from notebook_accelerate.precision.fp8 import has_ao_layers
 
 
 class Counter:

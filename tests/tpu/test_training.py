@@ -61,11 +61,11 @@ def test_ranks_train_and_agree(ranks: int | None) -> None:
 def _restore() -> bool:
     import torch
 
-    from notebook_accelerate.checkpointing import rng_states
+    from notebook_accelerate.checkpointing import state_files
 
-    state = rng_states.rng_state("tpu")
+    state = state_files.rng_state("tpu")
     drawn = torch.rand(4, device="tpu").cpu()
-    rng_states.restore_rng_state(state, "tpu")
+    state_files.restore_rng_state(state, "tpu")
     return torch.equal(drawn, torch.rand(4, device="tpu").cpu())
 
 

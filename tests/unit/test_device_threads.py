@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.big_modeling import disk_offload, prefetch, weight_transfer
+from notebook_accelerate.big_modeling import disk_offload, prefetch
 from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource
-from notebook_accelerate.checkpointing import rng_states, snapshot
+from notebook_accelerate.checkpointing import snapshot, state_files
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.telemetry import pickling
 from notebook_accelerate.telemetry.automatic_metrics import event_on
@@ -80,11 +80,11 @@ def test_the_ranks_own_device_continues_its_random_numbers_on_other_devices(
 ) -> None:
     cuda.set_device(saved_on)
     torch.rand(3, generator=cuda.generators[saved_on])
-    state = rng_states.rng_state("cuda")
+    state = state_files.rng_state("cuda")
     expected = torch.rand(4, generator=cuda.generators[saved_on])
     elsewhere = ThreadedCuda(devices).install(monkeypatch)
     elsewhere.set_device(resumed_on)
-    rng_states.restore_rng_state(state, "cuda")
+    state_files.restore_rng_state(state, "cuda")
     assert torch.equal(torch.rand(4, generator=elsewhere.generators[resumed_on]), expected)
 
 
@@ -92,13 +92,13 @@ def test_a_state_of_accelerate_without_the_ranks_device_is_said_and_the_rest_res
     cuda: ThreadedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of two devices, resumed by a rank on the third one: its own generator is in no list."""
-    state = rng_states.rng_state("cuda")
+    state = state_files.rng_state("cuda")
     del state["torch_cuda_device"]
     expected = random.random()
     elsewhere = ThreadedCuda(3).install(monkeypatch)
     elsewhere.set_device(2)
     with pytest.warns(UserWarning, match="saved with 2 visible cuda devices, and this rank uses cuda:2"):
-        rng_states.restore_rng_state(state, "cuda")
+        state_files.restore_rng_state(state, "cuda")
     assert random.random() == expected
 
 
@@ -157,11 +157,11 @@ def test_buffers_that_are_dropped_unlock_their_memory(cuda: ThreadedCuda) -> Non
 
 def test_weights_are_pinned_only_where_main_memory_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     sources: Any = [SimpleNamespace(nbytes=90 << 20, address=-index) for index in range(10)]
-    monkeypatch.setattr(weight_transfer, "machine_memory", lambda: (1 << 40, 2 * (10 * (38 << 20) + (90 << 20))))
-    weight_transfer._check_room(sources)
-    monkeypatch.setattr(weight_transfer, "machine_memory", lambda: (1 << 40, 500 << 20))
+    monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 2 * (10 * (38 << 20) + (90 << 20))))
+    prefetch._check_room(sources)
+    monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 500 << 20))
     with pytest.raises(RuntimeError, match="more, and 500"):
-        weight_transfer._check_room(sources)
+        prefetch._check_room(sources)
 
 
 def test_weights_mapped_from_a_file_give_no_memory_back_when_they_are_pinned(
@@ -169,14 +169,14 @@ def test_weights_mapped_from_a_file_give_no_memory_back_when_they_are_pinned(
 ) -> None:
     torch.save({"own": torch.ones(1 << 20)}, tmp_path / "weights.bin")
     mapped = torch.load(tmp_path / "weights.bin", mmap=True)["own"]
-    monkeypatch.setattr(weight_transfer, "machine_memory", lambda: (1 << 40, 2 * (6 << 20)))
-    weight_transfer._check_room([MemorySource(torch.ones(1 << 20), {}, "own")])
+    monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 2 * (6 << 20)))
+    prefetch._check_room([MemorySource(torch.ones(1 << 20), {}, "own")])
     with pytest.raises(RuntimeError, match="that takes 8"):  # what is pinned, and a copy of one tensor
-        weight_transfer._check_room([MemorySource(mapped, {}, "own")])
-    weight_transfer._check_room([FileSource(tmp_path / "weights.bin", 0, (1 << 24,), torch.float32)])
+        prefetch._check_room([MemorySource(mapped, {}, "own")])
+    prefetch._check_room([FileSource(tmp_path / "weights.bin", 0, (1 << 24,), torch.float32)])
 
 
-class _OnCpu(weight_transfer.StreamTransfer):
+class _OnCpu(prefetch.StreamTransfer):
     """Transfers to a device whose memory is main memory."""
 
     def __init__(self, _device: torch.device) -> None:

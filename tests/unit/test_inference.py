@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from notebook_accelerate import prepare_pippy
-from notebook_accelerate.big_modeling.partition import balanced_cuts
+from notebook_accelerate.big_modeling.device_map import balanced_cuts
 from notebook_accelerate.inference import find_pippy_batch_size, generate_device_map, pippy_forward
 
 

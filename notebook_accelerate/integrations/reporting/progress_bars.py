@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.integrations.reporting.wrapping import after
+from notebook_accelerate.integrations.reporting.sources import after
 from notebook_accelerate.telemetry import ProgressEvent
 
 

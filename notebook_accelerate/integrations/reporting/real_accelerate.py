@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from notebook_accelerate.integrations.reporting.wrapping import send_numbers
+from notebook_accelerate.integrations.reporting.sources import send_numbers
 from notebook_accelerate.telemetry.step_sources import reported
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from notebook_accelerate.integrations.reporting.wrapping import after, send_numbers
+from notebook_accelerate.integrations.reporting.sources import after, send_numbers
 from notebook_accelerate.telemetry.step_sources import is_reported
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.integrations.reporting.wrapping import mark_reported, send_numbers
+from notebook_accelerate.integrations.reporting.sources import mark_reported, send_numbers
 from notebook_accelerate.telemetry import ProgressEvent
 from notebook_accelerate.telemetry.step_sources import LIBRARY, claim
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from notebook_accelerate.debugging.process_inspection import ProcessStacks
+from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.detached.control_service import is_own, relayed, short_path
-from notebook_accelerate.launch.processes.zygote_control import is_stopped
+from notebook_accelerate.launch.processes.zygote import is_stopped
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.state.waits import SLICE
 from notebook_accelerate.telemetry import Event, InputReply, InputRequest
@@ -309,6 +309,3 @@ def kill(process: ProcessIdentity) -> None:
             with suppress(psutil.Error):
                 each.kill()
         supervisor.wait(KILL_SECONDS)
-
-
-__all__ = ["ControlClient", "is_here", "is_suspended", "kill", "silence_text", "warn"]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.debugging.process_inspection import ProcessStacks
+from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, Signal, dispatch
@@ -381,6 +381,3 @@ def is_own(connection: socket.socket) -> bool:
         return True  # the folder's mode decides
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())
-
-
-__all__ = ["ControlService", "is_own", "listen", "relayed", "short_path"]

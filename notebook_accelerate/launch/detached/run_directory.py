@@ -282,17 +282,3 @@ def _read(path: Path) -> DetachedEntry | None:
         return None
     paths = all("\0" not in text for text in (entry.folder, entry.socket)) and Path(entry.folder).is_absolute()
     return entry if paths and entry.name == Path(entry.name).name and "\0" not in entry.name else None
-
-
-__all__ = [
-    "DetachedEntry",
-    "add",
-    "check_records",
-    "claim",
-    "entries",
-    "is_gone",
-    "new_socket",
-    "release",
-    "runs_folder",
-    "state_folder",
-]

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, FunctionEvent, StartOrder
+from notebook_accelerate.launch.hosts.remote.host import COMMAND, FunctionEvent, StartOrder
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend
 from notebook_accelerate.launch.processes.placed import completed_for_another_machine
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
@@ -17,7 +17,7 @@ from notebook_accelerate.launch.processes.rank_process import ProcessBackend, Ra
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
 
 START_SECONDS = 120.0
 """Seconds that a host has to start its ranks."""

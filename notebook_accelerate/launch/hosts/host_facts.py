@@ -6,15 +6,17 @@ import os
 import platform
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.versions import installed_version
+from notebook_accelerate.launch.hosts.remote.host import NOTEBOOK, HelloEvent
 from notebook_accelerate.launch.hosts.remote.host_connection import node_name
-from notebook_accelerate.launch.hosts.remote.host_protocol import NOTEBOOK, HelloEvent
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.plan.planner import LaunchPlan
+
 
 MAX_PROCESSES = 4096
 """More ranks on one host are a mistake."""
@@ -170,3 +172,34 @@ def version_note(hosts: Sequence[HelloEvent]) -> str:
         return ""
     each = ", ".join(f"{node_name(index, host.host)} {versions[index]}" for index, host in enumerate(hosts))
     return f"the nodes have different versions of torch ({each}); collectives may fail"
+
+
+# The secret that the notebooks and commands of one run share.
+
+SECRET_VARIABLE = "NOTEBOOK_ACCELERATE_SECRET"  # noqa: S105 - the name of a variable
+
+
+def shared_secret(config: LaunchConfig) -> str:
+    """Return the secret that a launch was given; "" without one."""
+    return str((config.rdzv_conf or {}).get("secret") or os.environ.get(SECRET_VARIABLE, ""))
+
+
+def secret_for_command(file: str | None) -> str:
+    """Return the secret of a command: from a file, or from the environment.
+
+    Raises:
+        ValueError: There is none, or the file cannot be read.
+    """
+    if file is not None:
+        try:
+            found = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--secret_file {file}: {error}") from None
+        if not found:
+            raise ValueError(f"--secret_file {file} is empty; write the run's secret into it")
+        return found
+    if found := os.environ.get(SECRET_VARIABLE, ""):
+        return found
+    raise ValueError(
+        f"a host needs the run's secret: set {SECRET_VARIABLE}, or pass --secret_file with a file that contains it"
+    )

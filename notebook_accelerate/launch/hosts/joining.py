@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import pickle
 import socket
@@ -9,18 +10,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.errors import AuthenticationError, LaunchError, RunStoppedError
+from notebook_accelerate import hardware
+from notebook_accelerate.errors import AuthenticationError, LaunchError, RunStoppedError, WorkerError
 from notebook_accelerate.hardware.addresses import interface_of, own_address
-from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, FunctionEvent, HelloEvent, StartOrder
+from notebook_accelerate.hardware.detection import cpu_count
+from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, own_hello
+from notebook_accelerate.launch.hosts.remote import host as protocol
+from notebook_accelerate.launch.hosts.remote.host import COMMAND, FunctionEvent, HelloEvent, Host, StartOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
 from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
 from notebook_accelerate.telemetry.pickling import anonymous_file
+from notebook_accelerate.telemetry.rank_devices import rank_names
 
 if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.hosts.remote.stream import Stream
     from notebook_accelerate.telemetry import Event
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
+
 
 RETRY_SECONDS = 0.3
 """Seconds between two tries to reach the first notebook, which may not have begun to listen."""
@@ -155,3 +163,202 @@ class FunctionHost(Host):
         """See ``Host.close``."""
         super().close()
         os.close(self._function)
+
+
+# A host without a notebook: a command that runs ranks of a run on its machine.
+
+
+def join(
+    where: tuple[str, int], secret: str, processes: int = 0, *, seconds: float, show: Callable[[str], None]
+) -> None:
+    """Run ranks on this machine for the run at an address, until the run is over.
+
+    Args:
+        where: Address and port of the run's first notebook.
+        secret: The run's secret.
+        processes: Ranks to start; 0: as many as the first notebook starts itself.
+        seconds: How long to wait for the first notebook to listen.
+        show: Called with lines for the user.
+
+    Raises:
+        LaunchError: The run refused this host, could not be reached, or was lost.
+        RunStoppedError: The run was stopped.
+        WorkerError: The run failed.
+    """
+    hello = own_hello(processes=processes, accelerator=hardware.detect().accelerator)
+    show(f"joining the run at {where[0]}:{where[1]}")
+    host = CommandHost(connect(where, secret, hello, seconds, KEEP_ALIVE), where[0], show)
+    try:
+        while (message := host.next_message()) is not None:
+            if isinstance(message, protocol.RunOverEvent) and not message.held:
+                return _end(message, show)
+            host.handle_message(message)
+    except (KeyboardInterrupt, SystemExit):
+        host.leave("its command was interrupted")
+        raise
+    finally:
+        host.close()
+    raise LaunchError(host.refused or f"the first notebook was lost: {host.lost or 'it has left'}")
+
+
+def _end(over: protocol.RunOverEvent, show: Callable[[str], None]) -> None:
+    if over.status == "succeeded":
+        show("the run succeeded")
+        return
+    raise (RunStoppedError if over.status == "stopped" else WorkerError)(over.message or f"the run {over.status}")
+
+
+class CommandHost(FunctionHost):
+    """The host of a command.
+
+    Args:
+        stream: The stream to the first notebook.
+        address: The first notebook's address.
+        show: Called with lines for the user.
+    """
+
+    def __init__(self, stream: Stream, address: str, show: Callable[[str], None]) -> None:
+        self._address, self._show = address, show
+        super().__init__(stream)
+
+    def handle_message(self, message: Event) -> None:
+        """See ``Host.handle_message``."""
+        if isinstance(message, protocol.WaitingEvent):
+            self._show(message.text)
+        elif isinstance(message, protocol.RunOverEvent):
+            self._show(
+                f"{message.message or 'the run failed'}; its ranks are held for the debugger of the first notebook"
+            )
+        else:
+            super().handle_message(message)
+
+    def run_function(self, orders: Sequence[WorkerOrder]) -> None:
+        """See ``FunctionHost.run_function``."""
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(given) if given.isdigit() else cpu_count() // len(orders)
+        adapt_orders(orders, self._address, max(1, threads))
+        attempt = int(orders[0].environment["TORCHELASTIC_RESTART_COUNT"]) + 1
+        names = rank_names([order.rank for order in orders])
+        self._show(f"attempt {attempt} starts here with {names}" if attempt > 1 else f"starting {names}")
+        super().run_function(orders)
+        self._show("the ranks of this host have ended")
+
+
+# The lines that the first notebook shows: what to type elsewhere, so that other hosts join the run.
+
+WARM = "warm_rank"
+"""Name of the function that warm ranks run."""
+SCRIPTS = ("run_script", "run_module")
+"""Names of the functions that the command line's ranks run."""
+_PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
+
+
+def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> list[str]:
+    """Return the cell and the command with which others join, and notes about them.
+
+    Args:
+        config: This node's configuration.
+        function: Name of the training function.
+        secret: The run's secret, to be shown; "" where the user has given it, and knows it.
+    """
+    in_config = bool((config.rdzv_conf or {}).get("secret"))
+    variable = "" if in_config else f"{SECRET_VARIABLE}={secret}" if secret else f"the same {SECRET_VARIABLE}"
+    if function in SCRIPTS:
+        lines = [_script_line(config, variable)]
+    else:
+        given = f", with the same {SECRET_VARIABLE}" if variable and not secret else ""
+        if variable and secret and function == WARM:  # the magic has no option for it
+            given = f", after %env {variable}"
+        lines = [f"in another notebook{given}: {cell_line(config, function, secret)}"]
+        if config.rdzv_backend == "static" and config.num_nodes > 2:
+            others = "2" if config.num_nodes == 3 else f"2 to {config.num_nodes - 1}"
+            lines[0] += f" (and node_rank={others})"
+    lines.append(f"or on any machine: {command_line(config, secret)}")
+    setting = "--main_process_ip" if function in SCRIPTS else "rdzv_endpoint" if config.rdzv_endpoint else "master_addr"
+    return lines + _address_lines(config, setting)
+
+
+def alone_lines(config: LaunchConfig, function: str) -> list[str]:
+    """Return the lines of a notebook whose run has no secret: each notebook runs its own ranks, as torchrun does."""
+    if config.node_rank:
+        return [
+            "this node has no secret, and meets the others in torch only; if node 0 shows how to join, pass its secret"
+        ]
+    if function in SCRIPTS:
+        return [
+            _script_line(config),
+            f"each runs and shows its own ranks; to show all here, set {SECRET_VARIABLE} to the same text everywhere",
+            *_address_lines(config, "--main_process_ip"),
+        ]
+    why = (
+        "every notebook runs and shows its own ranks, as torchrun would; for one console for all of them, pass the "
+        f"same rdzv_conf={{'secret': '...'}} everywhere (or set {SECRET_VARIABLE}), or rdzv_backend='c10d'"
+    )
+    return [f"in the other notebooks: {cell_line(config, function)}", why, *_address_lines(config, "master_addr")]
+
+
+def _script_line(config: LaunchConfig, secret: str = "") -> str:
+    ranks = "=1" if config.num_nodes == 2 else f"=1 to {config.num_nodes - 1}"
+    parts = [f"--machine_rank{ranks}" if config.rdzv_backend == "static" else "", secret]
+    more = " and ".join(filter(None, parts))
+    return f"on the other machines: the same command{more and f' with {more}'}"
+
+
+def command_line(config: LaunchConfig, secret: str = "") -> str:
+    """Return the command that joins a machine without a notebook; it contains the secret only if one is given."""
+    address, port = config.rendezvous_address
+    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return f"{SECRET_VARIABLE}={secret or '<the same>'} python -m notebook_accelerate join {where}"
+
+
+def _address_lines(config: LaunchConfig, setting: str) -> list[str]:
+    """Return a note if the rendezvous' address is one that other machines cannot reach."""
+    address = config.rendezvous_address[0]
+    if not _is_loopback(address):
+        return []
+    own = own_address("192.0.2.1", 9)  # on the default route: reserved for documentation (RFC 5737)
+    example = f": {setting}={own if setting.startswith('-') else repr(own)}" if own else ""
+    return [f"{address} is this machine itself; other machines need its address{example}"]
+
+
+def cell_line(config: LaunchConfig, function: str, secret: str = "") -> str:
+    """Return the call to run in another notebook; it contains the secret only if one is given."""
+    given = config.non_default()
+    if function == WARM:
+        return _start_line(config)
+    address, port = config.rendezvous_address
+    values = {"num_processes": config.num_processes, "num_nodes": config.num_nodes}
+    call = [function, "args", *(f"{name}={value}" for name, value in values.items() if value is not None)]
+    if config.rdzv_backend == "static":
+        call.append("node_rank=1")
+    else:
+        call.append(f"rdzv_backend={config.rdzv_backend!r}")
+    if not config.rdzv_endpoint:
+        call += [f"master_addr={address!r}", f"use_port={port}"]
+    call += [f"{name}={given[name]!r}" for name in _PASSED_ON if name in given]
+    settings = [f"{name!r}: {value!r}" for name, value in (config.rdzv_conf or {}).items() if name != "secret"]
+    if secret or (config.rdzv_conf or {}).get("secret"):
+        settings.append(f"'secret': {secret!r}" if secret else "'secret': <the same>")
+    if settings:
+        call.append(f"rdzv_conf={{{', '.join(settings)}}}")
+    return f"notebook_launcher({', '.join(call)})"
+
+
+def _start_line(config: LaunchConfig) -> str:
+    """Return the line magic that starts the warm ranks of another notebook."""
+    node_option = " --node-rank 1" if config.rdzv_backend == "static" else ""
+    if config.non_default().keys() & {"rdzv_conf", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes"}:
+        return f"%rank_start -c config{node_option}, where config is the same LaunchConfig"
+    address, port = config.rendezvous_address
+    ranks = "" if config.num_processes is None else f" -n {config.num_processes}"
+    backend = "" if node_option else f" --rdzv-backend {config.rdzv_backend}"
+    precision = "" if config.mixed_precision == "no" else f" -p {config.mixed_precision}"
+    address_option = f" --master-addr {address} --port {port}"
+    return f"%rank_start{ranks}{precision} --num-nodes {config.num_nodes}{node_option}{backend}{address_option}"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

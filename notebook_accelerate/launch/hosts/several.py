@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import errno
+import pickle
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.errors import LaunchError, PortInUseError
-from notebook_accelerate.launch.hosts.host_group import HostGroup, keep_alive
-from notebook_accelerate.launch.hosts.join_instructions import alone_lines
-from notebook_accelerate.launch.hosts.joined_run import JoinedRun
-from notebook_accelerate.launch.hosts.joining import interface_to
+from notebook_accelerate.errors import ChannelClosedError, LaunchError, PortInUseError, RunStoppedError
+from notebook_accelerate.launch.hosts import host_cells as foreign_cells
+from notebook_accelerate.launch.hosts.host_cells import own_cells
+from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, notebook_hello, shared_secret
+from notebook_accelerate.launch.hosts.host_group import HostGroup, join_seconds, keep_alive
+from notebook_accelerate.launch.hosts.joining import adapt_orders, alone_lines, connect, interface_to
+from notebook_accelerate.launch.hosts.remote import host as protocol
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_connection import node_name
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
-from notebook_accelerate.launch.hosts.run_secret import SECRET_VARIABLE, shared_secret
-from notebook_accelerate.launch.processes import ports
+from notebook_accelerate.launch.output.rank_lines import line_label
+from notebook_accelerate.launch.output.rank_output import RankOutput
+from notebook_accelerate.launch.processes import ports, process_backend
+from notebook_accelerate.launch.state import failures, rank_result, run_events
 from notebook_accelerate.launch.state.run_events import NoteAdded
-from notebook_accelerate.launch.supervisor.run_thread import Launch, RunThread
-from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+from notebook_accelerate.launch.supervisor.supervisor import Launch, RunThread, Supervisor
+from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
+from notebook_accelerate.telemetry import Decoder, DisplayEvent, LogEvent, ResultEvent, steady_time
+from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.hosts.remote.stream import Stream
     from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.launch.supervisor.run_context import RunContext
+    from notebook_accelerate.telemetry import Event
+    from notebook_accelerate.telemetry.results import WorkerOrder
 
 
 def runner_of_several(launch: Launch, prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan]) -> RunThread:
@@ -125,3 +139,231 @@ def _needed(secret: str) -> str:
         "another notebook of this run listens already, and shows the run's secret; pass it here too: "
         f"rdzv_conf={{'secret': '...'}}, or set {SECRET_VARIABLE}"
     )
+
+
+# Another notebook's side of a run on several machines: it runs its ranks for the first notebook, and shows them.
+
+
+class JoinedRun(RunThread):
+    """Runs the ranks of this notebook for the first one; stands in a launch where its supervisor would.
+
+    Args:
+        launch: See `RunThread`.
+        secret: The run's secret.
+    """
+
+    def __init__(self, launch: Launch, secret: str) -> None:
+        super().__init__(launch)
+        self._secret = secret
+        self._host: NotebookHost | None = None
+        self._target = WaitingTarget(self._context, self._send_stop)
+        self._stops = 0
+
+    def _disconnect(self, ended: run_events.RunEnded) -> None:
+        if self._host is not None:
+            self._host.close()
+
+    def _record_end(self, ended: run_events.RunEnded) -> None:
+        if self._context.state.attempt_status == "running":
+            self._leave_ranks()
+        super()._record_end(ended)
+
+    def _leave_ranks(self) -> None:
+        """Record the ends that the first notebook, which is lost, does not report."""
+        for info in self._context.state.ranks:
+            if not info.exited:
+                state = info.state if info.state in ("succeeded", "failed") else "stopped"
+                self._journal.append(run_events.RankExited(info.rank, state, "SIGKILL" if info.pid else ""))
+
+    # ---- on the run's thread
+
+    def _run(self, plan: LaunchPlan) -> run_events.RunEnded:
+        config = self._context.config
+        hello = notebook_hello(config.node_rank if config.rdzv_backend == "static" else -1, plan, config)
+        where = config.rendezvous_address
+        if not config.block:
+            self.started.set()  # the others may take minutes
+        stopping = self._context.commands.stopping
+        self._context.show(f"joining the run at {where[0]}:{where[1]}")
+        stream = connect(where, self._secret, hello, join_seconds(config), keep_alive(config), stopping)
+        self._host = host = NotebookHost(stream, self._context, plan)
+        host.watch(self._context.commands.wake, lambda: self._context.commands.carry_out(self._target))
+        self._context.commands.carry_out(self._target)
+        while (message := host.next_message()) is not None:
+            if isinstance(message, protocol.RunOverEvent) and not message.held:
+                return host.verdict(message)
+            if isinstance(message, protocol.HostPlanEvent):
+                self.started.set()
+            if isinstance(message, protocol.StartOrder):
+                self._start(message)
+            else:
+                host.handle_message(message)
+        return self._without_first(host)
+
+    def _start(self, message: protocol.StartOrder) -> None:
+        """Run this notebook's ranks of an attempt; returns when they have ended."""
+        assert self._call is not None, "dropped at the end only"
+        assert self._host is not None, "it has sent the message"
+        config, plan = self._context.config, self._host.plan
+        orders: list[WorkerOrder] = pickle.loads(message.payload)
+        adapt_orders(orders, config.rendezvous_address[0], plan.threads or 1)
+        for order in orders:
+            order.state, order.accelerator = self._inherited, config.accelerator
+            order.environment.update(config.env or {})
+        backend = process_backend(plan.start_method)(*self._call)
+        backend.configure(config, self._context.note, self._context.commands.stopping)
+        self._host.run_ranks(backend, orders)
+
+    def _without_first(self, host: NotebookHost) -> run_events.RunEnded:
+        if self._stops > 1 or (self._context.commands.stopping() and not self._context.state.attempts):
+            raise RunStoppedError(f"run {self._context.id} was stopped")
+        text = host.refused or f"{host.first} was lost: {host.lost or 'it has left'}"
+        if not self._context.state.attempts:
+            raise LaunchError(text)
+        return run_events.RunEnded("failed", "WorkerDiedError", f"run {self._context.id} failed: {text}")
+
+    def _send_stop(self, grace: float) -> None:
+        """Have the first notebook stop the run; a second time, leave it."""
+        self._stops += 1
+        assert self._host is not None, "commands are carried out once it is there"
+        if self._stops > 1:
+            self._host.leave("it was stopped", stopped=True)
+        else:
+            self._host.send(protocol.StopRequest(grace))
+
+
+class NotebookHost(Host):
+    """The host of a notebook: shows what its ranks send, besides relaying it.
+
+    Args:
+        stream: The stream to the first notebook.
+        context: This notebook's run.
+        plan: This notebook's plan before all have joined.
+
+    Attributes:
+        plan: The plan.
+    """
+
+    def __init__(self, stream: Stream, context: RunContext, plan: LaunchPlan) -> None:
+        self._context, self.plan = context, plan
+        self._journal, self._publisher = context.journal, context.publisher
+        self._label = partial(line_label, context.config.log_line_prefix_template)
+        self._outputs: dict[int, RankOutput] = {}
+        self._decoders: dict[int, Decoder] = {}
+        self._results: dict[int, rank_result.RankResult] = {}
+        self._own, self._node = range(0), 0
+        self.first, self._clock_offset = node_name(0, ""), 0.0
+        super().__init__(stream)
+
+    # ---- from the first notebook
+
+    def seconds_until_due(self) -> float | None:
+        """See ``Host.seconds_until_due``."""
+        return self._publisher.seconds_until_due()
+
+    def take_step(self) -> None:
+        """See ``Host.take_step``."""
+        self._publisher.flush()
+        super().take_step()
+
+    def handle_message(self, message: Event) -> None:
+        """See ``Host.handle_message``."""
+        if isinstance(message, protocol.WaitingEvent):
+            self._context.show(message.text)
+        elif isinstance(message, protocol.HostPlanEvent):
+            self.first, self._clock_offset = node_name(0, message.first), message.clock_offset
+            self._context.show("the first notebook has all ranks: stop, ask and debug them there")
+            self._context.commands.requests.elsewhere = (
+                f"run {self._context.id} is steered in the notebook of {self.first}, which has all ranks: "
+                "ask and debug them there"
+            )
+            self._take_plan(pickle.loads(message.payload))
+        elif isinstance(message, protocol.RunOverEvent):  # its ranks are held for the debugger of the first notebook
+            self._journal.append(self.verdict(message))
+        elif isinstance(message, protocol.JournalEvent):
+            for record in pickle.loads(message.payload):
+                record.event.shift(-self._clock_offset)
+                self._follow(record._replace(time=record.time - self._clock_offset))
+
+    def _take_plan(self, plan: LaunchPlan) -> None:
+        own = replace(plan, start_method=self.plan.start_method, reason=self.plan.reason, threads=self.plan.threads)
+        self._own, self._node = range(own.first_rank, own.first_rank + own.num_processes), own.node
+        self._results.clear()
+        self._journal.free_old_results()
+        self._journal.append(run_events.RunPlanned(own, own.first_rank, own.num_processes))
+        self.send(protocol.CellsEvent(own_cells()))
+
+    def verdict(self, over: protocol.RunOverEvent) -> run_events.RunEnded:
+        """Return how the run ended, with failures at this notebook's cells."""
+        state, number = self._context.state, self._context.id
+        if over.status == "failed" and state.failures and state.status != "starting":  # else of an earlier attempt
+            return failures.failed(number, state)
+        return run_events.RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {number} ", over.message))
+
+    def _follow(self, record: Record) -> None:
+        """Append an event of the first notebook's journal, as far as it is about this notebook's ranks."""
+        event = foreign_cells.named_here(record.event, f" of node {self._node}")
+        rank = event.failure.rank if isinstance(event, run_events.RankFailed) else getattr(event, "rank", None)
+        if not self._own or (rank is not None and rank not in self._own):  # an attempt before it joined; another's
+            return
+        if isinstance(event, run_events.RankExited) and event.state == "succeeded" and rank in self._results:
+            self._journal.append(run_events.RankReturned(event.rank, self._results[event.rank]), record.time)
+        if isinstance(event, run_events.RankStarted):
+            event = replace(event, host="")
+        assert isinstance(event, run_events.RunEvent)
+        self._journal.append(event, record.time)
+        if isinstance(event, run_events.PromptOpened):
+            what = "a line of input" if event.kind == "input" else "its debugger"
+            self._context.show(f"rank {event.rank} waits for {what} in the first notebook", "stderr")
+        elif isinstance(event, run_events.StopAdvanced) and event.phase == "interrupting" and event.reason:
+            self._context.show(event.reason)
+        elif isinstance(event, run_events.AttemptEnded) and event.restarts:
+            number = self._context.state.attempts[-1].number + 1
+            how = "failed" if self._context.state.failures else "ended"
+            self._context.show(f"attempt {number} {how} ({event.outcome}); starting again", "stderr")
+
+    # ---- from the ranks
+
+    def started(self, process: RankProcess) -> None:
+        """See ``Host.started``."""
+        rank = process.rank
+        label = self._label(rank, process.local_rank)
+        self._decoders[rank] = Decoder()
+        self._outputs[rank] = RankOutput(rank, label, self._keep_lines, self._publisher)
+        super().started(process)
+
+    def _keep_lines(self, rank: int, stream: str, text: str) -> None:
+        self._journal.add([Record(rank, steady_time.now(), LogEvent(stream, text))])
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        """See ``RankListener.take_output``."""
+        super().take_output(rank, stream, data)
+        if data:
+            self._outputs[rank].feed(stream, data)
+        else:
+            self._outputs[rank].finish(stream)
+
+    def take_frames(self, rank: int, data: bytes) -> None:
+        """See ``RankListener.take_frames``."""
+        super().take_frames(rank, data)
+        try:
+            messages = self._decoders[rank].feed(data)
+        except ChannelClosedError:  # the first notebook reports it
+            return
+        self._journal.add([Record(rank, stamp, event) for stamp, event in messages])
+        for _, event in messages:
+            if isinstance(event, DisplayEvent):
+                self._outputs[rank].display(event)
+            elif isinstance(event, ResultEvent):
+                self._results[rank] = rank_result.received(event, (), rank)
+
+    def sampled(self, records: list[Record]) -> None:
+        """See ``Host.sampled``."""
+        super().sampled(records)
+        self._journal.add(records)
+
+    def release(self, process: RankProcess) -> None:
+        """See ``Host.release``."""
+        super().release(process)
+        self._outputs[process.rank].finish()
+        self._publisher.flush(force=True)

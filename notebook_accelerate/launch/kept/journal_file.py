@@ -510,6 +510,3 @@ def last_lines(journal: Journal, most_bytes: int) -> Sequence[Record]:
         if left < 0:
             return found[index + 1 :]
     return found
-
-
-__all__ = ["JOURNAL_NAME", "JournalContents", "JournalFile", "feed", "open_journal", "read_journal", "write_file"]

@@ -349,20 +349,3 @@ def _named_tuple(kind: Any, value: list[Any], what: str) -> Any:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "…"
-
-
-__all__ = [
-    "FORMAT",
-    "FRAME",
-    "MAGIC",
-    "RANK_EVENTS",
-    "Frame",
-    "Points",
-    "encode_frame",
-    "encode_records",
-    "encode_rows",
-    "read_frames",
-    "record_of",
-    "row_of",
-    "take_points",
-]

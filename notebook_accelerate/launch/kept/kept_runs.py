@@ -222,6 +222,3 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no text")
     return value
-
-
-__all__ = ["KeptRun", "KeptRuns", "kept_runs"]

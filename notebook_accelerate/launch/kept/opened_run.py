@@ -32,15 +32,15 @@ from notebook_accelerate.launch.kept.run_folder import config_from, environment_
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
-from notebook_accelerate.launch.state.run_commands import NoCommands
 from notebook_accelerate.launch.state.run_events import (
+    NoCommands,
     RankReturned,
     RanksReleased,
     RunLost,
     SavingChanged,
     WarningAdded,
 )
-from notebook_accelerate.telemetry import DroppedEvent, LogEvent, cell_sources, tracebacks
+from notebook_accelerate.telemetry import DroppedEvent, LogEvent, cell_names, tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.store import Record
 
@@ -114,7 +114,7 @@ def _cells_of(header: dict[str, Any]) -> dict[str, str]:
     return {
         filename: name[:MAX_CELL_CHARS]
         for filename, name in found
-        if isinstance(name, str) and len(filename) <= MAX_CELL_CHARS and cell_sources.is_cell(filename)
+        if isinstance(name, str) and len(filename) <= MAX_CELL_CHARS and cell_names.is_cell(filename)
     }
 
 
@@ -401,6 +401,3 @@ def _newer(known: Mapping[tuple[Any, ...], Record], latest: Mapping[tuple[Any, .
         else:
             found.append(record)
     return found
-
-
-__all__ = ["finished", "journal_path", "open_run"]

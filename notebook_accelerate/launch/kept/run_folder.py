@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.config.hidden_values import HIDDEN, hide_credentials, shown_value
 from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.config.plain_values import HIDDEN, hide_credentials, shown_value
 from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.hardware.guarded_files import check_depth, parse_json, read_file
 from notebook_accelerate.hardware.process_liveness import this_process
@@ -24,8 +25,14 @@ from notebook_accelerate.launch.kept.journal_file import read_journal
 from notebook_accelerate.launch.report.run_report import environment
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.telemetry import tracebacks
-from notebook_accelerate.telemetry.cell_sources import cell_sources
+from notebook_accelerate.telemetry.cell_names import cell_sources
 from notebook_accelerate.telemetry.channel import printable
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from notebook_accelerate.telemetry import Store
+
 
 _SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 _TEXT_CHARS = 1000
@@ -278,15 +285,28 @@ def _results(journal: Path) -> list[Path]:
     return [file for file, size in files.items() if file.is_file() and file.stat().st_size == size]
 
 
-__all__ = [
-    "SUMMARY_NAME",
-    "code_version",
-    "config_from",
-    "create_folder",
-    "delete",
-    "environment_of",
-    "given_folder",
-    "header",
-    "read_summary",
-    "result_name",
-]
+# Exports the metrics of a run as event files of TensorBoard, by its own writer.
+
+
+def export(store: Store, folder: str | PathLike[str]) -> Path:
+    """Write an event file per rank; see ``Run.to_tensorboard``."""
+    try:
+        events: Any = import_module("tensorboard.compat.proto.event_pb2")
+        summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
+        writer: Any = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter
+    except ImportError as error:
+        raise ImportError("to_tensorboard needs tensorboard's writer: pip install tensorboard") from error
+    target = given_folder(folder)
+    names = store.metric_names()
+    ranks = sorted({rank for name in names for rank in store.ranks_of(name)})
+    for rank in ranks:
+        file = writer(str(target / f"rank{rank}" if len(ranks) > 1 else target))
+        for name in names:
+            if rank in store.ranks_of(name):
+                tail = store.tail(name, rank)
+                numbered = bool((tail.steps >= 0).all())
+                for index, (step, time, value) in enumerate(zip(*(c.tolist() for c in tail[:3]), strict=True)):
+                    summary = summaries.Summary(value=[summaries.Summary.Value(tag=name, simple_value=value)])
+                    file.add_event(events.Event(wall_time=time, step=step if numbered else index, summary=summary))
+        file.close()
+    return target

@@ -356,6 +356,3 @@ def summary_of(header: dict[str, Any], code: dict[str, Any], journal: Journal) -
         "message": state.message,
         "continues": [each.name for each in state.breaks],
     }
-
-
-__all__ = ["MAX_DETACHED_RESULT_BYTES", "RunWriter", "summary_of"]

@@ -54,6 +54,3 @@ def escape(text: str, stream: Any) -> str:
         return text.encode(encoding, "backslashreplace").decode(encoding)
     except LookupError:
         return text.encode("ascii", "backslashreplace").decode("ascii")
-
-
-__all__ = ["StandardStream", "escape"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.hidden_values import shown_value
+from notebook_accelerate.config.plain_values import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -190,9 +190,9 @@ def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tupl
     Raises:
         ValueError: The configuration requests another number of processes.
     """
-    from notebook_accelerate.hardware import xla_environment
+    from notebook_accelerate.hardware import tpu_environment
 
-    layout = xla_environment.layout({**facts.environment, **(config.env or {})}, chips)
+    layout = tpu_environment.layout({**facts.environment, **(config.env or {})}, chips)
     asked = layout.ranks if config.num_processes is None else config.num_processes
     if asked not in {1, layout.ranks}:
         allowed = "1" if layout.ranks == 1 else f"1 or {layout.ranks}"

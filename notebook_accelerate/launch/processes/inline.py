@@ -7,15 +7,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.environ import worker_variables
-from notebook_accelerate.config.launch_arguments import launch_arguments_set
+from notebook_accelerate.config.launch_config import launch_arguments_set
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.integrations import accelerate_alias, reporting
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.launch.plan.planner import rank_environment
 from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
-from notebook_accelerate.launch.state import error_messages, rank_result
+from notebook_accelerate.launch.state import failures, rank_result
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     AttemptStarted,
@@ -32,7 +34,7 @@ from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, i
 from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.error_text import attribute, exit_code
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.worker import state_resets
+from notebook_accelerate.worker import plain_process
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -124,7 +126,7 @@ def _guest(run: InlineContext) -> Iterator[None]:
         reporting.install(run.config.report_from)
         sampler.start(enabled=run.config.automatic_metrics)
         with (
-            state_resets.isolated(),
+            plain_process.isolated(),
             launch_arguments_set(run.config.accelerator),
             accelerate_alias.installed(run.config.as_accelerate),
         ):
@@ -156,7 +158,7 @@ def execute(context: InlineContext, function: Callable[..., Any], arguments: tup
             with deferred_interrupts():
                 journal.append(RankReturned(0, rank_result.holding(result)))
     except KeyboardInterrupt:
-        _end(context, error_messages.stopped(context.id, journal.state.started))
+        _end(context, failures.stopped(context.id, journal.state.started))
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own, kept in the run
         if not _is_clean_exit(error):
@@ -178,7 +180,7 @@ def end_before_start(context: InlineContext) -> None:
     """End a run that was interrupted before its function had begun: who stops all runs waits for this one's end too."""
     state = context.journal.state
     if state.ended is None:
-        _end(context, error_messages.stopped(context.id, state.started))
+        _end(context, failures.stopped(context.id, state.started))
 
 
 @deferred_interrupts()
@@ -204,5 +206,24 @@ def _fail(context: InlineContext, error: BaseException) -> None:
     context.journal.append(RankFailed(failure))
     context.journal.append(RankExited(0, "failed", ""))
     context.journal.append(FailuresRecorded([failure]))
-    context.journal.append(AttemptEnded(error_messages.headline([failure])))
-    context.journal.append(error_messages.failed(context.id, context.journal.state))
+    context.journal.append(AttemptEnded(failures.headline([failure])))
+    context.journal.append(failures.failed(context.id, context.journal.state))
+
+
+# Private folders in which the ranks of runs on this machine find each other, instead of at a port.
+
+_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders in it have mode 0700 and names that cannot be guessed
+_folders: dict[int, Path] = {}
+
+
+def make(run_id: int) -> str:
+    """Make the folder of a run, in memory where the system has such files: a full disk does not prevent a launch."""
+    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    _folders[run_id] = guarded_files.make(parent)
+    return str(_folders[run_id])
+
+
+def remove(run_id: int) -> None:
+    """Remove the folder of a run, if it has one."""
+    if (folder := _folders.pop(run_id, None)) is not None:
+        guarded_files.remove(folder)

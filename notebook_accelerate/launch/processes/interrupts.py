@@ -33,6 +33,3 @@ def deferred_interrupts() -> Iterator[None]:
         yield
     if pressed:
         raise KeyboardInterrupt
-
-
-__all__ = ["deferred_interrupts", "handle_interrupts"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.hardware.detection import cpu_count
 
 if TYPE_CHECKING:
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
 
 
 class BriefSpins:

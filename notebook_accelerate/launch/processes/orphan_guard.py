@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 
 from notebook_accelerate.launch.processes.rank_process import Ends
-from notebook_accelerate.worker.process_marks import mark_of, set_mark
+from notebook_accelerate.worker.exit_handlers import mark_of, set_mark
 
 _SCRIPT = """
 read -r end  # of the file: the kernel has ended
@@ -110,6 +110,3 @@ orphan_guard = OrphanGuard()
 """The guard of this process."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=orphan_guard.forget_parents_shell)
-
-
-__all__ = ["orphan_guard", "own_mark"]

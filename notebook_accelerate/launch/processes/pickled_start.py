@@ -21,13 +21,12 @@ from notebook_accelerate.launch.processes.isolated_path import (
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.telemetry import notebook_settings, steady_time
-from notebook_accelerate.telemetry.cell_sources import cell_sources
+from notebook_accelerate.telemetry.cell_names import cell_sources
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_file
-from notebook_accelerate.worker.entry import die_with_parent
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.call_arguments import Plain
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
 
 
 def interpreter_command(call: str) -> list[str]:
@@ -142,15 +141,3 @@ def _working_directory() -> str | None:
         return os.getcwd()  # noqa: PTH109 - it travels as text
     except OSError:
         return None
-
-
-__all__ = [
-    "PickledBackend",
-    "PickledFunction",
-    "die_with_parent",
-    "interpreter_command",
-    "log_tail",
-    "start_interpreter",
-    "to_file",
-    "uninterrupted",
-]

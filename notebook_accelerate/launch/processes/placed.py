@@ -12,7 +12,7 @@ from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.launch.processes.spawn import SpawnBackend
 
 if TYPE_CHECKING:
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
 
 CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
 """Prefixes of the kernel's environment variables that remote ranks receive too."""
@@ -66,6 +66,3 @@ def adapt_to_machine(order: WorkerOrder) -> None:
     order.sys_path = own + [entry for entry in theirs if Path(entry).exists()]
     if order.cwd is not None and not Path(order.cwd).is_dir():
         order.cwd = None
-
-
-__all__ = ["PlacedBackend", "adapt_to_machine", "completed_for_another_machine"]

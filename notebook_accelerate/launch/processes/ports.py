@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from notebook_accelerate.errors import PortInUseError
-from notebook_accelerate.hardware.ports_and_libraries import get_free_port
+from notebook_accelerate.hardware.addresses import get_free_port
 from notebook_accelerate.launch.processes.rank_process import Ends
 
 DEFAULT = 29500

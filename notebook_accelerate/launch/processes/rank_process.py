@@ -12,15 +12,15 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from notebook_accelerate.debugging.process_inspection import ProcessInspector, ProcessStacks
+from notebook_accelerate.debugging.process_stacks import ProcessInspector, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.state.rank_exit import Exit
+from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.telemetry import Channel, Stamped
 from notebook_accelerate.telemetry.channel import READ_BYTES, Sender
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
 
 PIPE_BYTES = 1 << 20
 """Requested size of an output pipe: with it, a rank that writes in bursts does not wait for the kernel."""
@@ -380,6 +380,3 @@ def _has_ended(pidfd: int) -> bool:
         raise
     except OSError:  # Linux 5.3 has the descriptor, but not this call
         return True
-
-
-__all__ = ["Ends", "LocalRank", "OwnChild", "ProcessBackend", "RankListener", "RankProcess", "pidfd_of"]

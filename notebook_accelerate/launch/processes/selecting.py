@@ -108,6 +108,3 @@ class Pace:
         self._next = max(self._next, now - self._burst * self._seconds) + self._seconds
         if self._next > now:
             time.sleep(self._next - now)
-
-
-__all__ = ["DispatchSelector", "HasFileno", "Pace", "Signal", "call_ready", "dispatch"]

@@ -19,7 +19,7 @@ from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, Ra
 from notebook_accelerate.launch.processes.zygote import guards_orphans
 
 if TYPE_CHECKING:
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
 
 
 class SpawnedRank(OwnChild):

@@ -18,11 +18,11 @@ from typing import NoReturn
 
 from notebook_accelerate._collection import uncollected
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
-from notebook_accelerate.launch.processes import huge_pages
+from notebook_accelerate.launch.processes import fork
 from notebook_accelerate.launch.processes.openmp_spin import BriefSpins
 from notebook_accelerate.launch.processes.zygote import CROWDED, GUARD, HELPER, LENGTH, READY, STATUS
 from notebook_accelerate.telemetry.pickling import load_file
-from notebook_accelerate.worker import entry, process_marks
+from notebook_accelerate.worker import entry, exit_handlers
 
 PRELOADED = (
     "torch",
@@ -56,8 +56,8 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._kernel = os.getppid()
-        self._mark = process_marks.mark_of(self._kernel)
-        process_marks.set_mark(0)  # of a rank that launches ranks: this process outlives it
+        self._mark = exit_handlers.mark_of(self._kernel)
+        exit_handlers.set_mark(0)  # of a rank that launches ranks: this process outlives it
         self._children: dict[int, _Child] = {}
         self._guarded: set[int] = set()
         self._preloaded = self._collapsed = False
@@ -102,7 +102,7 @@ class _Server:
         if self._collapsed:
             preload(PRELOADED_WHEN_IDLE)
             self._preloaded = True
-        huge_pages.collapse(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
+        fork.collapse(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
         self._collapsed = True
 
     def _serve_one(self) -> bool:
@@ -185,8 +185,8 @@ class _Server:
         for pid in ranks:  # it may have left its group
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if process_marks.is_ending(self._kernel):
-            process_marks.kill_marked(self._mark)
+        if exit_handlers.is_ending(self._kernel):
+            exit_handlers.kill_marked(self._mark)
 
 
 def _has_reader(pipe: int) -> bool:

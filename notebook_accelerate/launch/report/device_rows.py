@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report.node_summary import MANY, RankOnNode, by_node, node_name
-from notebook_accelerate.launch.report.number_format import byte_size
-from notebook_accelerate.launch.report.tables import Rows
+from notebook_accelerate.launch.report.rank_rows import MANY, RankOnNode, by_node, node_name
+from notebook_accelerate.launch.report.tables import Rows, byte_size
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry.rank_devices import RankDevice

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report.rank_rows import own_seconds, step_time
-from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.rank_devices import rank_names
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.state.run_view import RunView
+    from notebook_accelerate.launch.state.run_state import RunView
 
 SLOW = 1.25
 """A rank whose own work takes this many times the others' median is a straggler."""

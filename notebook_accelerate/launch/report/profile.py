@@ -14,19 +14,17 @@ from math import inf
 from pathlib import Path
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.hardware import temporary_folders
-from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
+from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.launch.report.tables import LEFT, Markup, element, html_table, join, text_table
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
-from notebook_accelerate.profiling.analysis import Analysis
-from notebook_accelerate.profiling.chrome_events import ChromeEvents
+from notebook_accelerate.profiling.analysis import Analysis, ChromeEvents
 from notebook_accelerate.profiling.memory_facts import PeakMemory, peak_of
 from notebook_accelerate.profiling.op_table import LineSeconds, OpTime
 from notebook_accelerate.profiling.profile_findings import Finding
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.profiling.trace import RankTrace, read_trace
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
-from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.telemetry.tracebacks import frame_location
 
 MAX_ROWS = 15
@@ -39,7 +37,7 @@ class ProfileFolder:
     """A private folder into which the ranks of this machine write their traces; removed with this object."""
 
     def __init__(self) -> None:
-        self.path = temporary_folders.make_for(self)
+        self.path = guarded_files.make_for(self)
         self._token = secrets.token_hex(16)
         (self.path / self._token).touch()
 
@@ -311,6 +309,3 @@ def _compress(path: Path, file: Path) -> None:
         return
     with path.open("rb") as source, gzip.open(file, "wb", compresslevel=3) as target:
         shutil.copyfileobj(source, target, 1 << 20)
-
-
-__all__ = ["Profile", "ProfileFolder", "Traces"]

@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.hardware.versions import installed_version
-from notebook_accelerate.launch.report import device_rows, mesh_diagram, rank_rows, sharding_table, svg_curves
+from notebook_accelerate.launch.report import device_rows, mesh_diagram, rank_rows, svg_curves
 from notebook_accelerate.launch.report.findings import findings
-from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.number_format import byte_size
-from notebook_accelerate.launch.report.tables import Rows, html_table, text_table
-from notebook_accelerate.launch.state import error_messages, failures
-from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.launch.report.tables import Markup, Rows, byte_size, element, html_table, join, text_table
+from notebook_accelerate.launch.state import failures
+from notebook_accelerate.telemetry.rank_devices import rank_names
 
 if TYPE_CHECKING:
     import numpy as np
 
     from notebook_accelerate.errors import WorkerError
-    from notebook_accelerate.launch.state.run_view import RunView
+    from notebook_accelerate.launch.state.run_state import RunView
     from notebook_accelerate.telemetry import RankFailure, Store
 
 MAX_CURVES = 24
@@ -79,7 +77,7 @@ class Report:
         Args:
             error: The run's error.
         """
-        lines = error_messages.failure_lines(self.run.failures)
+        lines = failures.failure_lines(self.run.failures)
         text = f"{type(error).__name__}: {error}"
         return [*lines, "", text.partition("\n")[0]] if lines else [text]
 
@@ -94,7 +92,7 @@ class Report:
             *rank_rows.tables(self.run),
             ("Devices", device_rows.rows(ranks, {rank.rank: devices.of_rank(rank.rank) for rank in ranks})),
             (METRICS, self._metric_rows()),
-            (sharding_table.CAPTION, sharding_table.report_rows(sharding_table.latest_reports(self.run))),
+            (mesh_diagram.CAPTION, mesh_diagram.report_rows(mesh_diagram.latest_reports(self.run))),
             ("Step time", rank_rows.step_time_rows(self.run)),
             ("Profiler traces (Chrome trace format)", trace_rows(self.run.store)),
             ("Attempts", attempts if len(attempts) > 2 else []),
@@ -128,18 +126,18 @@ class Report:
         blocks = [" · ".join(filter(None, self._head())), *self.run.notes, "\n".join(findings(self.run))]
         blocks += [self._text_table(caption, rows) for caption, rows in tables]
         if self.run.failures:
-            blocks.append("\n".join(error_messages.failure_lines(self.run.failures)))
+            blocks.append("\n".join(failures.failure_lines(self.run.failures)))
         elif self.run.error is not None:
             blocks.append(str(self.run.error))
         return "\n\n".join(block for block in blocks if block)
 
     def _text_table(self, caption: str, rows: Rows) -> str:
         table = text_table(rows, rule=True)
-        if caption != sharding_table.CAPTION:
+        if caption != mesh_diagram.CAPTION:
             return table
-        reports = sharding_table.latest_reports(self.run)
+        reports = mesh_diagram.latest_reports(self.run)
         mesh = mesh_diagram.mesh_rows(reports)
-        parts = [sharding_table.summary(reports), text_table(mesh, rule=True) if len(mesh) > 1 else "", table]
+        parts = [mesh_diagram.summary(reports), text_table(mesh, rule=True) if len(mesh) > 1 else "", table]
         return "\n\n".join(filter(None, parts))
 
     # ---- HTML
@@ -163,9 +161,9 @@ class Report:
         is_open = self.run.ended is None and caption not in _FOLDED
         if caption == METRICS and len(rows) <= MAX_CURVES:  # their pictures are shown
             rows = [row[:-1] for row in rows]
-        if caption == sharding_table.CAPTION:
-            reports = sharding_table.latest_reports(self.run)
-            caption = f"{caption}: {sharding_table.summary(reports)}"
+        if caption == mesh_diagram.CAPTION:
+            reports = mesh_diagram.latest_reports(self.run)
+            caption = f"{caption}: {mesh_diagram.summary(reports)}"
             inside.append(element("div", mesh_diagram.image(reports)))
         return element("details", element("summary", caption), _report_table(rows), *inside, open=is_open)
 
@@ -264,10 +262,10 @@ def failures_html(found: Sequence[RankFailure]) -> Markup:
     """Return the failures as HTML, one block per group of ranks that failed in the same way, the first one open."""
     blocks = []
     for position, group in enumerate(failures.grouped(list(found))):
-        lines = error_messages.failure_lines(group)
+        lines = failures.failure_lines(group)
         ranks = rank_names([failure.rank for failure in group])
         verb = "failed" if position == 0 else "failed because of that" if group[0].consequence else "failed too"
-        head = f"{ranks} {verb}: {error_messages.headline(group).partition(': ')[2]}"
+        head = f"{ranks} {verb}: {failures.headline(group).partition(': ')[2]}"
         summary = element("summary", element("strong", head))
         blocks.append(element("details", summary, element("pre", "\n".join(lines[1:]), style=_PRE), open=not position))
     return join(blocks)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from notebook_accelerate.launch.report.markup import Markup, element
+import base64
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from html import escape
 
 Rows = list[list[str]]
 Attributes = Mapping[str, object]
@@ -62,3 +64,138 @@ def text_table(rows: Sequence[Sequence[str]], *, rule: bool = False) -> str:
     if rule:
         lines.insert(1, "  ".join("─" * width for width in widths))
     return "\n".join(lines)
+
+
+# HTML and SVG elements: every text in them is escaped.
+
+FONT = "system-ui, -apple-system, Segoe UI, sans-serif"
+_VOID = frozenset({"img", "input"})
+
+
+class Markup(str):
+    """HTML or SVG source, which `element` does not escape again."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *content: str, **attributes: object) -> Markup:
+    """Return an element. Strings are escaped, `Markup` is inserted as it is.
+
+    Args:
+        name: The tag.
+        content: Texts and elements.
+        attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
+            Floats are rounded to two decimals; None and False leave the attribute out, True writes its name alone.
+    """
+    head = name
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        head += f" {_attribute_name(key)}"
+        if value is not True:
+            text = f"{round(value, 2):g}" if isinstance(value, float) else str(value)
+            head += f'="{escape(text)}"'
+    return Markup(f"<{head} />" if name in _VOID else f"<{head}>{join(content)}</{name}>")
+
+
+@cache
+def _attribute_name(key: str) -> str:
+    return key.removesuffix("_").replace("_", "-")
+
+
+def join(content: Iterable[str], separator: str = "") -> Markup:
+    """Return texts and elements as one piece of markup.
+
+    Args:
+        content: Strings, which are escaped, and `Markup`.
+        separator: Markup between them.
+    """
+    return Markup(separator.join([part if isinstance(part, Markup) else escape(part) for part in content]))
+
+
+def svg(width: int, height: int, *content: str) -> Markup:
+    """Return an SVG drawing.
+
+    Args:
+        width: Pixels.
+        height: Pixels.
+        content: Its elements.
+    """
+    view = f"0 0 {width} {height}"
+    attributes = {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "width": width, "height": height}
+    return element("svg", *content, **attributes, viewBox=view, font_family=FONT, font_size=11)
+
+
+def svg_text(x: float, y: float, text: str, fill: str, anchor: str = "start", **attributes: object) -> Markup:
+    """Return a text of an SVG drawing; characters that XML does not allow are replaced by U+FFFD.
+
+    Args:
+        x: Pixels from the left.
+        y: Pixels from the top to the baseline.
+        text: What is written.
+        fill: The colour.
+        anchor: Which end of the text is at ``x``: "start", "middle" or "end".
+        attributes: More attributes.
+    """
+    visible = "".join(character if character.isprintable() else "\ufffd" for character in text)
+    return element("text", visible, x=float(x), y=float(y), text_anchor=anchor, fill=fill, **attributes)
+
+
+def svg_image(drawing: str, width: int, height: int, alt: str) -> Markup:
+    """Return an ``img`` element with a drawing in its data URI: it needs no file, script or network.
+
+    Args:
+        drawing: The SVG source.
+        width: Pixels.
+        height: Pixels.
+        alt: The alternative text.
+    """
+    data = base64.b64encode(drawing.encode()).decode()
+    return element("img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}")
+
+
+# Numbers as panels and reports show them.
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Return a number without trailing zeros.
+
+    Args:
+        value: Any float.
+        digits: The most significant digits.
+    """
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    if size and (size >= 1e6 or size < 1e-3):
+        mantissa, _, exponent = f"{value:.{digits - 2}e}".partition("e")
+        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
+    return f"{value:.{digits}g}"
+
+
+def byte_size(count: int | None, unknown: str = "–") -> str:
+    """Return bytes as "312 B", "2.6 KiB" or "340 GiB".
+
+    Args:
+        count: Bytes; None: not known.
+        unknown: Returned for None.
+    """
+    if count is None:
+        return unknown
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:,.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as "50 %", small ones with two significant digits; "" for None.
+
+    Args:
+        share: From 0 to 1, more with padding; None: not known.
+    """
+    if share is None:
+        return ""
+    return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.2g} %"

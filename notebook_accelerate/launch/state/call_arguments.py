@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from notebook_accelerate.config.hidden_values import HIDDEN, hide_credentials
+from notebook_accelerate.config.plain_values import HIDDEN, hide_credentials
 
 Plain = bool | int | float | str | None
 MAX_ARGUMENTS = 40
@@ -80,6 +80,3 @@ def _entries(value: Any) -> Mapping[Any, Any] | None:
 
 def _short(text: str) -> str:
     return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 1] + "…"
-
-
-__all__ = ["Plain", "call_arguments"]

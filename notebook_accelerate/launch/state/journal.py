@@ -118,6 +118,3 @@ class Journal:
             except Exception as error:  # noqa: BLE001 - a view must never change a run by failing
                 with suppress(Warning):  # where warnings are errors
                     warnings.warn(f"a listener failed: {type(error).__name__}: {error}", stacklevel=2)
-
-
-__all__ = ["Journal", "Listener"]

@@ -212,6 +212,3 @@ class PromptQueue:
 
     def _let_go(self, rank: int) -> bool:
         return rank not in self._debugged
-
-
-__all__ = ["Prompt", "PromptQueue"]

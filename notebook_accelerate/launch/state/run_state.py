@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.launch.state import run_events as events
 from notebook_accelerate.telemetry import RankFailure
 
 if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.debugging.diagnosis import Diagnosis
+    from notebook_accelerate.errors import WorkerError
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.state.rank_result import RankResult
+    from notebook_accelerate.telemetry import Metrics, Store
+
 
 RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -485,18 +489,66 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
     events.RunContinued: RunState._continued,
 }
 
-__all__ = [
-    "ATTEMPT_TRANSITIONS",
-    "ENDED",
-    "PROMPT_TRANSITIONS",
-    "RANK_TRANSITIONS",
-    "RUN_TRANSITIONS",
-    "STOP_PHASES",
-    "STOP_TRANSITIONS",
-    "Attempt",
-    "Break",
-    "RankInfo",
-    "RunState",
-    "Stall",
-    "TransitionError",
-]
+
+# The attributes of a run that reports read.
+
+
+class RunView(Protocol):
+    """A run, read-only; see `launch.run.Run` for the attributes."""
+
+    id: int
+    config: LaunchConfig
+    function_name: str
+    environment: Mapping[str, str]
+
+    @property
+    def status(self) -> str:
+        """See ``Run.status``."""
+
+    @property
+    def plan(self) -> LaunchPlan | None:
+        """See ``Run.plan``."""
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """See ``Run.ranks``."""
+
+    @property
+    def attempts(self) -> Sequence[Attempt]:
+        """See ``Run.attempts``."""
+
+    @property
+    def failures(self) -> tuple[RankFailure, ...]:
+        """See ``Run.failures``."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """See ``Run.notes``."""
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """See ``Run.warnings``."""
+
+    @property
+    def store(self) -> Store:
+        """See ``Run.store``."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """See ``Run.metrics``."""
+
+    @property
+    def error(self) -> WorkerError | None:
+        """See ``Run.error``."""
+
+    @property
+    def ended(self) -> float | None:
+        """See ``Run.ended``."""
+
+    @property
+    def started(self) -> float:
+        """See ``Run.started``."""
+
+    @property
+    def elapsed(self) -> float:
+        """See ``Run.elapsed``."""

@@ -24,6 +24,3 @@ def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
 def slice_of(left: float | None) -> float:
     """Return how long a condition's next wait may last, of ``left`` seconds in all (None: any time)."""
     return SLICE if left is None else min(left, SLICE)
-
-
-__all__ = ["slice_of", "wait_for"]

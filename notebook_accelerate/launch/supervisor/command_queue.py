@@ -100,6 +100,3 @@ class CommandQueue:
 def paused(rank: int) -> Hashable:
     """Return the clock holder for a paused rank; a rank that waits at a prompt uses its number instead."""
     return ("paused", rank)
-
-
-__all__ = ["Command", "CommandQueue", "CommandTarget", "paused"]

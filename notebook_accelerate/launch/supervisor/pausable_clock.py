@@ -50,6 +50,3 @@ class PausableClock:
     def suspended(self) -> bool:
         """Whether the clock is suspended."""
         return bool(self._holders)
-
-
-__all__ = ["PausableClock"]

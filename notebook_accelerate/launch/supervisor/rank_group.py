@@ -20,23 +20,22 @@ from notebook_accelerate.launch.plan.planner import LaunchPlan, on_node, rank_en
 from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, call_ready, dispatch
 from notebook_accelerate.launch.processes.zygote import guards_orphans
-from notebook_accelerate.launch.state import failure_causes, failures
-from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
-from notebook_accelerate.launch.state.run_events import RankExited
+from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE, RankExited
 from notebook_accelerate.launch.state.run_state import ENDED, TransitionError
 from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.launch.supervisor.rank_events import RankEventHandler
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
-from notebook_accelerate.launch.supervisor.time_limits import TimeLimits
 from notebook_accelerate.telemetry import RankFailure, ResultEvent
-from notebook_accelerate.telemetry.worker_order import CHANNEL_BYTES, WorkerOrder
+from notebook_accelerate.telemetry.results import CHANNEL_BYTES, WorkerOrder
 
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
     from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.telemetry.inherited_state import InheritedState
+
 
 UNKILLABLE_SECONDS = 20.0
 """How long a rank may take to end after SIGKILL: a driver that frees a device's memory takes seconds."""
@@ -209,11 +208,11 @@ class RankGroup:
     def verdicts(self) -> tuple[RankFailure, ...]:
         """Return the failures, the first one first, with explanations where they are known."""
         found = failures.ordered(self.stops.failures)
-        store, lines = self._context.journal.store, failure_causes.LAST_LINES
+        store, lines = self._context.journal.store, failures.LAST_LINES
         last = {failure.rank: [line.text for line in store.log_lines(failure.rank)][-lines:] for failure in found}
         returned = [rank for rank, each in self._ranks.all.items() if isinstance(each.outcome, ResultEvent)]
-        explained = [failure_causes.explained(failure, last[failure.rank]) for failure in found]
-        return tuple(failure_causes.with_leavers(explained, returned))
+        explained = [failures.explained(failure, last[failure.rank]) for failure in found]
+        return tuple(failures.with_leavers(explained, returned))
 
     def pids(self) -> dict[int, int]:
         """Return the process ids by rank of the ranks on this machine."""
@@ -282,4 +281,41 @@ def _display_variables() -> dict[str, str]:
     return {"PLOTLY_RENDERER": "plotly_mimetype+notebook"}
 
 
-__all__ = ["RankGroup"]
+# The time limits of a run: its timeout, its hang timeout, and the process group's timeout.
+
+
+class TimeLimits:
+    """The limits of one attempt, by the run's clock.
+
+    Args:
+        context: The run.
+        events: Records when a rank was last active, and which collectives wait.
+        stops: The limits are not in force once the attempt is being stopped.
+    """
+
+    def __init__(self, context: RunContext, events: RankEventHandler, stops: StopSequence) -> None:
+        self._config, self._clock, self._events, self._stops = context.config, context.clock, events, stops
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the next limit; None when none is in force."""
+        now = self._clock.now()
+        return min((due - now for due, _ in self._limits()), default=None)
+
+    def reached(self) -> str:
+        """Return the reason to stop the run; "" while no limit is reached."""
+        now = self._clock.now()
+        return next((reason for due, reason in self._limits() if now >= due), "")
+
+    def _limits(self) -> list[tuple[float, str]]:
+        """Return when each limit is reached, by the run's clock, and the reason then."""
+        stops, stall = self._stops, self._events.stall
+        if stops.reason or stops.failures or stops.held or self._clock.suspended or stall.busy:
+            return []
+        limits = []
+        timeout, hang_timeout = self._config.timeout, self._config.hang_timeout
+        if timeout is not None:
+            limits.append((self._clock.started + timeout, f"the run reached its timeout of {timeout:g} s"))
+        if hang_timeout is not None:
+            reason = f"no rank gave a sign of life for {hang_timeout:g} s (hang_timeout)"
+            limits.append((self._events.last_activity + hang_timeout, reason))
+        return [*limits, *stall.limits()]

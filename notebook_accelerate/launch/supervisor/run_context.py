@@ -58,6 +58,3 @@ class RunContext:
         """Record a remark for panel and report, and show it (as ``shown_as``, if given)."""
         self.journal.append(NoteAdded(text))
         self.show(text if shown_as is None else shown_as, "stderr")
-
-
-__all__ = ["RunContext"]

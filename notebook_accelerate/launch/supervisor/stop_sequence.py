@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.launch.state.journal import Journal
     from notebook_accelerate.launch.state.prompts import PromptQueue
-    from notebook_accelerate.launch.state.rank_exit import Exit
+    from notebook_accelerate.launch.state.rank_result import Exit
     from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 
 SETTLE_SECONDS = 0.3
@@ -199,6 +199,3 @@ class StopSequence:
 
     def _state_of(self, rank: SupervisedRank) -> str:
         return self._journal.state.rank(rank.process.rank).state
-
-
-__all__ = ["USER_STOP", "StopReason", "StopSequence"]

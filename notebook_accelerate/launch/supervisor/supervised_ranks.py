@@ -67,6 +67,3 @@ class SupervisedRanks:
         rank.ended = True
         for table in (self.living, self.polled):
             table.pop(rank.process.rank, None)
-
-
-__all__ = ["SupervisedRank", "SupervisedRanks"]

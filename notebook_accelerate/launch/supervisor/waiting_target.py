@@ -44,6 +44,3 @@ class WaitingTarget:
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``; there are no ranks to interrupt."""
-
-
-__all__ = ["WaitingTarget"]

@@ -3,46 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from notebook_accelerate.collectives.collective_watchdog import start_watchdog
+from notebook_accelerate.collectives.communicator import start_watchdog
+from notebook_accelerate.config.constants import MODEL_NAME
 from notebook_accelerate.config.deepspeed_config import AUTO
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.strategies.deepspeed import (
-    deepspeed_setup,
-    engine_precision,
-    initialize_arguments,
-    zero_checkpoint,
-    zero_shard_report,
-)
-from notebook_accelerate.strategies.deepspeed.engine_wrappers import (
+from notebook_accelerate.strategies.deepspeed import deepspeed_engine, initialize_arguments
+from notebook_accelerate.strategies.deepspeed.deepspeed_engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    compilation_context,
 )
 from notebook_accelerate.strategies.deepspeed.initialize_arguments import (
     EngineParts,
     object_kind,
     optimizer_parameters,
 )
-from notebook_accelerate.strategies.deepspeed.op_compilation import compilation_context
 from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy
-from notebook_accelerate.strategies.module_queries import compile_regions_deepspeed
+from notebook_accelerate.strategies.module_queries import compile_regions_deepspeed, extract_model_from_parallel
+from notebook_accelerate.strategies.sharding import shard_report
+from notebook_accelerate.strategies.sharding.shard_report import ShardTally
 from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind
 from notebook_accelerate.strategies.strategy_setup import Setup
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
-from notebook_accelerate.telemetry.sharding_events import ShardReport
+from notebook_accelerate.telemetry.events import ShardReport, ShardSizes
+
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.strategy import Strategy
+
 
 _STEPS = "gradient_accumulation_steps"
 
@@ -86,7 +88,7 @@ class DeepSpeedStrategy(EngineStrategy):
         super().__init__(setup)
         self._filled: dict[str, Any] = {}
         self._accumulates = False
-        deepspeed_setup.start_communication(setup.state)
+        deepspeed_engine.start_communication(setup.state)
         for plugin in (setup.state.deepspeed_plugins or {}).values():
             plugin.set_mixed_precision(setup.state.mixed_precision)
         self.plugin.set_deepspeed_weakref()
@@ -200,7 +202,7 @@ class DeepSpeedStrategy(EngineStrategy):
         initialize_arguments.refresh_autos(self._filled, plugin)
         clips_by_call = plugin.get_value("gradient_clipping", AUTO) == AUTO
         self._filled = initialize_arguments.fill_config(parts, plugin)
-        engine_precision.convert_to_fp8(parts.model, self.setup, plugin)
+        deepspeed_engine.convert_to_fp8(parts.model, self.setup, plugin)
         if plugin.hf_ds_config.is_zero3():
             plugin.set_moe_leaf_modules(parts.model)
         engine = self._initialize(**initialize_arguments.engine_arguments(parts, plugin))
@@ -209,13 +211,13 @@ class DeepSpeedStrategy(EngineStrategy):
         return engine
 
     def _initialize(self, **arguments: Any) -> Any:
-        deepspeed = deepspeed_setup.import_deepspeed(self.setup.device)
-        deepspeed_setup.check_support(self.plugin)
-        deepspeed = engine_precision.initialize_module(deepspeed, self.plugin)
+        deepspeed = deepspeed_engine.import_deepspeed(self.setup.device)
+        deepspeed_engine.check_support(self.plugin)
+        deepspeed = deepspeed_engine.initialize_module(deepspeed, self.plugin)
         with compilation_context():
             engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
-        engine_precision.add_half_precision_casts(engine)
-        deepspeed_setup.track_engine(engine)
+        deepspeed_engine.add_half_precision_casts(engine)
+        deepspeed_engine.track_engine(engine)
         engine._is_accelerate_prepared = True
         self.models.append(engine)
         return engine
@@ -233,7 +235,7 @@ class DeepSpeedStrategy(EngineStrategy):
         if not self.plugin.hf_ds_config.is_zero3() or evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         inner = _unwrapped(model)
-        engine_precision.convert_to_fp8(inner, self.setup, self.plugin)
+        deepspeed_engine.convert_to_fp8(inner, self.setup, self.plugin)
         self.plugin.set_moe_leaf_modules(inner)
         config = initialize_arguments.inference_config(inner, self.plugin, self.setup.state.num_processes)
         return self._initialize(model=inner, config=config)  # type: ignore[no-any-return]
@@ -314,7 +316,7 @@ class DeepSpeedStrategy(EngineStrategy):
 
     def sharding(self) -> ShardReport:
         """See `Strategy.sharding`."""
-        return super().sharding() if self.engine is None else zero_shard_report.report_engine(self)
+        return super().sharding() if self.engine is None else report_engine(self)
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -347,17 +349,17 @@ class DeepSpeedStrategy(EngineStrategy):
             options: Arguments of the engine's `save_checkpoint`.
         """
         if self.engine is not None:
-            zero_checkpoint.save_engine(self.engine.engine, folder, options)
+            save_engine(self.engine.engine, folder, options)
 
     def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
         """See `Strategy.load_state` and `zero_checkpoint.load_engine`; every rank must call this."""
         if self.engine is not None and any(self.engine.engine is wanted for wanted in models):
-            zero_checkpoint.load_engine(self.engine.engine, folder, options, self.setup.state.num_processes)
+            load_engine(self.engine.engine, folder, options, self.setup.state.num_processes)
 
     def clear(self) -> None:
         """Forget all prepared objects, and free the engines' memory."""
         for engine in self.models:
-            deepspeed_setup.destroy_engine(engine)
+            deepspeed_engine.destroy_engine(engine)
         self.engine = None
         super().clear()
 
@@ -368,3 +370,140 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _unwrapped_schedule(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+
+
+# Checkpoints of an engine: DeepSpeed's own files, by Accelerate's names.
+
+
+def save_engine(engine: Any, folder: Path, options: dict[str, Any]) -> None:
+    """Write an engine into a folder; every rank must call this.
+
+    Args:
+        engine: The engine.
+        folder: A folder shared by all ranks; ``pytorch_model/``, ``latest`` and ``zero_to_fp32.py`` are written to it.
+        options: Arguments of the engine's `save_checkpoint`.
+    """
+    _call_with_options("save_state", engine.save_checkpoint, str(folder), MODEL_NAME, **options)
+
+
+def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) -> None:
+    """Read an engine from a folder; every rank must call this.
+
+    Args:
+        engine: The engine.
+        folder: The checkpoint.
+        options: Arguments of the engine's `load_checkpoint`; `strict`: whether names must be those of the model.
+        ranks: Number of ranks.
+
+    Raises:
+        CheckpointMismatchError: The folder contains no such engine, or one for another number of ranks.
+    """
+    if "strict" in options:
+        options["load_module_strict"] = options.pop("strict")
+    saved = folder / MODEL_NAME
+    shards = len(list(saved.glob("*_optim_states.pt")))
+    optimizer = options.get("load_optimizer_states", True)
+    if optimizer and shards not in {0, ranks} and not engine.load_universal_checkpoint():
+        raise CheckpointMismatchError(
+            f"{saved} contains the optimizer's state in {shards} shards, one per rank, and this run has {ranks} ranks. "
+            "Convert it (python -m deepspeed.checkpoint.ds_to_universal) and set "
+            '{"checkpoint": {"load_universal": true}} in the DeepSpeed configuration, or load the weights alone: '
+            "load_state(folder, elastic=True, load_optimizer_states=False)"
+        )
+    with torch.serialization.safe_globals(_own_classes()):
+        path, _ = _call_with_options("load_state", engine.load_checkpoint, str(folder), MODEL_NAME, **options)
+    if path is None:
+        raise CheckpointMismatchError(
+            f"{folder} contains no {MODEL_NAME}/ that DeepSpeed can read. Prepare the same model as before saving."
+        )
+
+
+def _own_classes() -> list[Any]:
+    """Return DeepSpeed's classes in its files, which are attributes without code: the rest is read as plain data."""
+    scaler = import_module("deepspeed.runtime.fp16.loss_scaler")
+    fragments = import_module("deepspeed.utils.tensor_fragment")
+    stages = import_module("deepspeed.runtime.zero.config")
+    return [scaler.LossScaler, scaler.DynamicLossScaler, fragments.fragment_address, stages.ZeroStageEnum]
+
+
+def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a method of the engine with the user's options; unknown ones raise ValueError."""
+    try:
+        return function(*args, **options)
+    except TypeError as error:
+        if "unexpected keyword argument" in str(error):
+            raise ValueError(f"{call} with DeepSpeed: {error}; leave it out") from error
+        raise
+
+
+# The shard report of a DeepSpeed engine: ZeRO shards optimizer state, gradients, then parameters, by stage.
+
+
+def report_engine(strategy: Strategy) -> ShardReport:
+    """Return the sizes of an engine's parameters, gradients and optimizer state on this rank.
+
+    Args:
+        strategy: The strategy, whose first model is its engine.
+    """
+    engine: Any = strategy.models[0]
+    stage = int(engine.zero_optimization_stage())
+    mesh = shard_report.mesh_axes(strategy, "dp")
+    over = [name for name in mesh[0] if name not in {"tp", "pp"}] if stage else []
+    ranks = max(1, int(getattr(engine, "seq_dp_world_size", 0) or engine.dp_world_size))
+    parameters = list(shard_report.all_parameters(strategy.models))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = _sum_sizes(trained, over if stage > 1 else [], ranks)
+    return shard_report.make_report(
+        strategy,
+        _sum_sizes(parameters, over if stage > 2 else [], ranks).sizes(
+            _offload_device(engine.zero_offload_param()), "gathered layer by layer" if stage > 2 else ""
+        ),
+        gradients.sizes(_offload_device(engine.zero_offload_optimizer()) if stage > 1 else ""),
+        _optimizer_state(engine, _sum_sizes(trained, over, ranks), sum(map(_element_count, trained))),
+        variant=f"ZeRO-{stage}",
+        mesh=mesh,
+    )
+
+
+def _element_count(parameter: Any) -> int:
+    """Return a parameter's number of elements; with stage 3 the parameter itself is empty."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _sum_sizes(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardTally:
+    found = ShardTally()
+    for parameter in parameters:
+        whole = _element_count(parameter) * parameter.element_size()
+        here = math.ceil(whole / ranks) if over else whole  # the last part is padded
+        found += ShardTally(whole, here, frozenset(over))
+    return found
+
+
+def _optimizer_state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
+    """Return the size of the optimizer's state: its moments, and master weights that are not the model's."""
+    optimizer = engine.optimizer
+    offloaded = _offload_device(engine.zero_offload_optimizer())
+    basic = getattr(optimizer, "optimizer", optimizer)
+    count = shard_report.common_states_per_parameter([basic])
+    masters = _master_weights(optimizer, basic)
+    if count is None or not masters:
+        return trained.state_sizes(count, offloaded)
+    own = {tensor.data_ptr() for tensor in getattr(optimizer, "fp16_partitioned_groups_flat", engine.parameters())}
+    kept = [tensor for tensor in masters if tensor.data_ptr() not in own]
+    size = masters[0].element_size()
+    here = sum(t.numel() for t in masters) * size * count + sum(t.numel() for t in kept) * size
+    whole = elements * size * (count + bool(kept))
+    return ShardSizes(whole, here, tuple(trained.sharded), offloaded, "with master weights" if kept else "")
+
+
+def _master_weights(optimizer: Any, basic: Any) -> list[torch.Tensor]:
+    """Return this rank's weights that the optimizer updates; stage 3 passes them to it one by one, in the step."""
+    found = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    return list(found) if found else [parameter for group in basic.param_groups for parameter in group["params"]]
+
+
+def _offload_device(offload: Any) -> str:
+    """Return the device of an offloading configuration; "" for None and for no offloading."""
+    device = getattr(offload, "device", None)
+    name = str(getattr(device, "value", device) or "none")  # a string or a member of an enum, by version
+    return "" if name == "none" else name

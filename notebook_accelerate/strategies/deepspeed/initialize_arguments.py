@@ -14,7 +14,7 @@ import torch
 from notebook_accelerate.config.deepspeed_config import AUTO, HfDeepSpeedConfig
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.strategies.deepspeed.op_compilation import compilation_context
+from notebook_accelerate.strategies.deepspeed.deepspeed_engine import compilation_context
 from notebook_accelerate.strategies.strategy import kind_of
 from notebook_accelerate.torch_internals import mark_stepped
 

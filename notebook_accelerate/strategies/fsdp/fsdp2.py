@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ClassVar
@@ -24,18 +24,19 @@ from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugi
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies.context_parallel import make_attention_causal, split_sequences
 from notebook_accelerate.strategies.expert_parallel import split_experts
-from notebook_accelerate.strategies.fsdp.fsdp_settings import resolved_plugin
-from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units
-from notebook_accelerate.strategies.model_placement import check_values
-from notebook_accelerate.strategies.module_queries import model_has_dtensor
+from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units, resolved_plugin
+from notebook_accelerate.strategies.module_queries import (
+    check_values,
+    model_has_dtensor,
+    retie,
+    tied_names,
+    without_compile,
+)
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.packed_weights import has_packed_weights, make_weights_shardable
 from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
 from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.tensor_parallel import split_tensors
-from notebook_accelerate.strategies.tied_weights import retie, tied_names
-from notebook_accelerate.strategies.unwrap import without_compile
-from notebook_accelerate.telemetry.sharding_events import ShardReport
+from notebook_accelerate.telemetry.events import ShardReport
 from notebook_accelerate.torch_internals import refresh_parameters
 
 # By whether there are replicas of the shards, and whether parameters stay whole from forward to backward.
@@ -241,3 +242,59 @@ def load_full_state(model: nn.Module, state: dict[str, Any], cpu_offload: bool =
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
+
+
+# 4-bit weights, as bitsandbytes' `Params4bit`, in sharded models: bytes, and a state that says how to read them.
+#
+# The bytes are sharded like any frozen parameter. The state (scales, a table of values) is a few percent of their
+# size:
+# it stays whole on every rank, in the module, where bitsandbytes finds it when the gathered bytes have lost it.
+
+
+def has_packed_weights(model: nn.Module) -> bool:
+    """Tell whether a model has 4-bit weights.
+
+    Args:
+        model: The model.
+    """
+    return any(True for _ in _packed(model))
+
+
+def _packed(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter]]:
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and getattr(weight, "quant_state", None) is not None:
+            yield module, weight
+
+
+@torch.no_grad()
+def make_weights_shardable(model: nn.Module, device: torch.device) -> None:
+    """Make 4-bit weights plain parameters of bytes, in place, and equal on all ranks; every rank must call this.
+
+    torch gathers a shard as a tensor of its type and dtype: weights that are stored as bfloat16 would be converted to
+    the dtype of the mixed precision, and their NaN patterns changed (bitsandbytes#1945).
+
+    Args:
+        model: The model before it is sharded.
+        device: Where the model trains.
+    """
+    for module, weight in list(_packed(model)):
+        state = weight.quant_state  # type: ignore[attr-defined]
+        state.to(device)
+        for tensor in _tensors_of(state):
+            dist.broadcast(tensor, src=0)
+        stored = weight.detach().as_subclass(torch.Tensor).to(device).contiguous()
+        plain = nn.Parameter(stored.view(torch.uint8).reshape(-1, 1).clone(), requires_grad=False)
+        module._parameters["weight"] = plain
+        module.quant_state = state
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # in evaluation, bitsandbytes would convert the gathered copy
+
+
+def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a quantization state, and of the one of its scales."""
+    for value in vars(state).values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif hasattr(value, "absmax"):
+            yield from _tensors_of(value)

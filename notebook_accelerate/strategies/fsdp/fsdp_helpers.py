@@ -18,10 +18,15 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies.accelerator_protocol import HasState, HasStrategy, RankControl
 from notebook_accelerate.strategies.fsdp.fsdp2 import FSDP2Strategy, load_full_state
 from notebook_accelerate.strategies.fsdp.fsdp_units import checkpoint_activations, find_ignored_modules, find_units
-from notebook_accelerate.strategies.parameter_names import plain_name, switch_parameters
+from notebook_accelerate.strategies.module_queries import (
+    keep_ties,
+    plain_name,
+    retie,
+    switch_parameters,
+    tied_names,
+    without_compile,
+)
 from notebook_accelerate.strategies.sharding import sharded_checkpoint
-from notebook_accelerate.strategies.tied_weights import keep_ties, retie, tied_names
-from notebook_accelerate.strategies.unwrap import without_compile
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.strategy_setup import Setup
 
 Policy = Callable[..., Any]
 
@@ -133,3 +135,23 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
             if child in wrappers and wrappers[child] is not parent:
                 setattr(parent, name, wrappers[child])
     return list(wrappers.values())
+
+
+# The FSDP plugin as torch's FSDP takes it.
+
+
+def resolved_plugin(setup: Setup) -> FullyShardedDataParallelPlugin:
+    """Return a copy of the user's plugin with torch's objects in place of names.
+
+    Args:
+        setup: The settings of the `Accelerator`.
+
+    Raises:
+        ValueError: `cpu_offload` or `mixed_precision_policy` belong to the other version of FSDP.
+    """
+    plugin: FullyShardedDataParallelPlugin = copy.copy(setup.state.fsdp_plugin)
+    dtype: Any = setup.precision.compute_dtype
+    if plugin.mixed_precision_policy is not None or dtype is not None:
+        plugin.set_mixed_precision(dtype)
+    plugin.validate_cpu_offload()
+    return plugin

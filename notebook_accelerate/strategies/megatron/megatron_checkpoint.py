@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from notebook_accelerate.errors import CheckpointMismatchError
-from notebook_accelerate.strategies.megatron import model_parts
+from notebook_accelerate.strategies.megatron import megatron_models
 from notebook_accelerate.strategies.megatron.megatron_engine import MegatronEngine
-from notebook_accelerate.strategies.megatron.model_parts import named_parts, rng_tracker
+from notebook_accelerate.strategies.megatron.megatron_models import named_parts, rng_tracker
 
 LATEST = "latest_checkpointed_iteration.txt"
 """The file that names the newest_iteration iteration."""
@@ -165,7 +165,7 @@ def save_engine(engine: MegatronEngine, folder: Path) -> None:
     dist.barrier()
     with_optimizer = engine.iteration > 0 and not engine.plugin.no_save_optim
     if kind == "torch":
-        model_parts.save_part(engine, target, _common_state(engine), with_optimizer)
+        megatron_models.save_part(engine, target, _common_state(engine), with_optimizer)
     else:
         state = {**_sharded_state(engine, with_optimizer, is_loading=False), **_common_state(engine)}
         _checkpoints().save(
@@ -236,7 +236,7 @@ def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> No
     if (source / "metadata.json").exists():
         _load_torch_dist(engine, source, strict)
     else:
-        model_parts.load_part(engine, source, strict)
+        megatron_models.load_part(engine, source, strict)
     engine.pending = False
 
 

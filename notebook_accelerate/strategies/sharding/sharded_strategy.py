@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,23 +15,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from notebook_accelerate.collectives.collective_watchdog import start_watchdog
+from notebook_accelerate.collectives.communicator import start_watchdog
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.strategies.module_queries import get_model_tp_size, model_has_dtensor
-from notebook_accelerate.strategies.parameter_names import (
+from notebook_accelerate.strategies.module_queries import (
     ParameterReplacements,
+    extract_model_from_parallel,
     flat_parameters_by_name,
+    get_model_tp_size,
+    is_compiled_module,
+    is_dtensor,
+    model_has_dtensor,
     optimizer_parameters,
     parameters_by_name,
+    without_compile,
 )
-from notebook_accelerate.strategies.sharding import sharded_checkpoint
-from notebook_accelerate.strategies.sharding.local_shards import StatePart
-from notebook_accelerate.strategies.sharding.write_plans import clear_plans
+from notebook_accelerate.strategies.sharding import shard_report, sharded_checkpoint
+from notebook_accelerate.strategies.sharding.write_plans import StatePart, clear_plans
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy, add_once, joint_norm, parameters_in
 from notebook_accelerate.strategies.strategy_setup import Setup
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module, without_compile
+from notebook_accelerate.telemetry.events import ShardReport
 
 
 class ShardedStrategy(Strategy):
@@ -300,3 +305,50 @@ def step_parameters_singly(optimizer: torch.optim.Optimizer) -> None:
         meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
         if len(meshes) > 1:
             group.update({name: False for name in ("foreach", "fused") if name in group})
+
+
+# What strategies that split layers over one dimension of the mesh have in common: tensors, or experts.
+
+
+class SplitLayersStrategy(ShardedStrategy):
+    """Layers are split over the dimension of the mesh that `name` names; every rank has the same data.
+
+    Its checkpoints and those of FSDP load into each other.
+    """
+
+    @abstractmethod
+    def split(self, model: nn.Module) -> None:
+        """Split a model on its device, in place; every rank must call this.
+
+        Args:
+            model: The model, with equal weights on all ranks.
+
+        Raises:
+            ValueError: The model cannot be split.
+        """
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device and split it there, in place; every rank must call this.
+
+        Args:
+            model: The model, not split.
+
+        Returns:
+            The model itself, its weights replaced by their parts.
+
+        Raises:
+            ValueError: As for `split`.
+        """
+        model.to(self.setup.device)
+        broadcast_weights(model, self.setup.device)
+        self.split(model)
+        return model
+
+    def sharding(self) -> ShardReport:
+        """See `Strategy.sharding`."""
+        split = sum(
+            any(is_dtensor(parameter) for parameter in module.parameters(recurse=False))
+            for model in self.models
+            for module in model.modules()
+        )
+        return shard_report.count_shards(self, axis=self.name, units=(split, "split layers"))

@@ -12,16 +12,20 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate.accelerator import Accelerator
-from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
-from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
-from notebook_accelerate.config.enums import DistributedType, FP8BackendType, PrecisionType
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs
-from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
-from notebook_accelerate.config.profile_kwargs import ProfileKwargs
-from notebook_accelerate.config.training_config import (
+from notebook_accelerate.config.cluster import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+)
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+from notebook_accelerate.config.enums import DistributedType, FP8BackendType, PrecisionType
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs
+from notebook_accelerate.config.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
 )
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler

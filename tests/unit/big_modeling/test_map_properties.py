@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from notebook_accelerate import infer_auto_device_map
-from notebook_accelerate.big_modeling.tied_parameters import device_of
+from notebook_accelerate.big_modeling.module_tensors import device_of
 from notebook_accelerate.utils.modeling import check_device_map, compute_module_sizes
 from tests.unit.big_modeling.models import Block, ThreeLayers
 

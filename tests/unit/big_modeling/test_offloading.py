@@ -26,7 +26,7 @@ from notebook_accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from notebook_accelerate.big_modeling import file_mapping, offloaded_gradients
+from notebook_accelerate.big_modeling import offloaded_gradients, tensor_sources
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.utils import (
     OffloadedWeightsLoader,
@@ -198,7 +198,7 @@ def _mapped_bytes(folder: Path) -> int:
     return found
 
 
-@pytest.mark.skipif(not file_mapping.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
+@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
 def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
     model = Deep(blocks=20, width=1024).eval()
     size = sum(each.nbytes for each in model.parameters())
@@ -212,7 +212,7 @@ def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            if func is nn.functional.linear and args[1].nbytes >= file_mapping.MIN_BYTES:
+            if func is nn.functional.linear and args[1].nbytes >= tensor_sources.MIN_BYTES:
                 mapped.append(_mapped_bytes(tmp_path))
             return result
 
@@ -229,7 +229,7 @@ def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
     assert sum(slot.source.mappable for unit in units for slot in unit.slots) == 40
 
 
-@pytest.mark.skipif(not file_mapping.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
+@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
 def test_what_is_written_to_mapped_weights_stays_out_of_the_file(tmp_path: Path) -> None:
     class Writing(nn.Linear):
         def forward(self, x: Any) -> Any:
@@ -513,7 +513,7 @@ def test_a_file_that_shrinks_while_it_is_used_is_reported(tmp_path: Path) -> Non
             _run(model, 3)
 
 
-@pytest.mark.skipif(not file_mapping.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
+@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
 def test_a_mapped_file_that_shrinks_is_reported(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     disk_offload(model, tmp_path)

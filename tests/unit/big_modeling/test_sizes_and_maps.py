@@ -20,7 +20,7 @@ from notebook_accelerate import (
     init_on_device,
     load_checkpoint_and_dispatch,
 )
-from notebook_accelerate.big_modeling.device_memory import get_balanced_memory, get_max_memory
+from notebook_accelerate.big_modeling.device_map import get_balanced_memory, get_max_memory
 from notebook_accelerate.utils import CustomDtype
 from notebook_accelerate.utils.modeling import (
     calculate_maximum_sizes,

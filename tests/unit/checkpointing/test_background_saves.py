@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import checkpointing
-from notebook_accelerate.checkpointing import checkpoint_writer, disk_store, tensor_files
+from notebook_accelerate.checkpointing import checkpoint_writer, disk_store
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware.process_liveness import this_process
@@ -29,7 +29,7 @@ from tests.support.trainings import Training, same
 
 def held_writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Return a gate that holds the writing thread until it is opened."""
-    gate = Gate(tensor_files.write)
+    gate = Gate(checkpoint_writer.write)
     monkeypatch.setattr(checkpoint_writer.tensor_files, "write", gate)
     return gate
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from notebook_accelerate import load_checkpoint_in_model
-from notebook_accelerate.checkpointing.tensor_files import read
+from notebook_accelerate.checkpointing.checkpoint_writer import read
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.state import reset_shared_state
 from tests.support.trainings import Training

@@ -18,8 +18,8 @@ from torch import nn
 
 from notebook_accelerate import Accelerator, DataLoaderConfiguration, checkpointing
 from notebook_accelerate.checkpointing import automatic_naming
-from notebook_accelerate.checkpointing.manifest import read_manifest
-from notebook_accelerate.config.training_config import ProjectConfiguration
+from notebook_accelerate.checkpointing.checkpoint_layout import read_manifest
+from notebook_accelerate.config.cluster import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from tests.support.trainings import Counter, Training, same, seed_everything
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from notebook_accelerate import collectives
-from notebook_accelerate.config.training_config import TensorInformation
+from notebook_accelerate.config.cluster import TensorInformation
 
 
 class Pair(NamedTuple):

@@ -20,11 +20,10 @@ import yaml
 from notebook_accelerate import LaunchConfig
 from notebook_accelerate.commands.accelerate_cli import main
 from notebook_accelerate.commands.launch import launch_command_parser
-from notebook_accelerate.commands.launch_options import GENERAL, GROUPS
-from notebook_accelerate.commands.launch_settings import launch_config
+from notebook_accelerate.commands.launch_settings import GENERAL, GROUPS, launch_config
 from notebook_accelerate.config import config_file
 from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
-from notebook_accelerate.launch.hosts import join_command
+from notebook_accelerate.launch.hosts import joining
 from tests.support.interpreters import InterpreterServer
 from tests.support.ports import free_port
 
@@ -580,7 +579,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ) -> None:
         found.extend([where, secret, processes, seconds])
 
-    monkeypatch.setattr(join_command, "join", join)
+    monkeypatch.setattr(joining, "join", join)
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_SECRET", "of the environment")
     return found
 
@@ -656,7 +655,7 @@ def test_the_end_of_a_run_becomes_the_exit_code_of_join(
     def join(*given: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(join_command, "join", join)
+    monkeypatch.setattr(joining, "join", join)
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_SECRET", "hush")
     assert main(["join", "a:1"]) == exit_code
     assert capsys.readouterr().err == words

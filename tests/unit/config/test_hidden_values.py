@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import LaunchConfig, RayCluster
-from notebook_accelerate.config.hidden_values import hide_credentials, redact
-from notebook_accelerate.config.plain_values import format_setting
-from notebook_accelerate.launch.hosts.ray import ray_errors
+from notebook_accelerate.config.plain_values import format_setting, hide_credentials, redact
+from notebook_accelerate.launch.hosts.ray import ray_driver
 from notebook_accelerate.widgets.config_panel import ConfigPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
 from tests.support.runs import make_run
@@ -102,6 +101,6 @@ def test_errors_of_a_form_show_no_value() -> None:
 
 def test_texts_of_ray_are_redacted() -> None:
     error = ConnectionError(f"no route to {ADDRESS}: TOKEN={SECRET}")
-    assert SECRET not in redact(ray_errors.unreachable(ADDRESS, error), CLUSTER)
+    assert SECRET not in redact(ray_driver.unreachable(ADDRESS, error), CLUSTER)
     assert SECRET not in redact(f"could not install with TOKEN={SECRET}", CLUSTER)
     assert redact("nothing to hide", RayCluster()) == "nothing to hide"

@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
-from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
-from notebook_accelerate.config.enums import DDPCommunicationHookType, DynamoBackend
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
-from notebook_accelerate.config.profile_kwargs import ProfileKwargs
-from notebook_accelerate.config.training_config import (
+from notebook_accelerate.config.cluster import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+)
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+from notebook_accelerate.config.enums import DDPCommunicationHookType, DynamoBackend
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import Accelerator, LaunchConfig
-from notebook_accelerate.config.launch_arguments import (
+from notebook_accelerate.config.launch_config import (
     ACCELERATOR_ARGUMENTS,
     launch_arguments_set,
     takes_launch_arguments,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.config.config_file import ClusterConfig, load_config_from_file
+from notebook_accelerate.config.dynamo_plugin import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
-from notebook_accelerate.config.parallelism_plugins import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 
 
 def test_all_degrees_are_one_by_default() -> None:

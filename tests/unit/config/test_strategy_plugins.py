@@ -10,15 +10,15 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from notebook_accelerate.config.enums import CustomDtype
-from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
-from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-from notebook_accelerate.config.parallelism_plugins import (
+from notebook_accelerate.config.dynamo_plugin import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
+from notebook_accelerate.config.enums import CustomDtype
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.debugging import native_stacks, stack_dumps
+from notebook_accelerate.debugging import process_stacks, stack_dumps
 from notebook_accelerate.hardware import torch_build
-from notebook_accelerate.launch.state import failure_causes
+from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent, StacksReply
 from notebook_accelerate.telemetry.tracebacks import name_cells
@@ -126,22 +126,22 @@ Thread 8 (idle): "agent"
 
 
 def test_py_spys_native_frames_are_read_outermost_first() -> None:
-    assert native_stacks.parse(SPIED) == ("train (cell.py:3)", "lock (ctypes.cpp:12)", "do_futex_wait (libc.so.6)")
-    assert native_stacks.parse("") == ()
+    assert process_stacks.parse(SPIED) == ("train (cell.py:3)", "lock (ctypes.cpp:12)", "do_futex_wait (libc.so.6)")
+    assert process_stacks.parse("") == ()
 
 
 def test_a_missing_or_forbidden_py_spy_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_stacks, "command", lambda: None)
-    assert native_stacks.stack(os.getpid()) == ()
+    monkeypatch.setattr(process_stacks, "command", lambda: None)
+    assert process_stacks.stack(os.getpid()) == ()
     monkeypatch.setattr(
-        native_stacks, "command", lambda: sys.executable
+        process_stacks, "command", lambda: sys.executable
     )  # refuses the arguments, as a forbidden py-spy does
-    assert native_stacks.stack(os.getpid()) == ()
+    assert process_stacks.stack(os.getpid()) == ()
 
 
-@pytest.mark.skipif(native_stacks.command() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(process_stacks.command() is None, reason="py-spy is not installed")
 def test_py_spy_sees_this_process_where_it_is_allowed_to() -> None:
-    stack = native_stacks.stack(os.getpid())
+    stack = process_stacks.stack(os.getpid())
     if not stack:
         pytest.skip(f"py-spy may not look at this process: {_refusal(os.getpid())}")
     assert ctypes is not None
@@ -157,9 +157,9 @@ train()
 """
 
 
-@pytest.mark.skipif(native_stacks.command() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(process_stacks.command() is None, reason="py-spy is not installed")
 def test_py_spy_sees_native_code_that_holds_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_stacks, "SECONDS", 60.0)
+    monkeypatch.setattr(process_stacks, "SECONDS", 60.0)
     with subprocess.Popen([sys.executable, "-c", _STUCK], stdout=subprocess.PIPE, text=True) as stuck:
         assert stuck.stdout is not None
         try:
@@ -176,7 +176,7 @@ def _seen(pid: int) -> tuple[str, ...]:
     """Return the stack once the process is in the native call: it says that it is about to."""
     frames: tuple[str, ...] = ()
     for _ in range(100):
-        frames = native_stacks.stack(pid)
+        frames = process_stacks.stack(pid)
         if not frames:
             pytest.skip(f"py-spy may not look at a child: {_refusal(pid)}")
         if "sleep" in frames[-1]:
@@ -186,7 +186,7 @@ def _seen(pid: int) -> tuple[str, ...]:
 
 
 def _refusal(pid: int) -> str:
-    command = [str(native_stacks.command()), "dump", "--native", "--pid", str(pid)]
+    command = [str(process_stacks.command()), "dump", "--native", "--pid", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr.strip().partition("\n")[0] or f"exit {done.returncode}"
 
@@ -205,13 +205,13 @@ Thread 0x01 (most recent call first):
 
 def test_a_crash_of_unlike_collectives_is_explained() -> None:
     failure = RankFailure(0, "signal", 0.0, "killed by SIGABRT (signal 6)", signal=6)
-    assert failure_causes.explained(failure, ABORTED).message == (
+    assert failures.explained(failure, ABORTED).message == (
         "killed by SIGABRT (signal 6), at /home/me/train.py, line 3, in shapes: the ranks called a collective with "
         "different shapes or in a different order (8 bytes came from a peer where 4 were expected)"
     )
-    assert failure_causes.explained(failure, ["nothing of use"]) is failure
+    assert failures.explained(failure, ["nothing of use"]) is failure
     raised = RankFailure(0, "exception", 0.0, "KeyError: 1")
-    assert failure_causes.explained(raised, ABORTED) is raised
+    assert failures.explained(raised, ABORTED) is raised
 
 
 def test_cells_are_named_only_where_they_are() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.debugging.process_inspection import ProcessInspector, ProcessStacks
+from notebook_accelerate.debugging.process_stacks import ProcessInspector, ProcessStacks
 from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue

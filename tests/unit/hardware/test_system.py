@@ -7,33 +7,34 @@ import socket
 
 import pytest
 
-from notebook_accelerate.hardware import numa, ports_and_libraries
+from notebook_accelerate.hardware import addresses
+from notebook_accelerate.state import world
 
 
 def test_a_port_is_in_use_while_something_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < ports_and_libraries.get_free_port() < 1 << 16
+    assert 0 < addresses.get_free_port() < 1 << 16
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # from now on nobody else can listen there
         port = server.getsockname()[1]
-        assert not ports_and_libraries.is_port_in_use(port)
+        assert not addresses.is_port_in_use(port)
         server.listen()
-        assert ports_and_libraries.is_port_in_use(port)
+        assert addresses.is_port_in_use(port)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        assert ports_and_libraries.is_port_in_use()
+        assert addresses.is_port_in_use()
 
 
 def test_old_kernels_cause_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "release", lambda: "5.15.0-1-generic")
-    ports_and_libraries.check_os_kernel()
+    addresses.check_os_kernel()
     assert not recwarn
     monkeypatch.setattr(platform, "release", lambda: "4.14.0-1-generic")
     with pytest.warns(UserWarning, match=r"4\.14\.0, .* kernels before 5\.5\.0"):
-        ports_and_libraries.check_os_kernel()
+        addresses.check_os_kernel()
 
 
 def test_imported_libraries_are_known() -> None:
-    assert ports_and_libraries.are_libraries_initialized("os", "no_such_library") == ["os"]
+    assert addresses.are_libraries_initialized("os", "no_such_library") == ["os"]
 
 
 @pytest.mark.parametrize("prefix", ["", "OMPI_COMM_WORLD_"])
@@ -47,31 +48,31 @@ def test_ranks_are_read_from_torchrun_or_mpi(monkeypatch: pytest.MonkeyPatch, pr
     )
     for name, value in zip(names, "3412", strict=True):
         monkeypatch.setenv(prefix + name, value)
-    assert numa.get_cpu_distributed_information() == numa.CPUInformation(3, 4, 1, 2)
+    assert world.get_cpu_distributed_information() == world.CPUInformation(3, 4, 1, 2)
 
 
 def test_without_variables_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in numa.RANK_VARIABLES.values():
+    for names in world.RANK_VARIABLES.values():
         for name in names:
             monkeypatch.delenv(name, raising=False)
-    assert numa.get_cpu_distributed_information() == numa.CPUInformation()
+    assert world.get_cpu_distributed_information() == world.CPUInformation()
 
 
 def test_lists_of_cores_have_ranges() -> None:
-    assert numa.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert numa.parse_cpu_list("\n") == set()
+    assert world.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert world.parse_cpu_list("\n") == set()
 
 
-@pytest.mark.skipif(not hasattr(numa.os, "sched_setaffinity"), reason="this platform has no affinity")
+@pytest.mark.skipif(not hasattr(world.os, "sched_setaffinity"), reason="this platform has no affinity")
 def test_a_rank_moves_to_the_cores_near_its_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    allowed = numa.os.sched_getaffinity(0)
+    allowed = world.os.sched_getaffinity(0)
     near = {min(allowed)}
-    monkeypatch.setattr(numa, "_near_cores", lambda _: near)
+    monkeypatch.setattr(world, "_near_cores", lambda _: near)
     try:
-        numa.override_numa_affinity(1, verbose=True)
-        assert numa.os.sched_getaffinity(0) == near
+        world.override_numa_affinity(1, verbose=True)
+        assert world.os.sched_getaffinity(0) == near
         assert f"process 1 runs on cores {sorted(near)}" in capsys.readouterr().out
     finally:
-        numa.os.sched_setaffinity(0, allowed)
+        world.os.sched_setaffinity(0, allowed)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import temporary_folders
+from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.launch.report.profile import ProfileFolder
 
 KILLED = """
@@ -35,22 +35,22 @@ def _own_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
-    left, kept = temporary_folders.make(), temporary_folders.make()
-    temporary_folders._locks.pop(left)  # as if its process had ended: only this descriptor holds the lock
+    left, kept = guarded_files.make(), guarded_files.make()
+    guarded_files._locks.pop(left)  # as if its process had ended: only this descriptor holds the lock
     descriptors = [path for path in Path("/proc/self/fd").iterdir() if str(left) in str(path.resolve())]
     for path in descriptors:
         os.close(int(path.name))
-    another = temporary_folders.make()
+    another = guarded_files.make()
     assert not left.exists()
     assert kept.exists()
-    temporary_folders.remove(kept)
-    temporary_folders.remove(another)
+    guarded_files.remove(kept)
+    guarded_files.remove(another)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_removed_with_its_owner(tmp_path: Path) -> None:
     owner = Owner()
-    folder = temporary_folders.make_for(owner)
+    folder = guarded_files.make_for(owner)
     (folder / "trace").touch()
     assert folder.parent == tmp_path
     del owner
@@ -60,7 +60,7 @@ def test_a_folder_is_removed_with_its_owner(tmp_path: Path) -> None:
 
 def test_a_forked_process_keeps_the_folder_of_an_object_that_it_drops() -> None:
     owner = Owner()
-    folder = temporary_folders.make_for(owner)
+    folder = guarded_files.make_for(owner)
     child = os.fork()
     if child == 0:
         del owner
@@ -82,10 +82,10 @@ def test_traces_of_a_killed_kernel_are_removed_by_the_next_profile(tmp_path: Pat
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to own a file as another user")
 def test_a_lock_of_another_user_removes_nothing(tmp_path: Path) -> None:
-    name = f"{temporary_folders._PREFIX}{os.getuid()}-notes"
+    name = f"{guarded_files._PREFIX}{os.getuid()}-notes"
     (tmp_path / name).mkdir()
     lock = tmp_path / f"{name}.lock"
     lock.touch()
     os.chown(lock, 65534, 65534)
-    temporary_folders.remove(temporary_folders.make(tmp_path))
+    guarded_files.remove(guarded_files.make(tmp_path))
     assert (tmp_path / name).is_dir()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from notebook_accelerate.launch.report import svg_curves
-from notebook_accelerate.launch.report.number_format import number
+from notebook_accelerate.launch.report.tables import number
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
 

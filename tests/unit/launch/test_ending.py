@@ -10,7 +10,7 @@ import pytest
 
 from notebook_accelerate.errors import RunTimeoutError, WorkerError
 from notebook_accelerate.launch.state.prompts import PromptQueue
-from notebook_accelerate.launch.state.rank_exit import Exit
+from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason, StopSequence
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo, RankFailure

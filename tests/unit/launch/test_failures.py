@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.launch.state import error_messages, failures
-from notebook_accelerate.launch.state.rank_exit import Exit
+from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.launch.state.run_events import FailuresRecorded, RunEnded
 from notebook_accelerate.telemetry import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
-from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.telemetry.tracebacks import chain_of, format_chain
 from notebook_accelerate.worker.entry import failure_event
 from tests.support.runs import make_run
@@ -73,7 +73,7 @@ def test_the_same_failure_everywhere_is_nobodys_consequence_and_one_group() -> N
     found = failures.ordered([_failed(rank, 1.0 + rank) for rank in (2, 0, 1)])
     assert [(f.rank, f.consequence) for f in found] == [(0, False), (1, False), (2, False)]
     assert [[f.rank for f in group] for group in failures.grouped(found)] == [[0, 1, 2]]
-    lines = error_messages.failure_lines(found)
+    lines = failures.failure_lines(found)
     assert lines[0] == "ranks 0–2 failed:"
     assert sum("KeyError" in line for line in lines) == 1
 
@@ -87,7 +87,7 @@ def test_messages_may_differ_in_a_group_but_not_places() -> None:
 
 def _ended(message: str) -> str:
     state = SimpleNamespace(failures=(_failed(0, 1.0, "ValueError", message),), attempts=(1,))
-    return error_messages.failed(7, state).message  # type: ignore[arg-type]
+    return failures.failed(7, state).message  # type: ignore[arg-type]
 
 
 def test_the_error_has_all_lines_of_a_message() -> None:
@@ -105,15 +105,15 @@ def test_the_error_has_the_start_of_a_message_of_many_lines() -> None:
 def test_nothing_failed() -> None:
     assert failures.ordered([]) == []
     assert failures.grouped([]) == []
-    assert error_messages.failure_lines([]) == []
+    assert failures.failure_lines([]) == []
 
 
 def test_the_text_names_first_and_consequence() -> None:
     found = failures.ordered([_failed(0, 1.0, *LOST[0], line=9), _failed(1, 2.0)])
-    text = "\n".join(error_messages.failure_lines(found))
+    text = "\n".join(failures.failure_lines(found))
     assert text.startswith("rank 1 failed first:\n  train.py, line 3, in train\n    x\nKeyError: 'x'")
     assert "rank 0 failed because of that:\n  RuntimeError" in text
-    assert error_messages.headline(found) == "rank 1: KeyError: 'x' at train.py, line 3"
+    assert failures.headline(found) == "rank 1: KeyError: 'x' at train.py, line 3"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_deep_recursion_is_shortened() -> None:
 
 def _ended_with(*found: RankFailure) -> RunEnded:
     state = make_run().journal.state.apply(FailuresRecorded(failures.ordered(list(found))), 1.0)
-    return error_messages.failed(7, state)
+    return failures.failed(7, state)
 
 
 def test_the_errors_type_tells_an_exception_from_a_death() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.launch.processes import huge_pages
+from notebook_accelerate.launch.processes import fork
 
-SIZE = 8 * huge_pages.HUGE_PAGE
+SIZE = 8 * fork.HUGE_PAGE
 
 
 def in_huge_pages(memory: mmap.mmap) -> int:
@@ -52,29 +52,29 @@ def _can_collapse() -> bool:
 def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
     for _ in range(10):  # a busy system has no huge page free at times, and moves none then
-        huge_pages.collapse(30)
-        if in_huge_pages(memory) >= SIZE - 2 * huge_pages.HUGE_PAGE:
+        fork.collapse(30)
+        if in_huge_pages(memory) >= SIZE - 2 * fork.HUGE_PAGE:
             break
         time.sleep(0.5)
-    assert in_huge_pages(memory) >= SIZE - 2 * huge_pages.HUGE_PAGE
+    assert in_huge_pages(memory) >= SIZE - 2 * fork.HUGE_PAGE
     assert memory[:] == b"x" * SIZE
 
 
 def test_sparse_memory_stays_as_it_is(memory: mmap.mmap) -> None:
-    for start in range(0, SIZE, huge_pages.HUGE_PAGE):
-        memory.madvise(mmap.MADV_DONTNEED, start, 3 * huge_pages.HUGE_PAGE // 4)
-    huge_pages.collapse(30)
+    for start in range(0, SIZE, fork.HUGE_PAGE):
+        memory.madvise(mmap.MADV_DONTNEED, start, 3 * fork.HUGE_PAGE // 4)
+    fork.collapse(30)
     assert in_huge_pages(memory) == 0
 
 
 def test_it_stops_when_it_is_told_to(memory: mmap.mmap) -> None:
-    huge_pages.collapse(30, stop=lambda: True)
+    fork.collapse(30, stop=lambda: True)
     assert in_huge_pages(memory) == 0
-    huge_pages.collapse(-1)
+    fork.collapse(-1)
     assert in_huge_pages(memory) == 0
 
 
 @pytest.mark.parametrize("file", ["_MAPS", "_PAGEMAP"])
 def test_it_does_nothing_where_the_system_hides_the_memory_map(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, file, Path("/proc/self/hidden"))
-    huge_pages.collapse(30)
+    monkeypatch.setattr(fork, file, Path("/proc/self/hidden"))
+    fork.collapse(30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from notebook_accelerate import LaunchConfig
-from notebook_accelerate.launch.hosts.join_instructions import instruction_lines
+from notebook_accelerate.launch.hosts.joining import instruction_lines
 
 VARIABLE = "NOTEBOOK_ACCELERATE_SECRET"
 

@@ -29,8 +29,8 @@ from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, 
 from notebook_accelerate.launch import start
 from notebook_accelerate.launch.hosts import joining
 from notebook_accelerate.launch.hosts.host_facts import own_hello
-from notebook_accelerate.launch.hosts.remote import curve_keys, listener, stream
-from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
+from notebook_accelerate.launch.hosts.remote import listener, stream
+from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream
 from notebook_accelerate.launch.processes.rank_process import Ends
@@ -41,14 +41,14 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 120.0
-SECRET = curve_keys.new_secret()
+SECRET = stream.new_secret()
 THREADS = ("notebook-accelerate-listener", "notebook-accelerate-connection")
 
 
 class _Kernel:
     """A listener and the hosts that are connected to it."""
 
-    def __init__(self, keep_alive: tuple[float, float] = curve_keys.KEEP_ALIVE) -> None:
+    def __init__(self, keep_alive: tuple[float, float] = stream.KEEP_ALIVE) -> None:
         self.reports: list[str] = []
         self.listener = HostListener("127.0.0.1", SECRET, report=self.reports.append, keep_alive=keep_alive)
         self.port = self.listener.port
@@ -188,7 +188,7 @@ def test_a_first_notebook_that_is_killed_before_it_answers_has_no_other_secret()
         closing.start()
         hello = own_hello(processes=1, accelerator="cpu")
         with pytest.raises(LaunchError, match=r"node 0 did not join within 6 s: no run answers"):
-            joining.connect((address, port), "secret", hello, 6.0, curve_keys.KEEP_ALIVE)
+            joining.connect((address, port), "secret", hello, 6.0, stream.KEEP_ALIVE)
         closing.join()
 
 
@@ -236,7 +236,7 @@ def test_thousands_of_connections_leave_the_hosts_connected(kernel: _Kernel) -> 
 
 def _dealer(kernel: _Kernel) -> tuple[Any, Any]:
     """Return a context and a socket of a host that knows the secret, and follows no other rule."""
-    keys = curve_keys.derive_keys(SECRET)
+    keys = stream.derive_keys(SECRET)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.curve_serverkey = keys.kernel_public
@@ -406,7 +406,7 @@ def _host_process(kernel: _Kernel, then: str, **options: Any) -> Iterator[subpro
     """Run a host of its own process, which is killed at the end."""
     code = f"""
 import sys, threading, time
-from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
+from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 stream = connect_to_kernel("127.0.0.1", {kernel.port}, bytes.fromhex("{SECRET.hex()}"), HelloEvent(1, "machine-1"))
 {then}
@@ -508,7 +508,7 @@ def test_connections_leave_no_descriptor_and_no_thread() -> None:
         for node in range(1, 11):
             kernel.connect_host(node)
         with pytest.raises(AuthenticationError):
-            connect_to_kernel("127.0.0.1", kernel.port, curve_keys.new_secret(), HelloEvent(1, "x"))
+            connect_to_kernel("127.0.0.1", kernel.port, stream.new_secret(), HelloEvent(1, "x"))
         kernel.close()
 
     once()
@@ -590,7 +590,7 @@ def test_forked_ranks_never_touch_the_kernels_context(kernel: _Kernel) -> None:
 
 def test_a_process_exits_with_open_connections() -> None:
     code = f"""
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
+from notebook_accelerate.launch.hosts.remote.host import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 secret = bytes.fromhex("{SECRET.hex()}")
 listener = HostListener("127.0.0.1", secret)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry.cell_sources import cell_sources, install_sources, is_cell
+from notebook_accelerate.telemetry.cell_names import cell_sources, install_sources, is_cell
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_bytes, load_file
 
 

@@ -20,17 +20,16 @@ from notebook_accelerate.launch.hosts.host_backend import take_ranks
 from notebook_accelerate.launch.hosts.ray import ray_actor
 from notebook_accelerate.launch.hosts.ray.ray_actor import NodeHost
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
-from notebook_accelerate.launch.hosts.ray.ray_driver import merge_devices, run_tunnel
-from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
-from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
-from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
+from notebook_accelerate.launch.hosts.ray.ray_driver import cause, merge_devices, mismatches, run_tunnel, unreachable
+from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.placed import adapt_to_machine
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.telemetry import inherited_state
-from notebook_accelerate.telemetry.worker_order import WorkerOrder
-from notebook_accelerate.widgets.cell_code import launch_cell
+from notebook_accelerate.telemetry.results import WorkerOrder
+from notebook_accelerate.widgets.config_file_form import launch_cell
 from notebook_accelerate.widgets.config_panel import ConfigPanel
 
 MACHINE = HardwareInfo(

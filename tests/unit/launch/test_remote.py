@@ -23,22 +23,22 @@ from notebook_accelerate import LaunchConfig
 from notebook_accelerate.debugging.diagnosis import RankPosition
 from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import processes, start
-from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
-from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
-from notebook_accelerate.launch.hosts.remote.host_protocol import (
+from notebook_accelerate.launch.hosts.remote.host import (
     CHANNEL,
     SAMPLES,
     EndedEvent,
     HelloEvent,
+    Host,
     RelayEvent,
     StartedEvent,
 )
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
+from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.telemetry import inherited_state
-from notebook_accelerate.telemetry.worker_order import WorkerOrder
+from notebook_accelerate.telemetry.results import WorkerOrder
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]

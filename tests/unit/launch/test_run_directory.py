@@ -22,7 +22,7 @@ import pytest
 
 from notebook_accelerate import BrokenRunError, attach, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.debugging.process_inspection import ProcessStacks
+from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, DeviceBusyError, LaunchError
 from notebook_accelerate.hardware import process_liveness
 from notebook_accelerate.hardware.process_liveness import this_process

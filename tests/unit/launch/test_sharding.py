@@ -9,16 +9,16 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from notebook_accelerate.launch.report import mesh_diagram, sharding_table
-from notebook_accelerate.launch.report.number_format import byte_size
+from notebook_accelerate.launch.report import mesh_diagram
 from notebook_accelerate.launch.report.run_report import Report
-from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
+from notebook_accelerate.launch.report.tables import byte_size
+from notebook_accelerate.telemetry.events import KINDS, ShardReport, ShardSizes
 from tests.support.runs import feed, make_run
 from tests.support.shard_reports import MIB, hybrid, megatron, mesh_reports, zero
 
 
 def test_ranks_with_equal_reports_are_one_group() -> None:
-    rows = sharding_table.sharding_rows(hybrid())
+    rows = mesh_diagram.sharding_rows(hybrid())
     assert [row.ranks for row in rows] == ["each rank", "", "", ""]
     assert [(row.kind, row.total, row.per_rank) for row in rows] == [
         ("parameters", "64.0 MiB", "32.0 MiB"),
@@ -31,7 +31,7 @@ def test_ranks_with_equal_reports_are_one_group() -> None:
 
 
 def test_stages_are_groups_of_their_own() -> None:
-    rows = sharding_table.sharding_rows(megatron())
+    rows = mesh_diagram.sharding_rows(megatron())
     assert [row.ranks for row in rows if row.ranks] == ["ranks 0–3 (pp 0)", "ranks 4–7 (pp 1)"]
     assert rows[2].layout == "sharded over dp × tp, layers over pp"
     assert (rows[0].total, rows[4].total) == ("64.0 MiB", "128 MiB")
@@ -41,7 +41,7 @@ def test_stages_are_groups_of_their_own() -> None:
     ("stage", "shares"), [(0, [1, 1, 1]), (1, [1, 1, 0.25]), (2, [1, 0.25, 0.25]), (3, [0.25] * 3)]
 )
 def test_the_stages_of_zero(stage: int, shares: list[float]) -> None:
-    rows = sharding_table.sharding_rows(zero(stage))
+    rows = mesh_diagram.sharding_rows(zero(stage))
     assert [row.share for row in rows[:3]] == shares
     assert rows[2].layout.endswith("offloaded to main memory (cpu)")
 
@@ -56,29 +56,29 @@ def _uneven(count: int) -> dict[int, ShardReport]:
 
 
 def test_ranks_of_too_many_sizes_are_merged() -> None:
-    assert len(sharding_table.groups(_uneven(sharding_table.MAX_GROUPS))) == sharding_table.MAX_GROUPS
+    assert len(mesh_diagram.groups(_uneven(mesh_diagram.MAX_GROUPS))) == mesh_diagram.MAX_GROUPS
     many = {
         rank: replace(one, held={**one.held, KINDS[0]: ShardSizes(64 * MIB, (1 + rank) * MIB, ("dp_shard",))})
         for rank, one in _uneven(9).items()
     }
-    (group,) = sharding_table.groups(many)
+    (group,) = mesh_diagram.groups(many)
     assert group.ranks == list(range(9))
-    assert sharding_table.sharding_rows(many)[0].per_rank == "1.0 MiB – 9.0 MiB"
+    assert mesh_diagram.sharding_rows(many)[0].per_rank == "1.0 MiB – 9.0 MiB"
 
 
 def test_the_summary_has_strategy_mesh_and_units() -> None:
-    assert sharding_table.summary(hybrid()) == "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units"
+    assert mesh_diagram.summary(hybrid()) == "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units"
     assert (
-        sharding_table.summary(mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single"))
+        mesh_diagram.summary(mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single"))
         == "single · one rank holds everything"
     )
-    assert sharding_table.summary({}) == ""
+    assert mesh_diagram.summary({}) == ""
 
 
 def test_what_is_not_known_is_said() -> None:
     (one,) = mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
     unknown = {0: replace(one, held={**one.held, KINDS[2]: ShardSizes(None, None)})}
-    rows = sharding_table.sharding_rows(unknown)
+    rows = mesh_diagram.sharding_rows(unknown)
     assert (rows[2].total, rows[2].per_rank, rows[2].share) == ("unknown", "unknown", None)
     assert (rows[3].total, rows[3].share) == ("unknown", None)
     ET.fromstring(mesh_diagram.svg(unknown, mesh_diagram.PAPER))
@@ -138,7 +138,7 @@ def test_only_the_first_of_hundreds_of_ranks_are_drawn(axes: dict[str, int]) -> 
     cells = _CELL.findall(drawing)
     assert 0 < len(cells) <= mesh_diagram.MAX_DRAWN
     assert f"and {len(ranks) - len(cells):,} more ranks" in drawing
-    assert len(sharding_table.sharding_rows(ranks)) == 4
+    assert len(mesh_diagram.sharding_rows(ranks)) == 4
 
 
 def test_names_are_escaped() -> None:

@@ -28,7 +28,7 @@ from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent, inherited_state
 from notebook_accelerate.telemetry.channel import READ_BYTES
-from notebook_accelerate.telemetry.worker_order import WorkerOrder
+from notebook_accelerate.telemetry.results import WorkerOrder
 from tests.support.runs import context_of, plan_run
 from tests.support.simulated import SimulatedRank
 

@@ -29,15 +29,15 @@ from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, 
 from notebook_accelerate.launch import start
 from notebook_accelerate.launch.detached import control_service, run_directory
 from notebook_accelerate.launch.detached.control_service import listen
-from notebook_accelerate.launch.hosts.remote import curve_keys
-from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
-from notebook_accelerate.launch.hosts.remote.host_protocol import (
+from notebook_accelerate.launch.hosts.remote import stream
+from notebook_accelerate.launch.hosts.remote.host import (
     CHANNEL,
     SAMPLES,
     EndedEvent,
     HelloEvent,
     RelayEvent,
 )
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import (
     MAX_REPORTS,
     HostListener,
@@ -59,7 +59,7 @@ class _Listening:
     """A listener, the secret of its run, and its reports of refused connections."""
 
     def __init__(self) -> None:
-        self.secret = curve_keys.new_secret()
+        self.secret = stream.new_secret()
         self.reports: list[str] = []
         self.streams: list[Stream] = []
         self.host_listener = HostListener("127.0.0.1", self.secret, report=self.reports.append)
@@ -91,8 +91,8 @@ def step() -> Iterator[_Listening]:
     made = _Listening()
     yield made
     made.host_listener.close()
-    for stream in made.streams:
-        stream.close()
+    for made_stream in made.streams:
+        made_stream.close()
     until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-listener"])
 
 
@@ -252,14 +252,14 @@ def test_the_kernel_listens_on_one_address_for_the_hosts_it_expects() -> None:
     one.host_listener.close()
     with pytest.raises(AuthenticationError):
         connect_to_kernel("127.0.0.1", one.host_listener.port, one.secret, HELLO)
-    for stream in kept:
-        stream.close()
+    for kept_stream in kept:
+        kept_stream.close()
     until(lambda: not one.answers())
 
 
 def test_a_peer_without_the_secret_is_refused_and_reported(step: _Listening) -> None:
     with pytest.raises(AuthenticationError, match="another secret"):
-        connect_to_kernel("127.0.0.1", step.host_listener.port, curve_keys.new_secret(), HELLO)
+        connect_to_kernel("127.0.0.1", step.host_listener.port, stream.new_secret(), HELLO)
     step.wait_for_reports()
     assert re.fullmatch(
         r"a connection from (127\.0\.0\.1|an unknown address) was refused: "

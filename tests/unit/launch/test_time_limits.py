@@ -11,10 +11,9 @@ import pytest
 
 from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor import pausable_clock
-from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+from notebook_accelerate.launch.supervisor.rank_events import StallDetector
+from notebook_accelerate.launch.supervisor.rank_group import RankGroup, TimeLimits
 from notebook_accelerate.launch.supervisor.run_context import RunContext
-from notebook_accelerate.launch.supervisor.stall_detector import StallDetector
-from notebook_accelerate.launch.supervisor.time_limits import TimeLimits
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent
 from tests.support.runs import context_of, make_run, plan_run

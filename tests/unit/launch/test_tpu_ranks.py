@@ -35,14 +35,14 @@ def _describe() -> dict[str, Any]:
     import torch_tpu
 
     from notebook_accelerate import Accelerator
-    from notebook_accelerate.checkpointing import rng_states
+    from notebook_accelerate.checkpointing import state_files
     from notebook_accelerate.utils import set_seed
 
     accelerator = Accelerator(mixed_precision="bf16")
     set_seed(17)
-    state = rng_states.rng_state("tpu")
+    state = state_files.rng_state("tpu")
     drawn = torch.rand(3, generator=torch.tpu.default_generators[0])
-    rng_states.restore_rng_state(state, "tpu")
+    state_files.restore_rng_state(state, "tpu")
     return {
         "device": str(accelerator.device),
         "type": accelerator.distributed_type.value,

@@ -12,7 +12,6 @@ import pytest
 from notebook_accelerate import LaunchConfig, WorkerError
 from notebook_accelerate.launch import warm_ranks
 from notebook_accelerate.launch.warm_ranks import WarmRanks
-from notebook_accelerate.worker import warm_cells
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("zygote")
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("zygote")
 def test_a_cell_waits_for_a_rank_that_does_not_look_for_one_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     def late() -> None:
         time.sleep(0.5)  # it has reported that it runs, and waits for a processor on a busy machine
-        warm_cells.warm_rank()
+        warm_ranks.warm_rank()
 
     monkeypatch.setattr(warm_ranks, "warm_rank", late)
     group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))

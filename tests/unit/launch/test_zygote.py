@@ -19,7 +19,7 @@ from notebook_accelerate.launch.processes import zygote
 from notebook_accelerate.launch.processes.openmp_spin import is_crowded
 from notebook_accelerate.launch.processes.zygote import CROWDED, HELPER, LENGTH, Zygote
 from notebook_accelerate.telemetry.inherited_state import InheritedState
-from notebook_accelerate.telemetry.worker_order import WorkerOrder
+from notebook_accelerate.telemetry.results import WorkerOrder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
 SOON = 60.0

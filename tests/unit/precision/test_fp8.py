@@ -13,14 +13,15 @@ from notebook_accelerate import Accelerator
 from notebook_accelerate.config.enums import FP8BackendType
 from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs
 from notebook_accelerate.precision import make_precision
-from notebook_accelerate.precision.torchao_fp8 import (
+from notebook_accelerate.precision.fp8 import (
+    convert_model,
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
     filter_linear_layers,
     find_first_last_linear_layers,
     has_ao_layers,
+    has_transformer_engine_layers,
 )
-from notebook_accelerate.precision.transformer_engine_fp8 import convert_model, has_transformer_engine_layers
 
 pytest.importorskip("torchao")
 

@@ -10,7 +10,7 @@ from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, Wait
 from notebook_accelerate.profiling.profile_findings import find
 from notebook_accelerate.profiling.sampled_lines import Line
-from notebook_accelerate.profiling.stack_kinds import is_logging
+from notebook_accelerate.profiling.trace import is_logging
 
 LINE = Line("Cell In[3], line 7", "train", "loss.item()")
 HEALTHY = RankFacts(

@@ -25,7 +25,7 @@ from notebook_accelerate.profiling.trace import parse, read_trace
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.trace_names import KEY
 from notebook_accelerate.utils import ProfileKwargs
-from notebook_accelerate.worker import exit_handlers, held_tensors, recorded_traces, stacks, timed_samples
+from notebook_accelerate.worker import exit_handlers, held_tensors, stacks, step_profiler, timed_samples
 from tests.support.waiting import until
 
 
@@ -388,19 +388,19 @@ def test_facts_are_appended_to_a_trace_of_torch(tmp_path: Path) -> None:
     profiler.export_chrome_trace(str(file))
     before = json.loads(file.read_text())
     facts = {"rank": 3, "held": [{"né": {"bytes": 3, "name": 'a "quoted" \\ name'}}]}
-    recorded_traces.append(file, facts)
+    step_profiler.append(file, facts)
     assert json.loads(file.read_text()) == {**before, KEY: facts}
     assert read_trace(file).facts == facts
     file.write_text("[1, 2]")
     with pytest.raises(ValueError, match="does not end as a trace"):
-        recorded_traces.append(file, facts)
+        step_profiler.append(file, facts)
 
 
 def test_a_trace_travels_where_the_folder_of_the_kernel_is_elsewhere(tmp_path: Path) -> None:
-    def recorded() -> recorded_traces.Recorded:
+    def recorded() -> step_profiler.Recorded:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             torch.ones(2) + 1
-        return recorded_traces.Recorded(profiler, request, facts)
+        return step_profiler.Recorded(profiler, request, facts)
 
     facts = {"rank": 1, "steps": 2, "seconds": 0.5, "clock": 0.25}
     request = ProfileRequest(7, 2, 0.0, memory=False, folder=str(tmp_path), token="its-mark")
@@ -418,13 +418,13 @@ def ends_with_a_profile(file: str) -> None:
     while not Path(file).exists():
         time.sleep(0.02)
         training.step()
-    complete = recorded_traces.Recorded.complete
+    complete = step_profiler.Recorded.complete
 
-    def complete_late(recorded: recorded_traces.Recorded) -> ProfileReply:
+    def complete_late(recorded: step_profiler.Recorded) -> ProfileReply:
         time.sleep(1.0)
         return complete(recorded)
 
-    recorded_traces.Recorded.complete = complete_late  # type: ignore[assignment, method-assign]  # in this rank
+    step_profiler.Recorded.complete = complete_late  # type: ignore[assignment, method-assign]  # in this rank
     for _ in range(1000):
         training.step()
         if exit_handlers.awaited:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.launch import Profile
-from notebook_accelerate.profiling.analysis import Analysis
-from notebook_accelerate.profiling.chrome_events import ChromeEvents
+from notebook_accelerate.profiling.analysis import Analysis, ChromeEvents
 from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
 from notebook_accelerate.profiling.profile_findings import slow_loader

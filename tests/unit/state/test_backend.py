@@ -12,7 +12,7 @@ from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugi
 from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.hardware import device_table
-from notebook_accelerate.state import AcceleratorState, PartialState, device_placement, partial_state, process_group
+from notebook_accelerate.state import AcceleratorState, PartialState, partial_state, process_group
 
 CUDA, BOTH = device_table.row("cuda"), "cuda:nccl,cpu:gloo"
 
@@ -30,7 +30,7 @@ CUDA, BOTH = device_table.row("cuda"), "cuda:nccl,cpu:gloo"
     ],
 )
 def test_backend_of_a_device(device: str, requested: str | None, with_cpu: bool, expected: str) -> None:
-    assert device_placement.choose_backend(device_table.row(device), requested, with_cpu) == expected
+    assert partial_state.choose_backend(device_table.row(device), requested, with_cpu) == expected
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(device_placement, "device_row", lambda **_: CUDA)
-    monkeypatch.setattr(device_placement, "select_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(partial_state, "device_row", lambda **_: CUDA)
+    monkeypatch.setattr(partial_state, "select_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(process_group, "start_group", lambda backend, *_, **__: backends.append(backend))
     monkeypatch.setattr(partial_state, "wait_for_idle_at_exit", lambda: None)
     yield backends

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from notebook_accelerate.hardware.versions import is_torch_version
-from notebook_accelerate.state import gloo_threads
+from notebook_accelerate.state import process_group
 from tests.support.interpreters import InterpreterServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the state of threads is in /proc only on Linux")
@@ -28,7 +28,7 @@ class _GlooLike:
         self._named.wait()
 
     def _run(self, rounds: int | None) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, gloo_threads._NAME.encode())
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, process_group._NAME.encode())
         self._named.set()
         while not self._end.is_set() and rounds != 0:
             hashlib.sha256(bytes(10_000_000)).digest()
@@ -43,17 +43,17 @@ class _GlooLike:
 
 def test_busy_threads_are_waited_for() -> None:
     thread = _GlooLike(20)
-    gloo_threads.wait_for_idle(limit=120.0)
+    process_group.wait_for_idle(limit=120.0)
     assert thread.done.is_set()
     begin = time.monotonic()
-    gloo_threads.wait_for_idle(limit=120.0)  # it is idle now
+    process_group.wait_for_idle(limit=120.0)  # it is idle now
     assert time.monotonic() - begin < 60.0
     thread.end()
 
 
 def test_waiting_ends_at_the_limit() -> None:
     thread = _GlooLike(None)
-    gloo_threads.wait_for_idle(limit=0.05)
+    process_group.wait_for_idle(limit=0.05)
     assert not thread.done.is_set()
     thread.end()
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebook_accelerate.state.split_inputs import share_bounds, split_share
+from notebook_accelerate.state.partial_state import share_bounds, split_share
 
 CPU = torch.device("cpu")
 

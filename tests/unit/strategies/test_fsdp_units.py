@@ -10,8 +10,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from notebook_accelerate.precision import Bf16Precision, Precision
 from notebook_accelerate.strategies.fsdp.fsdp_units import checkpoint_activations, find_ignored_modules, find_units
+from notebook_accelerate.strategies.module_queries import keep_ties, retie, tied_names
 from notebook_accelerate.strategies.sharding.sharded_strategy import upcast_trained
-from notebook_accelerate.strategies.tied_weights import keep_ties, retie, tied_names
 from notebook_accelerate.utils import FullyShardedDataParallelPlugin
 
 

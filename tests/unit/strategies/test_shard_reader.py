@@ -11,9 +11,8 @@ from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from notebook_accelerate.strategies.sharding import shard_files
-from notebook_accelerate.strategies.sharding.local_shards import make_part
-from notebook_accelerate.strategies.sharding.shard_reader import read_shards
-from notebook_accelerate.strategies.sharding.write_plans import ShardsError
+from notebook_accelerate.strategies.sharding.sharded_checkpoint import read_shards
+from notebook_accelerate.strategies.sharding.write_plans import ShardsError, make_part
 
 
 def state(fill: bool) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def test_what_other_versions_of_torch_wrote_is_read(
         before, after = frame_of(dtype, shape)
         return before.replace(b"archive", b"envelop"), after
 
-    monkeypatch.setattr("notebook_accelerate.strategies.sharding.shard_reader.frame_of", other_frame)
+    monkeypatch.setattr("notebook_accelerate.strategies.sharding.sharded_checkpoint.frame_of", other_frame)
     assert_read(tmp_path / "part")
     assert len(read_by_torch) == len(state(fill=True)["model"]) - 1  # what is empty is not read
 

@@ -8,8 +8,8 @@ from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.state import AcceleratorState
 from notebook_accelerate.strategies import STRATEGIES, SingleStrategy, register_strategy
+from notebook_accelerate.strategies.module_queries import extract_model_from_parallel, is_compiled_module
 from notebook_accelerate.strategies.strategy import kind_of
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
 
 
 def test_every_kind_of_world_has_a_row() -> None:

@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 
-from notebook_accelerate.telemetry.frames import callers, current_frames, frame_of
+from notebook_accelerate.telemetry.tracebacks import callers, current_frames, frame_of
 from notebook_accelerate.worker import stacks
 from notebook_accelerate.worker.timed_samples import TimedSamples
 

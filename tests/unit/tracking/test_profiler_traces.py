@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from notebook_accelerate.config.profile_kwargs import ProfileKwargs
+from notebook_accelerate.config.kwargs_handlers import ProfileKwargs
 from notebook_accelerate.tracking import profiled
 from notebook_accelerate.tracking.profiler_traces import _write_trace
 

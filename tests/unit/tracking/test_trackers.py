@@ -265,7 +265,7 @@ def test_a_launched_run_gets_the_numbers(channel: Channel) -> None:
     "value", [object(), None, torch.ones(2), torch.empty(0), [1, 2], {"a": "x"}, {"a": {"b": 1}}, 1j, b"x", range(2)]
 )
 def test_values_that_a_tracker_does_not_record_are_left_out(value: Any, texts: bool) -> None:
-    from notebook_accelerate.tracking.loggable_values import scalars
+    from notebook_accelerate.tracking.tracker import scalars
 
     class Numbers(Memory):
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

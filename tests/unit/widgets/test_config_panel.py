@@ -12,19 +12,19 @@ import yaml
 
 import notebook_accelerate
 from notebook_accelerate import attach
-from notebook_accelerate.config.config_file import ClusterConfig
-from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
-from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
-from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.config.training_config import (
+from notebook_accelerate.config.cluster import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
+from notebook_accelerate.config.config_file import ClusterConfig
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
-from notebook_accelerate.widgets import ConfigPanel, TrainingOptions, cell_code
-from notebook_accelerate.widgets.field_groups import LAUNCH_GROUPS, TRAINING_GROUPS
+from notebook_accelerate.widgets import ConfigPanel, TrainingOptions, config_file_form
+from notebook_accelerate.widgets.forms import LAUNCH_GROUPS, TRAINING_GROUPS
 from tests.support.detached import user_folder
 
 CPU = HardwareInfo(accelerator="cpu", count=0, cpu_count=8, memory_bytes=2**34, host="jupyter", loopback="lo")
@@ -522,4 +522,4 @@ def test_only_in_config_lists_the_fields_that_are_no_parameters() -> None:
     import inspect
 
     parameters = inspect.signature(notebook_accelerate.notebook_launcher).parameters
-    assert set(LaunchConfig.__dataclass_fields__) - set(parameters) == set(cell_code.ONLY_IN_CONFIG)
+    assert set(LaunchConfig.__dataclass_fields__) - set(parameters) == set(config_file_form.ONLY_IN_CONFIG)

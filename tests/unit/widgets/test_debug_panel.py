@@ -25,8 +25,7 @@ from notebook_accelerate.launch.state.run_events import (
 )
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
 from notebook_accelerate.telemetry.debug_protocol import Collective
-from notebook_accelerate.widgets.debug_panel import ALL, DebugPanel
-from notebook_accelerate.widgets.debug_panel_html import MAX_HISTORY, Entry
+from notebook_accelerate.widgets.debug_panel import ALL, MAX_HISTORY, DebugPanel, Entry
 from tests.support.runs import START, Clock, end, make_run
 from tests.support.waiting import until
 

@@ -13,13 +13,12 @@ from typing import Any, Literal, Optional
 import ipywidgets
 import pytest
 
+from notebook_accelerate.config.cluster import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
-from notebook_accelerate.config.training_config import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.widgets.fields import fields_of, summary
-from notebook_accelerate.widgets.form_draft import FormDraft, code_of
-from notebook_accelerate.widgets.forms import Form
+from notebook_accelerate.widgets.forms import Form, FormDraft, code_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 

@@ -41,6 +41,6 @@ def test_the_reason_is_given_once() -> None:
 
 
 def test_the_html_panel_imports_no_widget_library() -> None:
-    code = "import sys, notebook_accelerate.widgets.html_panel; print({'ipywidgets', 'anywidget'} & set(sys.modules))"
+    code = "import sys, notebook_accelerate.widgets.live_panel; print({'ipywidgets', 'anywidget'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

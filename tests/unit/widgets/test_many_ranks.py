@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from notebook_accelerate.launch import Run
-from notebook_accelerate.launch.report.node_summary import MANY, SHOWN_RANKS
+from notebook_accelerate.launch.report.rank_rows import MANY, SHOWN_RANKS
 from notebook_accelerate.launch.state.run_events import RankExited
 from notebook_accelerate.telemetry import (
     ExceptionInfo,

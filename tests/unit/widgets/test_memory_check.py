@@ -12,14 +12,14 @@ from torch import nn
 from notebook_accelerate import FullyShardedDataParallelPlugin as Fsdp
 from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accelerate.config.dynamo_plugin import TorchTensorParallelPlugin
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig as Degrees
-from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPlugin
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.widgets.config_panel import ConfigPanel, configure
-from notebook_accelerate.widgets.memory_check import MemoryCheck, distribution_of
+from notebook_accelerate.widgets.memory_panel import MemoryCheck, distribution_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 WEIGHTS = 4 * 1000 * 1000
@@ -143,7 +143,7 @@ def test_offloaded_tensors_use_main_memory_that_ranks_share() -> None:
 def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
     monkeypatch.setattr(
-        "notebook_accelerate.widgets.memory_check.nvml.visible_gpu", lambda _rank, _variables: gpu
+        "notebook_accelerate.widgets.memory_panel.nvml.visible_gpu", lambda _rank, _variables: gpu
     )  # without GPUs
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
@@ -159,7 +159,7 @@ def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: py
 def test_variables_of_the_launch_choose_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"0": WEIGHTS, "1": 100 * WEIGHTS}
     monkeypatch.setattr(
-        "notebook_accelerate.widgets.memory_check.nvml.visible_gpu",
+        "notebook_accelerate.widgets.memory_panel.nvml.visible_gpu",
         lambda _rank, variables: SimpleNamespace(memory_bytes=sizes[variables["CUDA_VISIBLE_DEVICES"]]),
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

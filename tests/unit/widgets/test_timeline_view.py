@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from notebook_accelerate.profiling.timeline import CATEGORIES, Timeline, Track, Wait
-from notebook_accelerate.widgets.timeline_view import SCRIPTS, TimelineView, encode
+from notebook_accelerate.widgets.profile_panel import SCRIPTS, TimelineView, encode
 from tests.support.timelines import training
 
 COLUMNS = {"start": "<u4", "duration": "<f4", "name": "<u2", "category": "u1"}
@@ -131,7 +131,7 @@ def test_script_and_style_are_far_below_a_megabyte() -> None:
 def test_a_profile_imports_no_widget_library() -> None:
     code = (
         "import sys, notebook_accelerate, notebook_accelerate.launch.report.profile as p; "
-        "print({'ipywidgets', 'anywidget', 'notebook_accelerate.widgets.timeline_view'} & set(sys.modules))"
+        "print({'ipywidgets', 'anywidget', 'notebook_accelerate.widgets.profile_panel'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

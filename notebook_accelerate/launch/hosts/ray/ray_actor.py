@@ -18,13 +18,13 @@ import psutil
 
 from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch.hosts.joining import FunctionHost
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, RankEvent, SignalOrder
+from notebook_accelerate.launch.hosts.remote.host import HelloEvent, RankEvent, SignalOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.processes import ports
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.processes.rank_process import RankProcess
-    from notebook_accelerate.launch.state.rank_exit import Exit
+    from notebook_accelerate.launch.state.rank_result import Exit
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TUNNEL_BYTES = 1 << 20

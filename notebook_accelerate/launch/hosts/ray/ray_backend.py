@@ -19,24 +19,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
-from notebook_accelerate.config.hidden_values import redact
+from notebook_accelerate.config.plain_values import redact
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_ranks
-from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
-from notebook_accelerate.launch.hosts.remote.curve_keys import new_secret
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
+from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter
 from notebook_accelerate.launch.processes.rank_process import Ends, RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
+
 
 POLL_SECONDS = 0.2
 REASON_SECONDS = 45.0
@@ -91,7 +91,7 @@ class DriverProcess:
             event = self._received.popleft() if self._received else None
             if isinstance(event, kind):
                 return event
-            waiting(redact(event.text, self._cluster) if isinstance(event, protocol.ClusterNoteEvent) else "")
+            waiting(redact(event.text, self._cluster) if isinstance(event, ClusterNoteEvent) else "")
         raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self._log_tail()}")
 
     def _log_tail(self) -> str:
@@ -108,9 +108,9 @@ class DriverProcess:
         except ChannelClosedError:
             raise LaunchError(f"{what} failed: the driver process ended{self._log_tail()}") from None
         for event in events:
-            if isinstance(event, protocol.RefusedEvent):
+            if isinstance(event, RefusedEvent):
                 raise LaunchError(redact(event.text, self._cluster))
-            if isinstance(event, protocol.ActorEndedEvent):
+            if isinstance(event, ActorEndedEvent):
                 self.ends[event.node] = redact(event.text, self._cluster)
             else:
                 self._received.append(event)
@@ -133,7 +133,7 @@ class DriverProcess:
         if self._process.returncode is not None:
             return
         with suppress(ChannelClosedError):
-            self.channel.send(protocol.ReleaseOrder())
+            self.channel.send(ReleaseOrder())
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -196,7 +196,7 @@ class RayBackend(FunctionBackend):
             address, nodes = self._place(driver, len(orders))
             secret = new_secret()
             with closing(HostListener(address or "127.0.0.1", secret, report=self._note)) as listener:
-                driver.channel.send(protocol.ServeOrder(listener.address, listener.port, secret))
+                driver.channel.send(ServeOrder(listener.address, listener.port, secret))
                 self._await_connections(listener, driver, nodes, connections)
             by_node = _by_node(orders, nodes, connections[0].hello.port)
             for node, own in enumerate(by_node):
@@ -221,11 +221,11 @@ class RayBackend(FunctionBackend):
             resources=dict(cluster.resources or {}),
             runtime_env=dict(cluster.runtime_env or {}),
         )
-        driver.channel.send(protocol.PlaceOrder(ranks, pickle.dumps(wanted)))
+        driver.channel.send(PlaceOrder(ranks, pickle.dumps(wanted)))
         limit = cluster.start_timeout
-        connected = driver.next(protocol.ConnectedEvent, limit, f"reaching {cluster.description}", self._handle_note)
-        driver.next(protocol.ReservedEvent, cluster.seconds_to_wait + limit, "reserving resources", self._handle_note)
-        placed = driver.next(protocol.PlacedEvent, limit, "starting Ray's actors", self._handle_note)
+        connected = driver.next(ConnectedEvent, limit, f"reaching {cluster.description}", self._handle_note)
+        driver.next(ReservedEvent, cluster.seconds_to_wait + limit, "reserving resources", self._handle_note)
+        placed = driver.next(PlacedEvent, limit, "starting Ray's actors", self._handle_note)
         return connected.address, placed.nodes
 
     def _handle_note(self, text: str) -> None:
@@ -295,3 +295,88 @@ def address_of(cluster: RayCluster) -> str:
         with suppress(Exception):  # Ray's client has no such address
             return str(ray.get_runtime_context().gcs_address)
     return os.environ.get("RAY_ADDRESS") or "auto"
+
+
+# The messages between a kernel and its driver process on a Ray cluster.
+
+
+@dataclass(slots=True)
+class PlaceOrder(Event):
+    """Reserve resources for ranks and place them.
+
+    Attributes:
+        ranks: Number of ranks.
+        payload: The ``RayCluster``, with its address, pickled.
+    """
+
+    ranks: int
+    payload: bytes
+
+
+@dataclass(slots=True)
+class ConnectedEvent(Event):
+    """The cluster has answered.
+
+    Attributes:
+        address: Address of the kernel's machine as seen by the nodes; "" if they cannot reach it.
+    """
+
+    address: str
+
+
+@dataclass(slots=True)
+class ClusterNoteEvent(Event):
+    """A message for the user while the launch waits."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class ReservedEvent(Event):
+    """The resources are reserved; actors start."""
+
+
+@dataclass(slots=True)
+class RefusedEvent(Event):
+    """The launch is not possible, with the reason."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class PlacedEvent(Event):
+    """Every rank has its node, and every node an actor.
+
+    Attributes:
+        nodes: The address of each node and the number of its ranks, in order.
+    """
+
+    nodes: list[tuple[str, int]]
+
+
+@dataclass(slots=True)
+class ServeOrder(Event):
+    """Have the actors connect to the kernel as hosts.
+
+    Attributes:
+        address: Address of the kernel's listener.
+        port: Port of the kernel's listener.
+        payload: The run's secret.
+    """
+
+    address: str
+    port: int
+    payload: bytes
+
+
+@dataclass(slots=True)
+class ActorEndedEvent(Event):
+    """A node's actor has ended, with the reason; "" when its ranks have ended."""
+
+    node: int
+    text: str
+
+
+@dataclass(slots=True)
+class ReleaseOrder(Event):
+    """Release all resources and end."""

@@ -16,23 +16,24 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import re
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from notebook_accelerate.config.cluster import RAY_CLIENT, RayCluster
+from notebook_accelerate.config.plain_values import hide_credentials
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
-from notebook_accelerate.launch.hosts.host_facts import own_versions
-from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
-from notebook_accelerate.launch.hosts.ray.ray_errors import amounts, cause, mismatches, unreachable
-from notebook_accelerate.launch.processes.pickled_start import die_with_parent
+from notebook_accelerate.launch.hosts.host_facts import own_versions, version_differences
+from notebook_accelerate.launch.hosts.ray import ray_backend as protocol
 from notebook_accelerate.telemetry import Channel, Event
+from notebook_accelerate.worker.entry import die_with_parent
 
 POLL_SECONDS = 0.5
 CONFIRM_SECONDS, NODE_SECONDS = 30.0, 3.0
@@ -456,3 +457,64 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
                     connection.sendall(data)
         with suppress(OSError):  # close() is not enough: the other thread still blocks on it
             connection.shutdown(socket.SHUT_RDWR)
+
+
+# Error messages for errors of Ray and its nodes.
+
+
+def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
+    """Return a message about nodes whose versions do not match the kernel's; "" when all match."""
+    lines: list[str] = []
+    for fact in facts:
+        lines += version_differences(f"node {fact['host']} ({fact['address']})", fact["versions"], ours, "the notebook")
+    if not lines:
+        return ""
+    return (
+        f"the versions on the nodes differ from the notebook's, so the function was not sent: {'; '.join(lines)}. "
+        "Install the same versions there, or pass RayCluster(runtime_env={'pip': [...]})"
+    )
+
+
+def unreachable(address: str, error: Exception) -> str:
+    """Return why a cluster could not be reached, with advice."""
+    text = str(error).strip()
+    if "Version mismatch" in text or "version mismatch" in text:
+        return f"the notebook's Ray or Python does not match the cluster's: {' '.join(text.split())}"
+    if address == "auto":
+        return (
+            "no Ray cluster was found. Start one with `ray start --head` (or ray.init() in the notebook), set the "
+            "variable RAY_ADDRESS, or pass on='ray://host:10001'"
+        )
+    lines = text.splitlines() or [""]
+    summary = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # the error, and the end of its traceback
+    hint = "; on a machine that is not one of its nodes, pass on='ray://host:10001'"
+    if address.startswith("ray://"):
+        hint = ""
+    return (
+        f"the Ray cluster at {hide_credentials(address)} could not be reached: {type(error).__name__}: {summary}{hint}"
+    )
+
+
+_ADDRESS = re.compile(r"address: ([\w.:]+)")
+
+
+def cause(error: BaseException) -> str:
+    """Return one sentence about why an actor has ended or could not start."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "node has died" in text or "marked dead" in text or "node was terminated" in text or "node died" in text:
+        found = _ADDRESS.search(text)
+        return f"the Ray node{' at ' + found.group(1) if found else ''} has died"
+    if "RuntimeEnvSetupError" in type(error).__name__:
+        return f"the runtime environment could not be set up: {' '.join(lines)[:500]}"
+    if "ray.kill" in text:
+        return "its actor was killed by ray.kill"
+    if "worker process has died" in text or "is unavailable" in text:
+        return "its actor's process has died: killed, or ended by Ray (out of memory, preempted)"
+    relevant = [line for line in lines if not line.startswith(("class_name", "actor_id", "pid:", "namespace", "ip:"))]
+    return " ".join(relevant)[:500] or type(error).__name__
+
+
+def amounts(resources: Mapping[str, float], names: list[str]) -> str:
+    """Return a text with the amount of each resource."""
+    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)

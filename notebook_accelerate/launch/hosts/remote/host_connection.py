@@ -11,18 +11,18 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.debugging.native_stacks import SECONDS as NATIVE_SECONDS
-from notebook_accelerate.debugging.process_inspection import DUMP_SECONDS, ProcessStacks
+from notebook_accelerate.debugging.process_stacks import DUMP_SECONDS, ProcessStacks
+from notebook_accelerate.debugging.process_stacks import SECONDS as NATIVE_SECONDS
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.host_cells import ForeignCells
-from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
+from notebook_accelerate.launch.hosts.remote import host as protocol
 from notebook_accelerate.launch.processes.rank_process import RankListener, RankProcess
-from notebook_accelerate.launch.state.rank_exit import Exit
+from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.listener import IncomingHost
-    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+    from notebook_accelerate.telemetry.results import WorkerOrder
 
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0

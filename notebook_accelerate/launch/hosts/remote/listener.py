@@ -18,9 +18,17 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
-from notebook_accelerate.launch.hosts.remote.curve_keys import KEEP_ALIVE, Keys, configure, derive_keys
-from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.stream import FLUSH_SECONDS, PING, Exchange, Stream
+from notebook_accelerate.launch.hosts.remote.host import HelloEvent
+from notebook_accelerate.launch.hosts.remote.stream import (
+    FLUSH_SECONDS,
+    KEEP_ALIVE,
+    PING,
+    Exchange,
+    Keys,
+    Stream,
+    configure,
+    derive_keys,
+)
 from notebook_accelerate.launch.processes.selecting import Pace
 from notebook_accelerate.telemetry import Stamped, encode, steady_time
 

@@ -1,0 +1,379 @@
+"""fp8 with torchao: linear layers compute their products in fp8 and keep their weights in full precision."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from notebook_accelerate.config.enums import FP8BackendType
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.hardware.feature_checks import torchao_required
+from notebook_accelerate.precision.torch_autocast import Bf16Precision, require_cuda
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+
+# fp8 with torchao: linear layers compute their products in fp8 and keep their weights in full precision.
+
+_MULTIPLE = 16
+"""torch's fp8 product requires dimensions that are multiples of this."""
+
+
+class AOPrecision(Bf16Precision):
+    """Autocast to bfloat16, and linear layers of torchao that compute in fp8.
+
+    Args:
+        device_type: Type of the computing device; fp8 is emulated on a CPU.
+        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        scaler_handler: Not used: bfloat16 needs no scaler.
+        fp8_recipe: `AORecipeKwargs`; None means its defaults.
+    """
+
+    name: ClassVar[str] = "fp8"
+    backend: ClassVar[FP8BackendType] = FP8BackendType.AO
+
+    def __init__(self, device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> None:
+        super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or AORecipeKwargs())
+
+    def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
+        """Convert linear layers and run the model's forward under autocast; see `Precision.wrap_model`.
+
+        FSDP 2 (`sharded`) can gather weights in fp8.
+        """
+        self._convert(model, sharded)
+        return super().wrap_model(model, sharded)
+
+    def convert_layers(self, model: nn.Module) -> None:
+        """Convert linear layers; see `Precision.convert_layers`."""
+        self._convert(model, sharded=False)
+
+    def _convert(self, model: nn.Module, sharded: bool) -> None:
+        recipe = self.fp8_recipe
+        config = replace(
+            recipe.config,
+            enable_fsdp_float8_all_gather=recipe.config.enable_fsdp_float8_all_gather and sharded,
+            emulate=recipe.config.emulate or self.device_type == "cpu",
+        )
+        if not has_ao_layers(model):
+            # By the name that axolotl replaces to keep the routers of mixtures of experts in high precision.
+            convert = import_module("notebook_accelerate.accelerator").convert_model_to_fp8_ao
+            convert(model, config, recipe.module_filter_func)
+
+    def after_step(self, model: nn.Module) -> None:
+        """Compute the scales of all weights that FSDP 2 gathers in fp8, in one reduction; every rank must call this.
+
+        See `Precision.after_step`.
+        """
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        if self.fp8_recipe.config.enable_fsdp_float8_all_gather:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of a model's first and last linear layers, in order of registration; None if it has none.
+
+    Args:
+        model: The model.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(
+    module: nn.Module, fqn: str, first_layer_name: str | None = None, last_layer_name: str | None = None
+) -> bool:
+    """Tell whether a module can and should compute in fp8.
+
+    Args:
+        module: The module.
+        fqn: Its name in the model.
+        first_layer_name: Name of a layer to exclude.
+        last_layer_name: Name of another layer to exclude.
+    """
+    if not isinstance(module, nn.Linear) or fqn in {first_layer_name, last_layer_name}:
+        return False
+    return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+
+
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Tell whether a layer of a model can compute in fp8 and is neither the first nor the last linear one.
+
+    The first and the last layer are the most sensitive: with them in fp8, training often does not converge.
+
+    Args:
+        module: The model.
+        fqn: The layer's name in it.
+    """
+    first, last = find_first_last_linear_layers(module)
+    return filter_linear_layers(module.get_submodule(fqn), fqn, first, last)
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Tell whether a model has layers of torchao that compute in fp8.
+
+    Args:
+        model: The model.
+    """
+    # By name, because importing torchao is slow. FSDP 2 derives classes of its own, hence the MRO.
+    return any(
+        kind.__module__.startswith("torchao.float8") for module in model.modules() for kind in type(module).__mro__
+    )
+
+
+@torchao_required
+def convert_model_to_fp8_ao(
+    model: nn.Module,
+    config: Float8LinearConfig | None = None,
+    module_filter_func: Callable[..., Any] | None = None,
+) -> None:
+    """Make linear layers compute in fp8, in place. Their parameters stay the same objects, in full precision.
+
+    With `config.enable_fsdp_float8_all_gather` the parameters are wrapped so that FSDP 2 can gather them in fp8: create
+    the optimizer afterwards.
+
+    Args:
+        model: The model.
+        config: torchao's settings; None means its defaults.
+        module_filter_func: Called with a module and its name, returns whether to convert it; None means all linear
+            layers whose dimensions are multiples of 16, except the first and the last.
+
+    Raises:
+        ImportError: torchao is missing.
+    """
+    from torchao.float8 import convert_to_float8_training
+
+    if module_filter_func is None:
+        first, last = find_first_last_linear_layers(model)
+        module_filter_func = partial(filter_linear_layers, first_layer_name=first, last_layer_name=last)
+    convert_to_float8_training(model, module_filter_fn=module_filter_func, config=config)
+
+
+# fp8 with NVIDIA's Transformer Engine: its layers replace torch's, and its autocast wraps the forward.
+#
+# API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+
+
+class TEPrecision(Bf16Precision):
+    """Autocast to bfloat16, and layers of Transformer Engine that compute in fp8.
+
+    Args:
+        device_type: Must be cuda.
+        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        scaler_handler: Not used: bfloat16 needs no scaler.
+        fp8_recipe: `TERecipeKwargs`, or `FP8RecipeKwargs`; None means defaults.
+
+    Raises:
+        ValueError: The device is not a GPU.
+    """
+
+    name: ClassVar[str] = "fp8"
+    backend: ClassVar[FP8BackendType] = FP8BackendType.TE
+
+    def __init__(self, device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> None:
+        require_cuda("Transformer Engine", device_type)
+        super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or TERecipeKwargs())
+
+    def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
+        """Replace layers and run the model's forward in fp8; see `Precision.wrap_model`."""
+        _replace_layers(model)
+        wrapped = super().wrap_model(model, sharded)
+        return apply_fp8_autowrap(wrapped, self.fp8_recipe)
+
+    def convert_layers(self, model: nn.Module) -> None:
+        """Replace layers and make them compute in fp8; see `Precision.convert_layers`."""
+        _replace_layers(model)
+        apply_fp8_autowrap(model, self.fp8_recipe)
+
+
+def _replace_layers(model: nn.Module) -> None:
+    if not has_transformer_engine_layers(model):
+        with torch.no_grad():
+            convert_model(model)
+
+
+def _te() -> Any:
+    try:
+        import transformer_engine.pytorch as te
+    except ImportError as error:
+        raise ImportError("Transformer Engine is not installed: pip install 'transformer_engine[pytorch]'") from error
+    return te
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Tell whether a model has layers of Transformer Engine.
+
+    Args:
+        model: The model.
+    """
+    return any(type(module).__module__.startswith("transformer_engine") for module in model.modules())
+
+
+def convert_model(
+    model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
+) -> None:
+    """Replace torch's linear layers and layer norms by Transformer Engine's, or the reverse, in place.
+
+    The new layers get the same parameter objects, so existing optimizers stay valid.
+
+    Args:
+        model: The model.
+        to_transformer_engine: False converts back to torch's.
+        _convert_linear: Whether linear layers are replaced; those whose dimensions are not multiples of 16 never are.
+        _convert_ln: Whether layer norms are replaced.
+
+    Raises:
+        ImportError: Transformer Engine is missing.
+    """
+    te = _te()
+    for name, child in model.named_children():
+        new = _replacement(te, child, to_transformer_engine, _convert_linear, _convert_ln)
+        if new is None:
+            convert_model(child, to_transformer_engine, _convert_linear, _convert_ln)
+            continue
+        for parameter_name, parameter in child.named_parameters(recurse=False):
+            setattr(new, parameter_name, parameter)
+        new.train(child.training)
+        setattr(model, name, new)
+
+
+def _replacement(te: Any, child: Any, to_te: bool, linear: bool, norm: bool) -> Any:
+    """Return an uninitialized replacement of a module, or None if the module is kept."""
+    source, target = (nn, te) if to_te else (te, nn)
+    if linear and type(child) is source.Linear:
+        weight = child.weight
+        if to_te and (weight.shape[0] % 16 or weight.shape[1] % 16):
+            return None
+        # A missing bias is None in torch, an empty tensor in Transformer Engine.
+        bias = child.bias is not None and child.bias.numel() > 0
+        return target.Linear(child.in_features, child.out_features, bias=bias, **_placement(weight, to_te))
+    if norm and type(child) is source.LayerNorm and child.weight is not None:
+        return target.LayerNorm(tuple(child.weight.shape), eps=child.eps, **_placement(child.weight, to_te))
+    return None
+
+
+def _placement(weight: torch.Tensor, to_te: bool) -> dict[str, Any]:
+    return {"device": weight.device, "params_dtype" if to_te else "dtype": weight.dtype}
+
+
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+) -> Callable[..., Any]:
+    """Return a forward that runs in fp8 while its module trains, and optionally in evaluation.
+
+    Args:
+        model_forward: The module's bound forward.
+        fp8_recipe: A recipe of Transformer Engine.
+        use_during_eval: Whether evaluation runs in fp8 too.
+
+    Returns:
+        A function of the module and the arguments of its forward.
+    """
+    te = _te()
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with te.fp8_autocast(enabled=use_during_eval or self.training, fp8_recipe=fp8_recipe):
+            return model_forward(*args, **kwargs)
+
+    return forward
+
+
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
+    """Run a model's forward in Transformer Engine's fp8, in place.
+
+    Args:
+        model: The model, after `convert_model`.
+        fp8_recipe_handler: `TERecipeKwargs`; None means Transformer Engine's own defaults.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: Transformer Engine is missing.
+    """
+    use_during_eval = bool(getattr(fp8_recipe_handler, "use_autocast_during_eval", False))
+    forward = contextual_fp8_autocast(model.forward, _recipe(fp8_recipe_handler), use_during_eval)
+    model.forward = MethodType(forward, model)
+    return model
+
+
+def _recipe(handler: Any) -> Any:
+    """Build Transformer Engine's own recipe."""
+    _te()
+    from transformer_engine.common import recipe
+
+    if handler is None:
+        return recipe.DelayedScaling()
+    chosen = getattr(recipe.Format, handler.fp8_format)
+    if handler.use_mxfp8_block_scaling:
+        return recipe.MXFP8BlockScaling(margin=handler.margin, fp8_format=chosen)
+    return recipe.DelayedScaling(
+        margin=handler.margin,
+        fp8_format=chosen,
+        amax_history_len=handler.amax_history_len,
+        amax_compute_algo=handler.amax_compute_algo,
+        override_linear_precision=handler.override_linear_precision,
+    )
+
+
+# fp8 with Microsoft's MS-AMP: weights, gradients and optimizer states in fp8.
+#
+# API: https://azure.github.io/MS-AMP/docs/user-tutorial/usage
+
+
+class MSAMPPrecision(Bf16Precision):
+    """MS-AMP, which replaces a model and its optimizer together.
+
+    Args:
+        device_type: Must be cuda.
+        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        scaler_handler: Not used.
+        fp8_recipe: `MSAMPRecipeKwargs`, or `FP8RecipeKwargs`; None means defaults.
+
+    Raises:
+        ImportError: MS-AMP is missing.
+        ValueError: The device is not a GPU.
+    """
+
+    name: ClassVar[str] = "fp8"
+    backend: ClassVar[FP8BackendType] = FP8BackendType.MSAMP
+
+    def __init__(self, device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> None:
+        if importlib.util.find_spec("msamp") is None:
+            raise ImportError(
+                "MS-AMP is not installed: it is built from source, https://azure.github.io/MS-AMP/docs/getting-started/"
+                "installation; or pass kwargs_handlers=[AORecipeKwargs()] (pip install torchao)"
+            )
+        require_cuda("MS-AMP", device_type)
+        super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or MSAMPRecipeKwargs())
+
+    def join(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[list[Any], list[Any]]:
+        """Replace one model and its optimizer together; see `Precision.join`.
+
+        Raises:
+            ValueError: `prepare` did not get exactly one of each.
+        """
+        if not models and not optimizers:
+            return [], []
+        if len(models) != 1 or len(optimizers) != 1:
+            raise ValueError(
+                f"prepare() got {len(models)} models and {len(optimizers)} optimizers, but MS-AMP replaces one model "
+                "and its optimizer together: model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        msamp = importlib.import_module("msamp")
+        model, optimizer = msamp.initialize(
+            models[0].to(self.device_type), optimizers[0], opt_level=self.fp8_recipe.opt_level
+        )
+        return [model], [optimizer]
