@@ -1,0 +1,78 @@
+"""Real runs pass the functions that the walks of docs/architecture.md list, in this order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import notebook_accelerate
+from notebook_accelerate.errors import RunInterrupted, RunStoppedError
+from tests.support.waiting import until
+from tests.support.walks import Call, Trace, first_missing, steps_of
+
+_trace = Trace()
+"""The trace of the current test: a rank, which is forked from this process, returns its part of it."""
+
+
+@pytest.fixture
+def trace() -> Iterator[Trace]:
+    global _trace
+    with Trace() as _trace:
+        yield _trace
+
+
+def _calls() -> list[Call]:
+    return _trace.own_calls()
+
+
+def test_a_launch(trace: Trace) -> None:
+    run = notebook_accelerate.notebook_launcher(_calls, num_processes=2, use_port=0, start_method="fork")
+    missing = first_missing(steps_of("A launch"), trace.merged(*run.results))
+    assert missing is None, f"the launch did not come to {missing}"
+
+
+def _run_until_stopped(folder: Path) -> None:
+    (folder / os.environ["RANK"]).touch()
+    time.sleep(600)
+
+
+def _stop_the_run() -> None:
+    notebook_accelerate.runs()[-1].stop()
+
+
+def _interrupt_the_cell() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("stop", "begins_with", "error"),
+    [(_stop_the_run, "stop", RunStoppedError), (_interrupt_the_cell, "_on_signal", RunInterrupted)],
+    ids=["run.stop", "interrupt"],
+)
+def test_a_stop(
+    stop: Callable[[], None], begins_with: str, error: type[BaseException], trace: Trace, tmp_path: Path
+) -> None:
+    def stop_when_running() -> None:
+        until(lambda: len(list(tmp_path.iterdir())) == 2)
+        stop()
+
+    thread = threading.Thread(target=stop_when_running)
+    thread.start()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that runs the tests may ignore it
+    try:
+        with pytest.raises(error):
+            notebook_accelerate.notebook_launcher(
+                _run_until_stopped, (tmp_path,), num_processes=2, use_port=0, start_method="fork"
+            )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        thread.join()
+    steps = [step for step in steps_of("A stop") if step.number > 1 or step.function == begins_with]
+    missing = first_missing(steps, trace.merged())
+    assert missing is None, f"the stop did not come to {missing}"
