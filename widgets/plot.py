@@ -70,7 +70,7 @@ class Feed(anywidget.AnyWidget):
         setattr(self, kind, {"seq": self._seq, "prev": self._seq - 1, **content})
 
 
-SCRIPTS = ("uPlot.iife.min.js", "feed.js", "looks.js", "curve_data.js", "chart.js", "plot.js")
+SCRIPTS = ("uPlot.iife.min.js", "feed.js", "looks.js", "plot.js")
 MAX_METRICS = 200
 """Metrics that are sent at a time; the filter selects others."""
 MAX_BROWSER_POINTS = 400_000

@@ -20,10 +20,10 @@ from notebook_accelerate.widgets import compared_run
 from notebook_accelerate.widgets.assets import asset, script
 from notebook_accelerate.widgets.compared_run import BestValues, label_of
 from notebook_accelerate.widgets.front_end import front_end
+from notebook_accelerate.widgets.live_panel import RenderSchedule, ticker
 from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.plot import Plot, Source, run_sources
-from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-import warnings
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +68,7 @@ _OF_HOSTS = frozenset({ResourceEvent, DeviceUseEvent})
 
 
 class Record(NamedTuple):
-    """One event of one rank, as subscribers see it."""
+    """One event of one rank."""
 
     rank: int
     time: float
@@ -302,7 +301,11 @@ def _to_floats(values: object) -> dict[str, float] | None:
 
 
 class Store:
-    """The events of a run's ranks, within bounds; safe from any thread."""
+    """The events of a run's ranks, within bounds; safe from any thread.
+
+    Attributes:
+        changes: How many times something was added: views compare the number, because they look at fixed intervals.
+    """
 
     def __init__(
         self, max_points: int = MAX_POINTS, max_series: int = MAX_SERIES, max_log_bytes: int = MAX_LOG_BYTES
@@ -319,9 +322,9 @@ class Store:
         self._log_bytes: Counter[int] = Counter()
         self._log_count: Counter[int] = Counter()
         self.log_total = 0
+        self.changes = 0
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
         self._counted: dict[int, int] = {}  # by rank, the optimizer's latest step: what is logged may count otherwise
-        self._subscribers: list[Callable[[Sequence[Record]], None]] = []
         self._automatic: Store | None = None
         self._samples: list[Record] = []  # for the automatic store, of the call of `add` in progress
         self.progress: dict[int, ProgressEvent] = {}
@@ -355,7 +358,7 @@ class Store:
         }
 
     def add(self, records: Sequence[Record]) -> None:
-        """Store ``records`` and call the subscribers."""
+        """Store ``records``."""
         with self._lock:
             handlers, last_activity = self._handlers, self.last_activity
             for record in records:
@@ -368,31 +371,7 @@ class Store:
             if self._samples:
                 samples, self._samples = self._samples, []
                 self.automatic.add(samples)
-            subscribers = list(self._subscribers)
-        for subscriber in subscribers:
-            self._notify(subscriber, records)
-
-    def _notify(self, subscriber: Callable[[Sequence[Record]], None], records: Sequence[Record]) -> None:
-        try:
-            subscriber(records)
-        except Exception as error:  # noqa: BLE001 - a view must never change a run by failing
-            self._unsubscribe(subscriber)
-            warnings.warn(f"a subscriber failed and was dropped: {type(error).__name__}: {error}", stacklevel=2)
-
-    def subscribe(self, callback: Callable[[Sequence[Record]], None]) -> Callable[[], None]:
-        """Call ``callback(records)`` for all later records, on the supervisor's thread.
-
-        Returns:
-            A function that ends the subscription.
-        """
-        with self._lock:
-            self._subscribers.append(callback)
-        return lambda: self._unsubscribe(callback)
-
-    def _unsubscribe(self, callback: Callable[[Sequence[Record]], None]) -> None:
-        with self._lock:
-            if callback in self._subscribers:
-                self._subscribers.remove(callback)
+            self.changes += 1
 
     # ---- one handler per kind of event, called with the lock held
 
@@ -554,9 +533,7 @@ class Store:
             self._note_not_finite(name, rank, tail)
             self.last_step[rank] = int(tail.steps[-1])
             self.last_activity[rank] = max(self.last_activity.get(rank, 0.0), float(tail.times[-1]))
-            subscribers = list(self._subscribers)
-        for subscriber in subscribers:
-            self._notify(subscriber, ())
+            self.changes += 1
 
     def _note_not_finite(self, name: str, rank: int, tail: SeriesTail) -> None:
         """Note the first of the points at the end that are NaN or infinite."""

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.telemetry import DisplayEvent, inherited_state
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.widgets.render_schedule import ticker
+from notebook_accelerate.widgets.live_panel import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.benchmarks.bench import Figure, row
 from tests.support.runs import context_of, plan_run
@@ -105,12 +105,12 @@ class WatchedGroup:
         self.thread = threading.Thread(target=self.group.supervise, name="supervisor")
         self.thread.start()
         self.events = 0
-        self.run.store.subscribe(self._note)
+        self.run.journal.subscribe(self._note)
         self.panel = RunPanel(self.run)
         self.traffic = Traffic(self.panel.widget)
         ticker.add(self.panel.binding)
 
-    def _note(self, records: list[Record]) -> None:
+    def _note(self, records: Sequence[Record]) -> None:
         self.events += len(records)
 
     def wait_until_all_run(self, seconds: float = 60.0) -> None:

@@ -332,7 +332,7 @@ def test_a_subscriber_may_stop_its_run() -> None:
             time.sleep(0.01)
 
     run = _launch(forever, block=False)
-    run.store.subscribe(lambda _: run.stop(grace=1.0))
+    run.journal.subscribe(lambda _: run.stop(grace=1.0))
     assert run.wait(60)
     assert run.status == "stopped"
 

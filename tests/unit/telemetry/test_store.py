@@ -16,7 +16,6 @@ from notebook_accelerate.telemetry import (
     Metrics,
     ProgressEvent,
     ResourceEvent,
-    StatusEvent,
     Store,
 )
 from notebook_accelerate.telemetry import store as store_module
@@ -162,42 +161,15 @@ def test_progress_resources_and_signs_of_life() -> None:
     assert store.last_activity == {0: 5.0}, "a sample is not a sign of life of the rank"
 
 
-def test_subscribers_hear_what_comes_from_now_on_until_they_leave() -> None:
-    store, heard = Store(), []
-    _feed(store, StatusEvent("before"))
-    leave = store.subscribe(heard.extend)
-    _feed(store, StatusEvent("while"))
-    leave()
-    leave()
-    _feed(store, StatusEvent("after"))
-    assert [record.event for record in heard] == [StatusEvent("while")]
-
-
-def test_a_failing_subscriber_is_dropped_with_a_warning_and_the_others_hear_all() -> None:
-    store, heard = Store(), []
-
-    def broken(_: list[Record]) -> None:
-        raise RuntimeError("a panel with a bug")
-
-    store.subscribe(broken)
-    store.subscribe(heard.extend)
-    with pytest.warns(UserWarning, match="a panel with a bug"):
-        _feed(store, StatusEvent("one"))
-    _feed(store, StatusEvent("two"))
-    assert len(heard) == 2
-
-
-def test_a_subscriber_may_read_and_leave_inside_its_call() -> None:
-    store, seen = Store(), []
-
-    def reader(records: list[Record]) -> None:
-        seen.append(store.series("loss").values.tolist())
-        leave()
-
-    leave = store.subscribe(reader)
+def test_what_is_added_counts_as_a_change() -> None:
+    store = Store()
+    before = store.changes
     _feed(store, *_metrics([1.0]))
-    _feed(store, *_metrics([2.0]))
-    assert seen == [[1.0]]
+    assert store.changes > before
+    added, before = Store(), store.changes
+    added.add_points("loss", 0, store.tail("loss", 0))
+    assert added.changes == 1
+    assert store.changes == before, "reading is no change"
 
 
 def test_readers_and_writers_in_many_threads() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.widgets.render_schedule import IDLE_PERIOD, PERIOD, RenderSchedule, Ticker
+from notebook_accelerate.widgets.live_panel import IDLE_PERIOD, PERIOD, RenderSchedule, Ticker
 from tests.support.runs import Clock
 
 
