@@ -30,10 +30,10 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState
-from notebook_accelerate.strategies import Setup, accelerator_arguments, make_strategy
+from notebook_accelerate.strategies import accelerator_arguments, make_strategy
+from notebook_accelerate.strategies.accelerator_arguments import Setup, sort_handlers
 from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 from notebook_accelerate.strategies.ddp_strategy import synchronised_backward
-from notebook_accelerate.strategies.handler_table import sort_handlers
 from notebook_accelerate.strategies.module_queries import extract_model_from_parallel, is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.telemetry import step_time

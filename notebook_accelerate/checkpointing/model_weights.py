@@ -29,7 +29,7 @@ from notebook_accelerate.state import PartialState
 from notebook_accelerate.strategies.sharding.sharded_checkpoint import read_metadata_in
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
+    from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
 
 
 def save(

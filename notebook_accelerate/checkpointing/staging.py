@@ -32,7 +32,7 @@ from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.hardware import guarded_files
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_protocol import RankControl
+    from notebook_accelerate.strategies.accelerator_properties import RankControl
 
 
 _DISK_FULL = (28, 122)

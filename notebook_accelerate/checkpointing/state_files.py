@@ -20,7 +20,7 @@ from notebook_accelerate.data_loader import SeedableRandomSampler, get_sampler
 from notebook_accelerate.state.warn_once import warn_once
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
+    from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
     from notebook_accelerate.strategies.sharding.write_plans import StatePart
 
 

@@ -35,10 +35,10 @@ from notebook_accelerate.data_loader.stateful_loaders import LoaderState
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.state.world import world_from_environ
-from notebook_accelerate.strategies import extract_model_from_parallel
+from notebook_accelerate.strategies.module_queries import extract_model_from_parallel
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
+    from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
 
 _CALL = "load_state"
 _STRUCTURE = (*(kind for kind in MALFORMED if kind is not ValueError), UnicodeError)

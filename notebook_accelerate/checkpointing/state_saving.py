@@ -32,7 +32,7 @@ from notebook_accelerate.torch_internals import compiled_name
 if TYPE_CHECKING:
     from torch import nn
 
-    from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
+    from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
 
 _CALL = "save_state"
 _View = tuple[bool, bool, ProcessIdentity]

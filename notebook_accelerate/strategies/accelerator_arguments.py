@@ -1,9 +1,14 @@
-"""Resolves arguments of an `Accelerator` that exclude each other, are deprecated, or come from the environment."""
+"""Resolves the arguments of an `Accelerator`: defaults, contradictions, handlers, and the settings for its strategy."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, TypeAlias, TypeVar
+
+import torch
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.cluster import (
@@ -13,11 +18,49 @@ from notebook_accelerate.config.cluster import (
 )
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, RNGType
-from notebook_accelerate.state import AcceleratorState
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from notebook_accelerate.precision import Precision
+from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.state.warn_once import warn_once
 
 UNSET: Any = object()
 """The default of a deprecated argument."""
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """The settings of one `Accelerator`, as its strategy needs them."""
+
+    state: AcceleratorState
+    """The ranks and plugins."""
+    gradient_state: GradientState
+    """The position of training in a window of accumulation."""
+    precision: Precision
+    """The precision of models."""
+    scaler: torch.amp.GradScaler | None
+    """The scaler of losses; None in precisions without one."""
+    device: torch.device
+    """The device of this rank, as it was when the `Accelerator` was made."""
+    dynamo_plugin: Any = None
+    """How models are compiled (`TorchDynamoPlugin`); None: they are not."""
+    device_placement: bool = True
+    """Whether models, batches and optimizer states move to the device of the rank."""
+    dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    """How loaders are shared between ranks."""
+    rng_types: list[Any] | None = None
+    """Random generators that are synchronized at the start of each pass; None means the strategy's choice."""
+    step_scheduler_with_optimizer: bool = True
+    """Whether schedulers step only when optimizers do."""
+    ddp_handler: DistributedDataParallelKwargs | None = None
+    """Settings of DDP; None means torch's defaults."""
 
 
 def check_type(name: str, value: Any, allowed: type | tuple[type, ...], what: str) -> None:
@@ -185,3 +228,73 @@ def either(name: str, value: Any, other_name: str, other: Any) -> Any:
     if value is not None and other is not None:
         raise ValueError(f"{name} and {other_name} were both given; pass one of them")
     return value if value is not None else other
+
+
+# ---- kwargs_handlers
+
+_Handler = TypeVar("_Handler", bound=KwargsHandler)
+Fp8Recipe: TypeAlias = AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs
+_FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | UnionType, str], ...] = (
+    (DistributedDataParallelKwargs, "ddp"),
+    (GradScalerKwargs, "scaler"),
+    (InitProcessGroupKwargs, "init"),
+    (AutocastKwargs, "autocast"),
+    (ProfileKwargs, "profile"),
+    (Fp8Recipe, "fp8"),
+)
+
+
+@dataclass(kw_only=True)
+class Handlers:
+    """At most one handler of each kind; None for kinds without one."""
+
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fp8: Fp8Recipe | None = None
+
+
+def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """Sort handlers by kind.
+
+    Args:
+        handlers: The argument `kwargs_handlers`.
+
+    Returns:
+        The handlers by kind.
+
+    Raises:
+        ValueError: An object is no handler, or there are two of a kind.
+    """
+    if isinstance(handlers, KwargsHandler):
+        raise ValueError(f"kwargs_handlers takes a list; write kwargs_handlers=[{type(handlers).__name__}(...)]")
+    found: dict[str, Any] = {}
+    for handler in handlers or ():
+        field = next((name for kind, name in _FIELD_OF_CLASS if isinstance(handler, kind)), None)
+        if field is None:
+            raise ValueError(
+                f"kwargs_handlers holds {handler!r}, which is none of AutocastKwargs, DistributedDataParallelKwargs, "
+                "FP8RecipeKwargs (or another recipe), GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs"
+            )
+        if field in found:
+            raise ValueError(f"kwargs_handlers holds two {type(handler).__name__}; pass at most one of a kind")
+        found[field] = handler
+    return Handlers(**found)
+
+
+def check_handler(name: str, handler: _Handler | None, kind: type[_Handler]) -> _Handler | None:
+    """Return a handler that is assigned to an attribute of an `Accelerator`.
+
+    Args:
+        name: The attribute.
+        handler: The new value.
+        kind: The class of its values.
+
+    Raises:
+        ValueError: The value has another type.
+    """
+    if handler is not None and not isinstance(handler, kind):
+        raise ValueError(f"{name} takes {kind.__name__}(...) or None; got {type(handler).__name__} ({handler!r:.60})")
+    return handler

@@ -12,8 +12,8 @@ import torch
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy
-from notebook_accelerate.strategies.strategy_setup import Setup
 
 PREPARE_TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 """The line to type, for messages."""

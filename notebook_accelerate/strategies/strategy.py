@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
+from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.module_queries import (
     check_values,
     compile_regions,
@@ -23,7 +24,6 @@ from notebook_accelerate.strategies.module_queries import (
     is_on_several_devices,
 )
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.events import ShardReport
 
 Parameters = torch.Tensor | Sequence[torch.Tensor]

@@ -17,10 +17,10 @@ from torch_xla.distributed import spmd
 
 from notebook_accelerate.collectives import recursively_apply
 from notebook_accelerate.optimizer import AcceleratedOptimizer
+from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.module_queries import ParameterReplacements, parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.strategy import Strategy
-from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.events import ShardReport
 
 

@@ -13,7 +13,7 @@ from notebook_accelerate.tracking.tracker import BlankTracker, GeneralTracker, L
 from notebook_accelerate.tracking.tracker_table import find_row, known_trackers
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_protocol import HasTrackers
+    from notebook_accelerate.strategies.accelerator_properties import HasTrackers
 
 
 # The tracker that is always active in a launched run: it sends numbers to the notebook.

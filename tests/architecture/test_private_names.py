@@ -30,7 +30,6 @@ _OF_OTHERS = {
     "hardware.feature_checks": {"_get_device_type"},
     "integrations.reporting.lightning_trainer": {"_LoggerConnector"},
     "integrations.reporting.progress_bars": {"_tasks"},
-    "strategies.megatron.megatron_models": {"_core", "_reconstruct"},
     "telemetry.tracebacks": {"_filename_map"},
     # cloudpickle: the tokens by which it finds the classes that it has pickled.
     "telemetry.cell_classes": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
@@ -45,7 +44,7 @@ _OF_OTHERS = {
     "strategies.deepspeed.ulysses": {
         "_SEQUENCE_DATA_PARALLEL_GROUP", "_SEQUENCE_PARALLEL_GROUP", "_all_to_all_groups", "_attn_implementation",
     },
-    "strategies.megatron.megatron_checkpoint": {"_replace_state_dict_keys_with_sharded_keys"},
+    "strategies.megatron.megatron_checkpoint": {"_core", "_reconstruct", "_replace_state_dict_keys_with_sharded_keys"},
     # Python's standard library: parsers that Accelerate's functions take, names of levels, an interpreter's exit.
     "commands.launch_settings": {"_ActionsContainer"},
     "commands.parsers": {"_MutuallyExclusiveGroup"},

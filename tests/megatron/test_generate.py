@@ -63,8 +63,8 @@ def test_a_split_model_generates_the_same_text(tmp_path: Any) -> None:
 
 def beside_the_logits(case: Case) -> tuple[list[int], list[int], float, float]:
     """Return greedy tokens, those by the model's own logits, and the scores of one and of several beams."""
+    from notebook_accelerate.strategies.megatron.megatron_checkpoint import unwrap_chunk
     from notebook_accelerate.strategies.megatron.megatron_generation import next_logits
-    from notebook_accelerate.strategies.megatron.megatron_models import unwrap_chunk
 
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)

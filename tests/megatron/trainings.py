@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from notebook_accelerate import Accelerator
-from notebook_accelerate.strategies.megatron.megatron_models import make_chunks
+from notebook_accelerate.strategies.megatron.megatron_setup import make_chunks
 from notebook_accelerate.utils import MegatronLMPlugin, set_seed
 from tests.support.cuda_on_cpu import cuda_on_cpu
 

@@ -27,8 +27,8 @@ from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.feature_checks import is_deepspeed_available
 from notebook_accelerate.state import AcceleratorState, process_group
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.engine_strategy import EngineOptimizer, EngineScheduler
-from notebook_accelerate.strategies.strategy_setup import Setup
 
 # Imports DeepSpeed, and starts its communication on this rank's device and process group, without user settings.
 

@@ -22,6 +22,7 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.deepspeed import deepspeed_engine, initialize_arguments
 from notebook_accelerate.strategies.deepspeed.deepspeed_engine import (
     DeepSpeedEngineWrapper,
@@ -39,7 +40,6 @@ from notebook_accelerate.strategies.module_queries import compile_regions_deepsp
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
 from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind
-from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.events import ShardReport, ShardSizes
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, Shardin
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.state.world import world_from_environ
+from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units, resolved_plugin
 from notebook_accelerate.strategies.module_queries import keep_ties, retie, tied_names, without_compile
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
 from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
 from notebook_accelerate.strategies.strategy import NOTHING, joint_norm, parameters_in
-from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.events import ShardReport
 from notebook_accelerate.torch_internals import flat_parameter_handle, flat_parameter_sizes, hybrid_zero2
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies.accelerator_protocol import HasState, HasStrategy, RankControl
+from notebook_accelerate.strategies.accelerator_properties import HasState, HasStrategy, RankControl
 from notebook_accelerate.strategies.fsdp.fsdp2 import FSDP2Strategy, load_full_state
 from notebook_accelerate.strategies.fsdp.fsdp_units import checkpoint_activations, find_ignored_modules, find_units
 from notebook_accelerate.strategies.module_queries import (

@@ -11,7 +11,7 @@ from torch import nn
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.strategies.strategy_setup import Setup
+from notebook_accelerate.strategies.accelerator_arguments import Setup
 
 Policy = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.strategies.accelerator_protocol import HasState
+from notebook_accelerate.strategies.accelerator_properties import HasState
 from notebook_accelerate.strategies.megatron.megatron_setup import active_plugin
 
 Batch = dict[str, torch.Tensor]

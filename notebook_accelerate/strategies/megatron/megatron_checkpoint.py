@@ -1,6 +1,6 @@
 """Checkpoints of Megatron-LM in its own folders: its tools read them, and its checkpoints load here.
 
-    latest_checkpointed_iteration.txt     the newest_iteration iteration, as a number
+    latest_checkpointed_iteration.txt     the newest iteration, as a number
     iter_0000003/                         one iteration, in one of two formats:
       metadata.json, common.pt, *.distcp    torch_dist: megatron-core's, which loads with other degrees too
       mp_rank_00/model_optim_rng.pt         torch: a file for each part of the model; mp_rank_00_001 with stages
@@ -10,23 +10,26 @@ MegatronLMPlugin(other_megatron_args={"ckpt_format": "torch"}) writes the second
 
 from __future__ import annotations
 
+import random
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from notebook_accelerate.errors import CheckpointMismatchError
-from notebook_accelerate.strategies.megatron import megatron_models
+from notebook_accelerate.strategies.megatron import megatron_setup
 from notebook_accelerate.strategies.megatron.megatron_engine import MegatronEngine
-from notebook_accelerate.strategies.megatron.megatron_models import named_parts, rng_tracker
+from notebook_accelerate.strategies.megatron.megatron_setup import padded_vocabulary_size
 
 LATEST = "latest_checkpointed_iteration.txt"
-"""The file that names the newest_iteration iteration."""
+"""The file that names the newest iteration."""
 FORMATS = ("torch_dist", "torch")
 VERSION = 3.0
 """Version of the order of queries, keys and values in Megatron-LM's files."""
@@ -165,7 +168,7 @@ def save_engine(engine: MegatronEngine, folder: Path) -> None:
     dist.barrier()
     with_optimizer = engine.iteration > 0 and not engine.plugin.no_save_optim
     if kind == "torch":
-        megatron_models.save_part(engine, target, _common_state(engine), with_optimizer)
+        save_part(engine, target, _common_state(engine), with_optimizer)
     else:
         state = {**_sharded_state(engine, with_optimizer, is_loading=False), **_common_state(engine)}
         _checkpoints().save(
@@ -236,7 +239,7 @@ def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> No
     if (source / "metadata.json").exists():
         _load_torch_dist(engine, source, strict)
     else:
-        megatron_models.load_part(engine, source, strict)
+        load_part(engine, source, strict)
     engine.pending = False
 
 
@@ -263,3 +266,245 @@ def _load_torch_dist(engine: MegatronEngine, source: Path, strict: bool) -> None
     generators = source / _rng_file(engine)
     if generators.exists():
         rng_tracker().set_states(torch.load(generators, map_location="cpu", weights_only=True))
+
+
+# The parts of a Megatron-LM model: saving each in a file (the older format), and gathering the whole model.
+
+FILE = "model_optim_rng.pt"
+
+
+def unwrap_chunk(chunk: Any) -> Any:
+    """Return a part of a model without Megatron-LM's wrappers.
+
+    Args:
+        chunk: The part.
+    """
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def named_parts(engine: MegatronEngine) -> dict[str, Any]:
+    """Return this rank's parts of the model, by their names in files.
+
+    Args:
+        engine: The engine.
+    """
+    chunks = [unwrap_chunk(chunk) for chunk in engine.module]
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": part for index, part in enumerate(chunks)}
+
+
+def rng_tracker() -> Any:
+    """Return Megatron's random number generators of ranks that share a layer's tensors."""
+    return import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
+
+
+# ---- a file for each part
+
+
+def part_name(engine: MegatronEngine) -> str:
+    """Return the name of this rank's folder: mp_rank_01, or with stages mp_rank_01_000.
+
+    Args:
+        engine: The engine.
+    """
+    groups = megatron_setup.import_parallel_state()
+    name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
+    if (engine.plugin.pp_degree or 1) > 1:
+        name += f"_{groups.get_pipeline_model_parallel_rank():03d}"
+    if (engine.plugin.expert_model_parallel_size or 1) > 1:
+        name += f"_{groups.get_expert_model_parallel_rank():03d}"
+    return name
+
+
+def save_part(engine: MegatronEngine, target: Path, common: dict[str, Any], with_optimizer: bool) -> None:
+    """Write this rank's part, on the first of the ranks with the same part; every rank must call this.
+
+    Args:
+        engine: The engine.
+        target: The folder of an iteration.
+        common: The entries that all files share.
+        with_optimizer: Whether to write the optimizer's state.
+
+    Raises:
+        ValueError: The optimizer's state is distributed over ranks.
+    """
+    if with_optimizer and engine.plugin.use_distributed_optimizer:
+        raise ValueError(
+            "use_distributed_optimizer=True distributes the optimizer's state over ranks, which one file for each part "
+            "of the model cannot contain; leave other_megatron_args={'ckpt_format': 'torch'} out"
+        )
+    groups = megatron_setup.import_parallel_state()
+    if groups.get_data_parallel_rank() and (engine.plugin.expert_model_parallel_size or 1) == 1:
+        return
+    state = dict(common, rng_state=[_generators()])
+    state.update({name: part.state_dict_for_save_checkpoint() for name, part in named_parts(engine).items()})
+    if with_optimizer:
+        state["optimizer"] = engine.optimizer.state_dict()
+        state["opt_param_scheduler"] = engine.scheduler.state_dict()
+    folder = target / part_name(engine)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / FILE)
+
+
+def _generators() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),  # noqa: NPY002 - the generator of Megatron-LM's data
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": cuda,
+        "rng_tracker_states": rng_tracker().get_states(),
+    }
+
+
+def load_part(engine: MegatronEngine, source: Path, strict: bool = True) -> None:
+    """Read this rank's part; every rank must call this.
+
+    Args:
+        engine: The engine.
+        source: The folder of an iteration, written with the same degrees.
+        strict: Whether the names must be those of the model.
+
+    Raises:
+        CheckpointMismatchError: The folder does not contain this part, or contains objects that are unsafe to load.
+    """
+    file = source / part_name(engine) / FILE
+    if not file.exists():
+        present = ", ".join(sorted(path.name for path in source.glob("mp_rank_*"))) or "nothing"
+        raise CheckpointMismatchError(
+            f"{source} contains {present}, and this rank's part is {part_name(engine)}: files of this format load only "
+            f"with the degrees with which they were written (now tp_degree={engine.plugin.tp_degree}, "
+            f"pp_degree={engine.plugin.pp_degree}). Load it with those degrees, and save it in the format torch_dist"
+        )
+    state = _read_safely(file)
+    for name, part in named_parts(engine).items():
+        if name not in state:
+            raise CheckpointMismatchError(f"{file} contains no {name!r}: the model had other stages")
+        part.load_state_dict(state[name], strict=strict)
+    if "optimizer" in state and not engine.plugin.no_load_optim:
+        engine.optimizer.load_state_dict(state["optimizer"])
+        engine.scheduler.load_state_dict(state["opt_param_scheduler"])
+    else:
+        engine.optimizer.reload_model_params()
+    engine.iteration = int(state.get("iteration", 0))
+    generators = state.get("rng_state") or []
+    if generators and generators[0].get("rng_tracker_states"):
+        rng_tracker().set_states(generators[0]["rng_tracker_states"])
+
+
+def _read_safely(file: Path) -> dict[str, Any]:
+    """Read a file; only tensors, plain values and Megatron's own settings are created."""
+    known: list[Any] = list(import_module("megatron.core.safe_globals").SAFE_GLOBALS)
+    core: Any = getattr(np, "_core", None)  # numpy 2's name of a module that numpy 1 wrote
+    if core is not None:
+        known.append((core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"))
+    try:
+        with torch.serialization.safe_globals(known):
+            return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError":
+            raise
+        raise CheckpointMismatchError(
+            f"{file} contains objects that are not loaded, because loading them could run code: {error}"
+        ) from error
+
+
+# ---- the whole model
+
+
+def gather_state(engine: MegatronEngine) -> dict[str, Any]:
+    """Gather a model's whole state, as one rank with degrees of 1 has it; every rank must call this.
+
+    Args:
+        engine: The engine.
+
+    Returns:
+        With degrees of 1, the state on every rank; else the state in main memory on rank 0, and {} on other ranks.
+    """
+    if (engine.plugin.tp_degree, engine.plugin.pp_degree, len(engine.module)) == (1, 1, 1):
+        return unwrap_chunk(engine.module[0]).state_dict()  # type: ignore[no-any-return]
+    groups = megatron_setup.import_parallel_state()
+    if groups.get_data_parallel_rank():
+        return {}
+    group, local = groups.get_model_parallel_group(), _local_pieces(engine)
+    first = dist.get_global_rank(group, 0)
+    found: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == first else None
+    dist.gather_object(local, found, dst=first, group=group)
+    if found is None or dist.get_rank() != 0:
+        return {}
+    return _assemble([piece for pieces in found for piece in pieces], _embedding_rows(engine))
+
+
+class _Piece(NamedTuple):
+    """A rank's piece of an entry of the whole state."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...] = ()
+    """Index of the piece's first element."""
+    padded: bool = False
+    """Whether the whole tensor may be padded."""
+    data: torch.Tensor | None = None
+    """The piece; None: the entry has no value."""
+
+
+def _local_pieces(engine: MegatronEngine) -> list[_Piece]:
+    """Return this rank's pieces of the whole state."""
+    mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
+    pieces: list[_Piece] = []
+    for part in named_parts(engine).values():
+        layers = {name: module for name, module in part.named_modules() if hasattr(module, "layer_number")}
+        empty = [name for name, value in part.state_dict().items() if value is None]
+        pieces += [_Piece(_global_name(name, layers)) for name in empty]
+        for name, described in part.sharded_state_dict().items():
+            if name == "output_layer.weight" and described.key.endswith("word_embeddings.weight"):
+                continue  # the last stage's copy of the embedding
+            whole = [described.build()] if isinstance(described, mapping.ShardedTensorFactory) else [described]
+            for tensor in _flatten(whole):
+                if isinstance(tensor, mapping.ShardedTensor) and tensor.data is not None:
+                    skip = tensor.prepend_axis_num
+                    shape, offset = tensor.global_shape[skip:], tensor.global_offset[skip:]
+                    padded, data = tensor.allow_shape_mismatch, tensor.data.detach().cpu()
+                    pieces.append(_Piece(_global_name(name, layers), shape, offset, padded, data))
+    return pieces
+
+
+def _flatten(nested: Any) -> list[Any]:
+    if isinstance(nested, dict):
+        nested = list(nested.values())
+    return [item for inner in nested for item in _flatten(inner)] if isinstance(nested, (list, tuple)) else [nested]
+
+
+def _global_name(name: str, layers: dict[str, Any]) -> str:
+    """Return the name of a parameter in a model with all layers."""
+    found = re.match(r"(.*?\.?layers\.)(\d+)(\..*)", name)
+    if found is None or (layer := layers.get(f"{found[1]}{found[2]}")) is None:
+        return name
+    return f"{found[1]}{layer.layer_number - 1}{found[3]}"
+
+
+def _embedding_rows(engine: MegatronEngine) -> int:
+    """Return the rows of the embedding of a model on one rank."""
+    arguments = {**vars(engine.args), "tensor_model_parallel_size": 1, "padded_vocab_size": None}
+    return padded_vocabulary_size(arguments) if arguments.get("orig_vocab_size") else 0
+
+
+def _assemble(pieces: list[_Piece], rows: int) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    padded_names = set()
+    for name, shape, offset, padded, data in pieces:
+        if data is None:
+            state[name] = None
+            continue
+        if name not in state:
+            state[name] = torch.empty(shape, dtype=data.dtype)
+        region = tuple(slice(start, start + length) for start, length in zip(offset, data.shape, strict=True))
+        state[name][region] = data
+        if padded:
+            padded_names.add(name)
+    for name in padded_names:
+        if rows and state[name].shape[0] > rows:
+            state[name] = state[name][:rows].clone()
+    return state

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.strategies.accelerator_protocol import HasState
+from notebook_accelerate.strategies.accelerator_properties import HasState
 from notebook_accelerate.strategies.engine_strategy import EngineOptimizer, EngineScheduler
 from notebook_accelerate.strategies.megatron import megatron_setup
 from notebook_accelerate.strategies.megatron.forward_steps import TRAIN_STEPS, AbstractTrainStep, vocabulary_size

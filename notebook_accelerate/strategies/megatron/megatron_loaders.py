@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-from notebook_accelerate.strategies.accelerator_protocol import HasState
+from notebook_accelerate.strategies.accelerator_properties import HasState
 from notebook_accelerate.strategies.megatron import megatron_setup
 
 

@@ -1,7 +1,9 @@
-"""Imports megatron-core, and initializes its groups of ranks and its random number generators."""
+"""Creates megatron-core's groups of ranks, models, optimizers and schedules from a plugin's arguments."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from importlib import import_module, util
 from typing import Any
 
@@ -135,3 +137,312 @@ def seed_generators(device: torch.device) -> int:
     random: Any = import_module("megatron.core.tensor_parallel.random")
     random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return int(seed)
+
+
+# ---- models, optimizers and schedules
+
+Chunks = list[torch.nn.Module]
+"""This rank's parts of the model: one, or several where the schedule interleaves them."""
+
+
+def _core(module: str) -> Any:
+    return import_module(f"megatron.core.{module}")
+
+
+def _from_arguments(kind: Any, arguments: Mapping[str, Any], **more: Any) -> Any:
+    """Create one of Megatron's dataclasses from the arguments that are its fields."""
+    names = {field.name for field in dataclasses.fields(kind) if field.init}
+    known = {name: value for name, value in arguments.items() if name in names and value is not None}
+    return kind(**(known | more))
+
+
+def transformer_config(arguments: Mapping[str, Any], device: torch.device, **more: Any) -> Any:
+    """Create Megatron's configuration of a transformer.
+
+    Args:
+        arguments: The plugin's arguments.
+        device: This rank's device.
+        more: Settings that override the arguments.
+
+    Returns:
+        A `TransformerConfig`.
+    """
+    precision = torch.bfloat16 if arguments.get("bf16") else torch.float16 if arguments.get("fp16") else torch.float32
+    activation = torch.nn.functional.silu if arguments.get("gated_linear_unit") else torch.nn.functional.gelu
+    if arguments.get("sequence_parallel") and not _has_transformer_engine(device):
+        raise ValueError(
+            "sequence_parallelism=True needs the norms of Transformer Engine on a GPU, which are not available here; "
+            "leave it out, or install Transformer Engine: pip install 'transformer-engine[pytorch]'"
+        )
+    defaults = {
+        "pipeline_dtype": precision,
+        "params_dtype": precision,
+        "activation_func": activation,
+        "use_cpu_initialization": device.type == "cpu",
+        # Fused kernels of Apex and Transformer Engine; an argument of the same name turns them on.
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return _from_arguments(_core("transformer.transformer_config").TransformerConfig, {**defaults, **arguments}, **more)
+
+
+def padded_vocabulary_size(arguments: Mapping[str, Any]) -> int:
+    """Return the rows of the embedding: the tokens, padded to a multiple of the ranks that share tensors."""
+    unit = arguments.get("make_vocab_size_divisible_by", 1) * arguments["tensor_model_parallel_size"]
+    return int(arguments.get("padded_vocab_size") or -(-arguments["orig_vocab_size"] // unit) * unit)
+
+
+def _has_transformer_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and bool(_core("utils").is_te_min_version("1.0.0"))
+
+
+def _common_arguments(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "config": config,
+        "vocab_size": padded_vocabulary_size(arguments),
+        "max_sequence_length": arguments["max_position_embeddings"],
+        "fp16_lm_cross_entropy": bool(arguments.get("fp16_lm_cross_entropy")),
+        "share_embeddings_and_output_weights": not arguments["untie_embeddings_and_output_weights"],
+        "position_embedding_type": arguments.get("position_embedding_type", "learned_absolute"),
+    }
+
+
+def _gpt(arguments: Mapping[str, Any], device: torch.device, **stage: Any) -> torch.nn.Module:
+    config = transformer_config(arguments, device)
+    specs = _core("models.gpt.gpt_layer_specs")
+    kernels = _has_transformer_engine(device)
+    spec = specs.get_gpt_layer_with_transformer_engine_spec if kernels else specs.get_gpt_layer_local_spec
+    experts = {"num_experts": arguments["num_moe_experts"]} if arguments.get("num_moe_experts") else {}
+    more = {} if kernels else {"normalization": config.normalization}
+    return _core("models.gpt").GPTModel(  # type: ignore[no-any-return]
+        **_common_arguments(config, arguments),
+        transformer_layer_spec=spec(**experts, **more),
+        rotary_base=arguments.get("rotary_base", 10000),
+        **stage,
+    )
+
+
+def _bert(arguments: Mapping[str, Any], device: torch.device, **stage: Any) -> torch.nn.Module:
+    config = transformer_config(arguments, device)
+    specs = _core("models.bert.bert_layer_specs")
+    spec = (
+        specs.get_bert_layer_with_transformer_engine_spec()
+        if _has_transformer_engine(device)
+        else specs.bert_layer_local_spec
+    )
+    head = bool(arguments.get("bert_binary_head")) or not arguments.get("pretraining_flag", True)
+    model: torch.nn.Module = _core("models.bert.bert_model").BertModel(
+        **_common_arguments(config, arguments),
+        num_tokentypes=2 if head else 0,
+        transformer_layer_spec=spec,
+        add_binary_head=head,
+        **stage,
+    )
+    labels = arguments.get("num_labels", 2)
+    if not arguments.get("pretraining_flag", True) and labels != 2 and stage["post_process"]:
+        make = _core("transformer.utils").get_linear_layer
+        model.binary_head = make(config.hidden_size, labels, config.init_method, config.perform_initialization)
+    return model
+
+
+def _t5(arguments: Mapping[str, Any], device: torch.device, **stage: Any) -> torch.nn.Module:
+    if arguments["pipeline_model_parallel_size"] > 1:
+        raise ValueError(
+            f"pp_degree={arguments['pipeline_model_parallel_size']} is not available for T5: megatron-core keeps "
+            "encoder and decoder on one stage; use pp_degree=1 with a larger tp_degree"
+        )
+    stage.pop("vp_stage")
+    layers = arguments.get("encoder_num_layers", arguments["num_layers"])
+    specs = _core("models.T5.t5_spec")
+    kind = "transformer_engine" if _has_transformer_engine(device) else "local"
+    return _core("models.T5.t5_model").T5Model(  # type: ignore[no-any-return]
+        **_common_arguments(transformer_config(arguments, device), arguments),
+        encoder_config=transformer_config(arguments, device, num_layers=layers),
+        transformer_encoder_layer_spec=getattr(specs, f"get_t5_encoder_with_{kind}_block_spec")(layers),
+        transformer_decoder_layer_spec=getattr(specs, f"get_t5_decoder_with_{kind}_block_spec")(
+            arguments["num_layers"]
+        ),
+        **stage,
+    )
+
+
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {"gpt": _gpt, "bert": _bert, "t5": _t5}
+"""Functions that create a model, by `model_type_name` of the arguments."""
+
+
+def virtual_stage_count(plugin: MegatronLMPlugin, arguments: Mapping[str, Any]) -> int | None:
+    """Return the number of interleaved parts of the model per rank; None: one part, without interleaving.
+
+    Args:
+        plugin: The plugin.
+        arguments: Its arguments.
+
+    Raises:
+        ValueError: The layers cannot be divided equally.
+    """
+    each, stages = plugin.num_layers_per_virtual_pipeline_stage, plugin.pp_degree or 1
+    if each is None or stages == 1:
+        return None
+    layers = arguments["num_layers"]
+    if layers % (stages * each):
+        raise ValueError(
+            f"num_layers={layers} is not a multiple of pp_degree={stages} x "
+            f"num_layers_per_virtual_pipeline_stage={each}"
+        )
+    parts = int(layers // stages // each)
+    return parts if parts > 1 else None
+
+
+def make_chunks(plugin: MegatronLMPlugin, device: torch.device) -> Chunks:
+    """Create this rank's parts of the model, on its device; every rank must call this.
+
+    Args:
+        plugin: The plugin, with the shape of the network.
+        device: This rank's device.
+    """
+    arguments = plugin.megatron_lm_default_args
+    groups = import_parallel_state()
+    count = virtual_stage_count(plugin, arguments) if plugin.custom_model_provider_function is None else None
+    groups.set_virtual_pipeline_model_parallel_world_size(count)
+    if count is not None:
+        arguments["virtual_pipeline_model_parallel_size"] = count
+    seed = seed_generators(device)
+    chunks = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for stage in range(count or 1):
+            virtual = {} if count is None else {"ignore_virtual": False, "vp_stage": stage}
+            first, last = groups.is_pipeline_first_stage(**virtual), groups.is_pipeline_last_stage(**virtual)
+            chunks.append(_make_chunk(plugin, device, first, last, None if count is None else stage))
+    return chunks
+
+
+def _make_chunk(
+    plugin: MegatronLMPlugin, device: torch.device, first: bool, last: bool, stage: int | None
+) -> torch.nn.Module:
+    arguments = plugin.megatron_lm_default_args
+    if plugin.custom_model_provider_function is not None:
+        model = plugin.custom_model_provider_function(
+            pre_process=first, post_process=last, add_encoder=True, add_decoder=True
+        )
+    else:
+        make = MODELS[arguments["model_type_name"]]
+        model = make(arguments, device, pre_process=first, post_process=last, vp_stage=stage)
+    for parameter in model.parameters():
+        _core("tensor_parallel").set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model.to(device)  # type: ignore[no-any-return]
+
+
+def wrap_chunks(chunks: Chunks, arguments: Mapping[str, Any]) -> Chunks:
+    """Wrap the parts of a model for Megatron's precision and data parallelism; every rank must call this.
+
+    Args:
+        chunks: The parts.
+        arguments: The plugin's arguments.
+    """
+    distributed = _core("distributed")
+    wrapped: Chunks = []
+    for index, chunk in enumerate(chunks):
+        config: Any = chunk.config
+        half = config.fp16 or config.bf16
+        inner = _core("transformer.module").Float16Module(config, chunk) if half else chunk
+        settings = _from_arguments(
+            distributed.DistributedDataParallelConfig, {"grad_reduce_in_fp32": bool(config.bf16), **arguments}
+        )
+        wrapped.append(distributed.DistributedDataParallel(config, settings, inner, disable_bucketing=index > 0))
+    for item in wrapped:
+        item.broadcast_params()  # type: ignore[operator]
+    wrapped[0].config.finalize_model_grads_func = distributed.finalize_model_grads  # type: ignore[union-attr]
+    return wrapped
+
+
+def make_optimizer(chunks: Chunks, plugin: MegatronLMPlugin) -> Any:
+    """Create Megatron's optimizer; every rank must call this.
+
+    Args:
+        chunks: The wrapped parts of the model.
+        plugin: The plugin, with the optimizer's settings.
+
+    Returns:
+        A `MegatronOptimizer`.
+    """
+    optimizers = _core("optimizer")
+    arguments = plugin.megatron_lm_default_args
+    config = _from_arguments(optimizers.OptimizerConfig, {"params_dtype": chunks[0].config.params_dtype, **arguments})  # type: ignore[union-attr]
+    optimizer = optimizers.get_megatron_optimizer(
+        config, chunks, config_overrides=_overrides(plugin, config), use_gloo_process_groups=False
+    )
+    for chunk in chunks:
+        if config.fp16 or config.bf16:
+            chunk.config.grad_scale_func = optimizer.scale_loss  # type: ignore[union-attr]
+    return optimizer
+
+
+def _overrides(plugin: MegatronLMPlugin, config: Any) -> Any:
+    """Return the overrides of weight decay and learning rate by parameter; None: Megatron's default."""
+    if plugin.no_wd_decay_cond is None and plugin.scale_lr_cond is None:
+        return None
+    kinds = _core("optimizer.optimizer_config")
+    overrides = {} if plugin.no_wd_decay_cond else _core("optimizer").get_standard_config_overrides(config)
+    for name, condition, settings in (
+        ("no_wd_decay_cond", plugin.no_wd_decay_cond, {"wd_mult": 0.0}),
+        ("scale_lr_cond", plugin.scale_lr_cond, {"max_lr": config.lr * plugin.lr_mult, "min_lr": config.min_lr}),
+    ):
+        if condition is not None:
+            predicate = kinds.ParamWithNamePredicate(
+                name=name, fn=lambda parameter, text, test=condition: bool(test(text, parameter))
+            )
+            overrides[kinds.ParamKey(with_name_predicate=predicate)] = settings
+    return overrides
+
+
+def make_schedule(optimizer: Any, plugin: MegatronLMPlugin, scheduled: bool) -> Any:
+    """Create Megatron's schedule of learning rate and weight decay, counted in samples.
+
+    Args:
+        optimizer: Megatron's optimizer.
+        plugin: The plugin, with the schedule's settings.
+        scheduled: Whether the learning rate follows a schedule; otherwise it is constant.
+
+    Returns:
+        An `OptimizerParamScheduler`.
+
+    Raises:
+        ValueError: The length of the schedule is not known, or the warm-up is not shorter.
+    """
+    each = plugin.global_batch_size
+    decay = (
+        plugin.lr_decay_samples
+        or (plugin.lr_decay_iters or plugin.train_iters or 0) * each
+        or plugin.train_samples
+        or 0
+    )
+    warmup: float = plugin.lr_warmup_samples or (plugin.lr_warmup_iters or 0) * each
+    if scheduled and not decay:
+        raise ValueError(
+            "the length of the learning rate's schedule is not known; pass MegatronLMDummyScheduler(optimizer, "
+            "total_num_steps=...), or MegatronLMPlugin(lr_decay_iters=...)"
+        )
+    if plugin.lr_warmup_fraction is not None and decay:
+        warmup = plugin.lr_warmup_fraction * decay
+    if scheduled and warmup >= decay:
+        raise ValueError(
+            f"the schedule warms up for {warmup} samples and lasts {decay}; it must last longer than the warm-up"
+        )
+    arguments = plugin.megatron_lm_default_args
+    rate, weight_decay = arguments["lr"], arguments["weight_decay"]
+    return _core("optimizer_param_scheduler").OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=rate,
+        min_lr=plugin.min_lr,
+        lr_warmup_steps=warmup if scheduled else 0,
+        lr_decay_steps=decay or each,
+        lr_decay_style=plugin.lr_decay_style if scheduled else "constant",
+        start_wd=weight_decay if plugin.start_weight_decay is None else plugin.start_weight_decay,
+        end_wd=weight_decay if plugin.end_weight_decay is None else plugin.end_weight_decay,
+        wd_incr_steps=(plugin.train_iters or 0) * each or decay or each,
+        wd_incr_style=plugin.weight_decay_incr_style,
+    )

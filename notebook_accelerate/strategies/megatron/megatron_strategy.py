@@ -16,9 +16,10 @@ from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.strategies.accelerator_protocol import HasState, PreparesDataLoaders
+from notebook_accelerate.strategies.accelerator_arguments import Setup
+from notebook_accelerate.strategies.accelerator_properties import HasState, PreparesDataLoaders
 from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy
-from notebook_accelerate.strategies.megatron import megatron_checkpoint, megatron_models, megatron_setup
+from notebook_accelerate.strategies.megatron import megatron_checkpoint, megatron_setup
 from notebook_accelerate.strategies.megatron.megatron_engine import (
     MegatronEngine,
     MegatronLMOptimizerWrapper,
@@ -34,7 +35,6 @@ from notebook_accelerate.strategies.module_queries import extract_model_from_par
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
 from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind, kind_of
-from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.events import ShardReport, ShardSizes
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ def megatron_lm_prepare_model_optimizer_scheduler(accelerator: HasState) -> tupl
     if plugin.custom_prepare_model_function is not None:
         chunks = _chunks(plugin.custom_prepare_model_function(accelerator))
     else:
-        chunks = megatron_models.make_chunks(plugin, accelerator.state.device)
+        chunks = megatron_setup.make_chunks(plugin, accelerator.state.device)
     if not hasattr(chunks[0], "zero_grad_buffer"):
-        chunks = megatron_models.wrap_chunks(chunks, arguments)
-    optimizer = megatron_models.make_optimizer(chunks, plugin)
-    return chunks, optimizer, megatron_models.make_schedule(optimizer, plugin, plugin.scheduled)
+        chunks = megatron_setup.wrap_chunks(chunks, arguments)
+    optimizer = megatron_setup.make_optimizer(chunks, plugin)
+    return chunks, optimizer, megatron_setup.make_schedule(optimizer, plugin, plugin.scheduled)
 
 
 def megatron_lm_prepare_optimizer(accelerator: HasState, model: Any) -> Any:
@@ -88,7 +88,7 @@ def megatron_lm_prepare_optimizer(accelerator: HasState, model: Any) -> Any:
     Returns:
         A `MegatronOptimizer`.
     """
-    return megatron_models.make_optimizer(_chunks(model), megatron_setup.active_plugin(accelerator.state))
+    return megatron_setup.make_optimizer(_chunks(model), megatron_setup.active_plugin(accelerator.state))
 
 
 def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, scheduler: Any) -> Any:
@@ -105,7 +105,7 @@ def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, schedul
     plugin = megatron_setup.active_plugin(accelerator.state)
     if scheduler is not None:
         plugin.set_scheduler_args(scheduler)
-    return megatron_models.make_schedule(optimizer, plugin, scheduler is not None)
+    return megatron_setup.make_schedule(optimizer, plugin, scheduler is not None)
 
 
 def _chunks(model: Any) -> list[nn.Module]:
@@ -357,7 +357,7 @@ class MegatronLMStrategy(EngineStrategy):
             rank 0, and {} on other ranks.
         """
         if model is self.engine and self.engine is not None:
-            return megatron_models.gather_state(self.engine)
+            return megatron_checkpoint.gather_state(self.engine)
         return super().model_state_dict(model, unwrap)
 
     def save_state(self, folder: Path, safe_serialization: bool = True, **options: Any) -> None:

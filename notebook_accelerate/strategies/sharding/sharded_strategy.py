@@ -19,6 +19,7 @@ from notebook_accelerate.collectives.communicator import start_watchdog
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.module_queries import (
     ParameterReplacements,
     extract_model_from_parallel,
@@ -34,7 +35,6 @@ from notebook_accelerate.strategies.module_queries import (
 from notebook_accelerate.strategies.sharding import shard_report, sharded_checkpoint
 from notebook_accelerate.strategies.sharding.write_plans import StatePart, clear_plans
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy, add_once, joint_norm, parameters_in
-from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.events import ShardReport
 
 

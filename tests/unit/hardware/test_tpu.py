@@ -10,8 +10,8 @@ import pytest
 from notebook_accelerate import hardware
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.hardware import device_counts, device_table, feature_checks, tpu_environment
+from notebook_accelerate.strategies import STRATEGIES
 from notebook_accelerate.strategies.ddp_strategy import DDPStrategy
-from notebook_accelerate.strategies.strategy_table import STRATEGIES
 
 COLAB = {"COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
 KAGGLE = {"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v5e-8", "KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
