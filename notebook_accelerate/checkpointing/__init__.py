@@ -16,9 +16,12 @@ if TYPE_CHECKING:
         read_weights as read_weights,
         save as save,
         save_model as save_model,
+        shard_checkpoint as shard_checkpoint,
         write_weights as write_weights,
     )
-    from notebook_accelerate.checkpointing.model_weights import shard_checkpoint as shard_checkpoint
+    from notebook_accelerate.checkpointing.single_files import (
+        clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    )
     from notebook_accelerate.checkpointing.state_functions import (
         load_accelerator_state as load_accelerator_state,
         load_custom_state as load_custom_state,
@@ -29,9 +32,6 @@ if TYPE_CHECKING:
     from notebook_accelerate.checkpointing.state_saving import (
         save_state as save_state,
         wait_for_saves as wait_for_saves,
-    )
-    from notebook_accelerate.checkpointing.checkpoint_writer import (
-        clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     )
     from notebook_accelerate.config.constants import (
         MODEL_NAME as MODEL_NAME,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from typing import Any
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, read_json
 from notebook_accelerate.big_modeling.weight_files import inside
-from notebook_accelerate.checkpointing.sharded_protocol import WHOLE
 from notebook_accelerate.errors import BrokenCheckpointError
 from notebook_accelerate.telemetry import events
 
@@ -33,8 +31,11 @@ JOURNAL_NAME = ".committing"
 """Folder inside an existing checkpoint: complete new files that are being moved to their final names."""
 LOCK_SUFFIX = ".saving"
 """Suffix, and inside an existing folder the name, of the file that the saving process locks."""
+RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, JOURNAL_NAME, LOCK_SUFFIX}
+"""Names in a checkpoint's folder that its own files cannot have."""
+WHOLE = "whole"
+"""Layout of strategies whose ranks each hold the complete state: one rank writes it, in single files."""
 
-_MAX_STEM = 240
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})", re.ASCII)
 
 
@@ -66,66 +67,13 @@ def removal_name(name: str) -> str:
     return f".{name}{REMOVED_SUFFIX}"
 
 
-def staging_folder(target: Path) -> Path:
-    """Return the folder in which the checkpoint `target` is written before it gets its name.
-
-    An existing folder is filled in place: it keeps its mode, owner and group, may be a link or a mount point, and its
-    parent may be read-only. For a new one the folder is beside it, on the same file system. Accelerate reads every
-    folder inside ``checkpoints`` as a checkpoint, so that of an automatically named one is a level higher.
-
-    Args:
-        target: Folder of the checkpoint.
-    """
-    return target / STAGING_SUFFIX if target.is_dir() else _beside(target, STAGING_SUFFIX)
-
-
-def folder_for_files(staging: Path, target: Path, token: str) -> Path:
-    """Return the folder inside a staging folder that becomes the checkpoint; hooks get it, so it has its final name.
-
-    Args:
-        staging: The staging folder.
-        target: Folder of the checkpoint.
-        token: The unique name of the save.
-    """
-    name = Path(os.path.normpath(target.absolute())).name or "checkpoint"  # "checkpoint" for the root folder
-    return staging / token / name
-
-
-def _beside(target: Path, suffix: str) -> Path:
-    automatic = target.parent.name == CHECKPOINTS_FOLDER and is_numbered(target.name)
-    return (target.parent.parent if automatic else target.parent) / f".{_short(target.name)}{suffix}"
-
-
-def _short(name: str) -> str:
-    """Return a name to which suffixes can be added: file systems limit names to 255 bytes."""
-    encoded = os.fsencode(name)
-    return name if len(encoded) <= _MAX_STEM else hashlib.sha256(encoded).hexdigest()
-
-
-def lock_of(staging: Path) -> Path:
-    """Return the lock of a staging folder."""
-    return staging.with_name(staging.name.removesuffix(STAGING_SUFFIX) + LOCK_SUFFIX)
-
-
-def staging_folders(target: Path) -> list[Path]:
-    """List the folders in which a checkpoint may have been written, whether it existed then or not."""
-    beside = target.parent / f".{_short(target.name)}{STAGING_SUFFIX}"
-    return list(dict.fromkeys([target / STAGING_SUFFIX, beside, _beside(target, STAGING_SUFFIX)]))
-
-
-def unfinished_staging(target: Path) -> Path | None:
-    """Return the staging folder that an ended process left for a checkpoint, or None."""
-    return next((place for place in staging_folders(target) if place.is_dir()), None)
-
-
-# The manifest of a checkpoint: the files that belong to it, with their sizes and checksums.
+# ---- the manifest
 
 FORMAT = 1
 """Version of the manifest's own format; a newer one is refused."""
 _CHUNK = 1 << 22
 _MAX_SIZE = 1 << 63
 _MAX_NAME = 4096
-_RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, JOURNAL_NAME, LOCK_SUFFIX}
 _MAX_LINES = 20
 """How many damaged files an error lists."""
 
@@ -228,7 +176,7 @@ def _parse(content: Any, path: AnyPath) -> Manifest:
 def _checked_name(name: str) -> str:
     """Return the name of a file; raise ValueError if it cannot be a path inside the checkpoint."""
     parts = name.split("/")
-    if not all(parts) or {".", "..", *_RESERVED} & set(parts) or len(name) > _MAX_NAME or "\0" in name:
+    if not all(parts) or {".", "..", *RESERVED} & set(parts) or len(name) > _MAX_NAME or "\0" in name:
         raise ValueError(f"{name[:100]!r} is not a path inside a checkpoint")
     return name
 

@@ -1,21 +1,55 @@
-"""A checkpoint on a file system, written in a staging folder and renamed."""
+"""A checkpoint on a file system: written in a staging folder under a lock, and renamed when it is complete.
+
+A new checkpoint's folder is written beside it and renamed. An existing folder is filled in place, as its other files
+and its mode stay, and it may be a mount point or the working directory, which cannot be renamed: the new files are
+written in a folder inside it, which becomes the journal by a renaming. Any process that finds a journal finishes it, if
+the one that made it has ended: the lock beside the staging folder shows that.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.checkpointing import checkpoint_layout, staging
-from notebook_accelerate.checkpointing.checkpoint_layout import Manifest, files_below, make_record, manifest_json
-from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, ReadLocation, Store
-from notebook_accelerate.checkpointing.save_lock import SaveLock
+from notebook_accelerate.big_modeling.weight_files import inside
+from notebook_accelerate.checkpointing.checkpoint_layout import (
+    CHECKPOINTS_FOLDER,
+    JOURNAL_NAME,
+    LOCK_SUFFIX,
+    MANIFEST_NAME,
+    RESERVED,
+    STAGING_SUFFIX,
+    FileRecord,
+    Manifest,
+    files_below,
+    is_numbered,
+    make_record,
+    removal_name,
+)
+from notebook_accelerate.checkpointing.commit import FileRecords, ReadLocation, Store
+from notebook_accelerate.checkpointing.save_lock import (
+    LockHeldError,
+    SaveLock,
+    acquire_lock,
+    live_owner,
+    second_writer_error,
+)
+from notebook_accelerate.checkpointing.single_files import sync_file, write_error
 from notebook_accelerate.config import constants
-from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.state.world import world_from_environ
+
+_JOURNAL_LIMIT = 60.0
+"""Seconds to wait for another process to finish its journal: it only renames and removes files."""
+_JOURNAL_PAUSE = 0.01
+_MAX_STEM = 240
 
 
 class DiskStore(Store):
@@ -26,144 +60,335 @@ class DiskStore(Store):
     """
 
     poll_interval = 0.01
+    target: Path
+    journal: Path
+    delivered: Path
+    messages: Path
+    _lock: SaveLock | None = None
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self._lock: SaveLock | None = None
+    # ---- saving
+
+    def open(self, token: str) -> None:
+        try:
+            super().open(token)
+        except BaseException as error:
+            self._unlock()
+            if isinstance(error, OSError):
+                raise write_error(self.target, error) from error
+            raise
+
+    def _claim(self) -> None:
+        if self.target.exists() and not self.target.is_dir():
+            raise CheckpointError(
+                f"Cannot write the checkpoint {self.target}: there is a file of that name. Pass another folder: "
+                'accelerator.save_state("my_checkpoint")'
+            )
+        self._staging = _staging_folder(self.target)
+        if self._staging.parent != self.target:
+            self._staging.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked(self._staging)
+
+    def _locked(self, staging: Path) -> SaveLock:
+        try:
+            return acquire_lock(_lock_of(staging))
+        except LockHeldError as error:
+            raise CheckpointError(second_writer_error(self.target, error.owner)) from error
+
+    def _check_claim(self) -> None:
+        assert self._lock is not None
+        if not self._lock.is_held():
+            raise CheckpointError(
+                f"The checkpoint {self.target} was not written: the lock {self._lock.path} was removed while it was "
+                "being saved. What was there before is unchanged. Save again."
+            )
+
+    def _remove_unfinished(self) -> None:
+        for left in _staging_folders(self.target):
+            own = left == self._staging
+            if own or left.exists() or _lock_of(left).exists():
+                with nullcontext() if own else self._locked(left):
+                    _remove_tree(left)
+
+    def _make_room(self, token: str) -> None:
+        self._write_into(_folder_for_files(self._staging, self.target, token))
+        self.folder.mkdir(parents=True)
+
+    def _write_into(self, folder: Path) -> None:
+        self.folder = self.delivered = folder
+        self.messages = folder.parent
+
+    def can_see(self, token: str) -> bool:
+        """Return whether this rank sees what the main rank opened; False on a machine with a disk of its own."""
+        if self._lock is None:
+            self._write_into(_folder_for_files(_staging_folder(self.target), self.target, token))
+        return self.folder.is_dir()
+
+    def prepare_folder(self) -> None:
+        """Do nothing: `open` has created the staging folder."""
+
+    def sync(self, path: Path) -> None:
+        sync_file(path)
+
+    def write_report(self, rank: int, content: dict[str, Any]) -> None:
+        """Report success or failure; an error that cannot be written is reported by removing the staging folder."""
+        try:
+            super().write_report(rank, content)
+        except OSError:
+            if "error" not in content:
+                raise
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def activity(self, rank: int) -> Any:
+        """Return the number of bytes in the staging folder."""
+        return _folder_size(self.folder) if self.folder.is_dir() else None
+
+    def _all_records(self, parts: Iterable[FileRecords]) -> FileRecords:
+        records = super()._all_records(parts)
+        for path in files_below(self.folder):  # hooks and the strategy may have written files without records
+            name = path.relative_to(self.folder).as_posix()
+            if name not in records:
+                records[name] = make_record(path)
+                sync_file(path)
+        return records
+
+    def _stored_record(self, name: str) -> FileRecord:
+        return make_record(self.folder / name)
+
+    def _publish(self) -> None:
+        sync_file(self.folder / MANIFEST_NAME)
+        for root, _, _ in os.walk(self.folder):
+            _sync_folder(Path(root))
+        self._check_claim()
+        if self._become_target():
+            return
+        inner = self.target / STAGING_SUFFIX
+        with nullcontext() if self._staging == inner else self._locked(inner):  # the folder was created meanwhile
+            self.folder.rename(self.journal)
+            self._remove_emptied()
+            _sync_folder(self.target)
+            self._finish_journal()
+
+    def _become_target(self) -> bool:
+        """Rename the folder of files to the checkpoint; return whether that was possible: there is no such folder."""
+        if self.target.is_dir():
+            return False
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.rename(self.target)
+        except OSError:
+            if self.target.is_dir():  # created meanwhile, and not empty
+                return False
+            raise
+        _sync_folder(self.target.parent)
+        return True
+
+    def _remove_emptied(self) -> None:
+        """Remove the folders above the one that was renamed: the reports, and the staging folder if it is empty."""
+        shutil.rmtree(self.messages, ignore_errors=True)
+        with suppress(OSError):
+            self._staging.rmdir()
+
+    def _release(self) -> None:
+        self._remove_emptied()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def discard(self, opened: bool, delivering: bool = True) -> None:
+        """Give up a save: the rank that created the staging folder removes it and its lock."""
+        if opened and self._lock is not None:
+            if self._lock.is_held():
+                shutil.rmtree(self._staging, ignore_errors=True)  # the next save removes what is left
+            self._lock.release()
+
+    def write_error(self, error: BaseException) -> CheckpointError:
+        return error if isinstance(error, CheckpointError) else write_error(self.target, error)
+
+    def remove_checkpoints(self, surplus: Sequence[Path]) -> None:
+        """Remove numbered checkpoints; of a link only the link.
+
+        A folder is renamed before it is removed: a process that ends in the middle leaves no partial checkpoint.
+
+        Args:
+            surplus: Their folders.
+
+        Raises:
+            OSError: Some could not be removed; the others have been.
+        """
+        project_dir = self.target.parent.parent
+        failure: OSError | None = None
+        for folder in (*project_dir.glob(removal_name("*")), *surplus):
+            try:
+                hidden = project_dir / removal_name(folder.name)
+                _remove_tree(folder if folder.parent == project_dir else folder.rename(hidden))
+            except OSError as error:  # one that cannot be removed does not keep the others
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    # ---- the journal
+
+    def _has_journal(self) -> bool:
+        if self.journal.is_symlink() and self.journal.is_dir():
+            raise BrokenCheckpointError(
+                f"{self.journal} is a link, which no save makes: remove it, and load or save again."
+            )
+        return self.journal.is_dir()
+
+    def _journal_entries(self, new: Manifest) -> list[str]:
+        return [entry.name for entry in self.journal.iterdir() if entry.name not in RESERVED]
+
+    def _entry_of(self, name: str) -> str:
+        return Path(name).parts[0]
+
+    def _take_from_journal(self, entries: Sequence[str]) -> None:
+        for name in entries:
+            destination = self.target / name
+            if destination.is_dir() and not destination.is_symlink():
+                shutil.rmtree(destination)
+            (self.journal / name).replace(destination)
+
+    def _remove(self, entries: Collection[str]) -> None:
+        for name in entries:
+            entry = inside(self.target, name)
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+
+    def _remove_journal(self) -> None:
+        shutil.rmtree(self.journal)
+        _sync_folder(self.target)
+
+    def finish_commit(self) -> None:
+        """Finish the journal of a process that has ended; wait for a process that is alive to finish its own.
+
+        Raises:
+            CheckpointError: A process that is alive does not finish, or this one must not write to the folder.
+        """
+        lock = self.target / LOCK_SUFFIX
+        deadline = time.monotonic() + _JOURNAL_LIMIT
+        while self.journal.is_dir():
+            if (owner := live_owner(lock)) is None:
+                try:
+                    with acquire_lock(lock):
+                        return self._finish_journal()
+                except LockHeldError:  # another process was faster
+                    continue
+                except OSError as error:
+                    raise CheckpointError(
+                        f"Checkpoint {self.target} was not loaded: the process that saved it ended while it moved the "
+                        f"new files from {JOURNAL_NAME}, and this one cannot finish that ({error}). Load it once where "
+                        "you may write to the folder."
+                    ) from error
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"Checkpoint {self.target} was not loaded: {owner} has been moving new files there for "
+                    f"{_JOURNAL_LIMIT:.0f} s. Load it when that save has ended."
+                )
+            time.sleep(_JOURNAL_PAUSE)
+        return None
+
+    # ---- existing checkpoints
 
     def is_checkpoint(self) -> bool:
-        """See `Store.is_checkpoint`; on a disk only a complete checkpoint gets its name."""
+        """Return whether there is a folder: on a disk only a complete checkpoint gets its name."""
         return self.target.is_dir()
 
     def is_occupied(self) -> bool:
-        """See `Store.is_occupied`."""
         return self.target.exists()
 
     def unfinished_save(self) -> str | None:
-        """See `Store.unfinished_save`."""
         if self.target.is_dir() and any(self.target.glob(f"{constants.RNG_STATE_NAME}_*.pkl")):
             return None
-        left = checkpoint_layout.unfinished_staging(self.target)
-        return None if left is None else str(left)
-
-    def finish_commit(self, main: bool, local_main: bool) -> None:
-        """See `Store.finish_commit`; the first rank of each machine does it."""
-        if local_main:
-            staging.finish_abandoned_journal(self.target)
+        return next((str(left) for left in _staging_folders(self.target) if left.is_dir()), None)
 
     def generation(self) -> Any:
-        """See `Store.generation`; another value each time while a save is moving its files."""
-        if (self.target / checkpoint_layout.JOURNAL_NAME).exists():  # first: a save that ended since has a new manifest
+        """Return the identity of the manifest; another value each time while a save is moving its files."""
+        if self.journal.exists():  # first: a save that ended since has a new manifest
             return object()
         try:
-            manifest = (self.target / checkpoint_layout.MANIFEST_NAME).stat()
+            manifest = (self.target / MANIFEST_NAME).stat()
         except OSError:
             return self.target.is_dir()
         return manifest.st_dev, manifest.st_ino, manifest.st_size, manifest.st_mtime_ns
 
-    def source(self) -> Path:
-        """See `Store.source`."""
-        return self.target
-
-    def open(self, token: str) -> None:
-        """See `Store.open`; locks the folder and creates an empty staging folder."""
-        try:
-            self.folder, self._lock = staging.open_staging(self.target, token)
-        except OSError as error:
-            raise staging.write_error(self.target, error) from error
-
-    def can_see(self, token: str) -> bool:
-        """See `Store.can_see`; False on a machine with a disk of its own."""
-        if self._lock is None:
-            place = checkpoint_layout.staging_folder(self.target)
-            self.folder = checkpoint_layout.folder_for_files(place, self.target, token)
-        return self.folder.is_dir()
-
-    def prepare_folder(self) -> None:
-        """See `Store.prepare_folder`; ranks write into the staging folder, which `open` has created."""
-
-    def sync(self, path: Path) -> None:
-        """See `Store.sync`."""
-        staging.sync_file(path)
-
-    def deliver(self, rank: int, records: FileRecords) -> FileRecords:
-        """See `Store.deliver`; the files are in the staging folder already."""
-        return records
-
-    def _report_file(self, rank: int) -> Path:
-        return self.folder / f".rank_{rank}.json"
-
-    def write_report(self, rank: int, content: dict[str, Any]) -> None:
-        """See `Store.write_report`; an error that cannot be written is reported by removing the staging folder."""
-        report = self._report_file(rank)
-        temporary = report.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
-            temporary.replace(report)
-        except OSError:
-            if "error" not in content:
-                raise
-            staging.discard(self.folder)
-
-    def read_report(self, rank: int) -> dict[str, Any] | None:
-        """See `Store.read_report`; a report is removed once read."""
-        report = self._report_file(rank)
-        if not report.exists():
-            return None
-        content: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-        report.unlink()
-        return content
-
-    def activity(self, rank: int) -> Any:
-        """See `Store.activity`; returns the number of bytes in the staging folder."""
-        return folder_size(self.folder) if self.folder.is_dir() else None
-
-    def commit(self, manifest: Manifest, parts: Sequence[FileRecords]) -> None:
-        """See `Store.commit`; writes the manifest and renames the folder."""
-        for part in parts:
-            manifest.files.update(part)
-        for path in files_below(self.folder):  # hooks and the strategy may have written files without records
-            name = path.relative_to(self.folder).as_posix()
-            if name not in manifest.files:
-                manifest.files[name] = make_record(path)
-                staging.sync_file(path)
-        path = self.folder / checkpoint_layout.MANIFEST_NAME
-        path.write_text(manifest_json(manifest), encoding="utf-8")
-        staging.sync_file(path)
-        assert self._lock is not None
-        staging.commit(self.folder, self.target, self._lock)
-
-    def discard(self, opened: bool, delivering: bool = True) -> None:
-        """See `Store.discard`; the rank that created the staging folder removes it and its lock."""
-        if opened and self._lock is not None:
-            if self._lock.is_held():
-                staging.discard(self.folder.parent.parent)
-            self._lock.release()
-
-    def remove_checkpoints(self, surplus: Sequence[Any]) -> None:
-        """See `Store.remove_checkpoints`."""
-        staging.remove_numbered(self.target.parent.parent, surplus)
-
-    def write_error(self, error: BaseException) -> CheckpointError:
-        """See `Store.write_error`."""
-        return error if isinstance(error, CheckpointError) else staging.write_error(self.target, error)
-
     @contextmanager
     def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
-        """See `Store.open_for_reading`; files are read in place, and the ranks of a machine divide the verification."""
+        """Read files in place; the ranks of a machine divide the verification."""
         yield ReadLocation(self.target, slice(local_rank, None, world_from_environ().local_size))
 
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """See `Store.fetch`; the files are on the disk already."""
+        """Return the names of this rank's share: the files are on the disk already."""
         return list(names or ())[location.share]
 
 
-def folder_size(folder: Path) -> int:
-    """Return the bytes in a folder that other processes write to; a file that was renamed after listing is skipped.
+# ---- names beside and inside the folder of a checkpoint
 
-    Args:
-        folder: The folder.
+
+def _staging_folder(target: Path) -> Path:
+    """Return the folder in which the checkpoint `target` is written before it gets its name.
+
+    An existing folder is filled in place: it keeps its mode, owner and group, may be a link or a mount point, and its
+    parent may be read-only. For a new one the staging folder is next to it, on the same file system. Accelerate reads
+    every folder inside ``checkpoints`` as a checkpoint, so an automatically named one is staged a level higher.
     """
+    return target / STAGING_SUFFIX if target.is_dir() else _next_to(target)
+
+
+def _staging_folders(target: Path) -> list[Path]:
+    """List the folders in which a checkpoint may have been written, whether it existed then or not."""
+    return list(dict.fromkeys([target / STAGING_SUFFIX, _hidden(target.parent, target), _next_to(target)]))
+
+
+def _next_to(target: Path) -> Path:
+    automatic = target.parent.name == CHECKPOINTS_FOLDER and is_numbered(target.name)
+    return _hidden(target.parent.parent if automatic else target.parent, target)
+
+
+def _hidden(parent: Path, target: Path) -> Path:
+    encoded = os.fsencode(target.name)  # file systems limit names, with their suffixes, to 255 bytes
+    stem = target.name if len(encoded) <= _MAX_STEM else hashlib.sha256(encoded).hexdigest()
+    return parent / f".{stem}{STAGING_SUFFIX}"
+
+
+def _lock_of(staging: Path) -> Path:
+    return staging.with_name(staging.name.removesuffix(STAGING_SUFFIX) + LOCK_SUFFIX)
+
+
+def _folder_for_files(staging: Path, target: Path, token: str) -> Path:
+    """Return the folder inside a staging folder that becomes the checkpoint; hooks get it, so it has its final name.
+
+    What a rank of an ended save still writes cannot get into the folder of another token.
+    """
+    name = Path(os.path.normpath(target.absolute())).name or "checkpoint"  # "checkpoint" for the root folder
+    return staging / token / name
+
+
+# ---- file systems
+
+
+def _remove_tree(folder: Path) -> None:
+    if folder.is_symlink():  # the user's: its target is left alone
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk, where the system supports it."""
+    with suppress(OSError):  # Windows and some network file systems cannot open folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _folder_size(folder: Path) -> int:
+    """Return the bytes in a folder that other processes write to; a file that was renamed after listing is skipped."""
     size = 0
     for path in files_below(folder):
         with contextlib.suppress(FileNotFoundError):

@@ -19,9 +19,17 @@ from notebook_accelerate.big_modeling.module_tensors import get_state_dict_offlo
 from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.weight_files import inside, plain_data_only, read_index, read_torch
-from notebook_accelerate.checkpointing import checkpoint_writer
-from notebook_accelerate.checkpointing.checkpoint_writer import clean_state_dict_for_safetensors, memory_key
-from notebook_accelerate.checkpointing.staging import atomic_write, is_writer, local_copy, make_folder
+from notebook_accelerate.checkpointing.single_files import (
+    METADATA,
+    atomic_write,
+    clean_state_dict_for_safetensors,
+    is_writer,
+    local_copy,
+    make_folder,
+    memory_key,
+    read_file,
+    write_safetensors,
+)
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware import guarded_files
@@ -58,14 +66,14 @@ def save(
     elif safe_serialization:
         import safetensors.torch
 
-        f.write(safetensors.torch.save(clean_state_dict_for_safetensors(obj), metadata=checkpoint_writer.METADATA))
+        f.write(safetensors.torch.save(clean_state_dict_for_safetensors(obj), metadata=METADATA))
     else:
         torch.save(obj, f)
 
 
 def _write_file(obj: Any, path: AnyPath, safe: bool) -> None:
     with atomic_write(path) as temporary:
-        (checkpoint_writer.write_safetensors if safe else torch.save)(obj, temporary)
+        (write_safetensors if safe else torch.save)(obj, temporary)
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
@@ -85,7 +93,7 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
     if isinstance(f, (str, os.PathLike)):
         with local_copy(path_of(f)) as path:
             if path.suffix == ".safetensors":
-                return checkpoint_writer.read(path)
+                return read_file(path)
             return read_torch(path, map_location=map_location, **kwargs)
     return read_torch(f, map_location=map_location, **kwargs)
 
@@ -185,11 +193,9 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     found = weights_on_disk(_find_weights(path_of(path)))
     if not found.name.endswith(".index.json"):
-        return dict(checkpoint_writer.read(found))
+        return dict(read_file(found))
     weight_map = read_index(found)
-    parts: dict[Path, dict[str, Any]] = {
-        file: checkpoint_writer.read(file) for file in sorted(set(weight_map.values()))
-    }
+    parts: dict[Path, dict[str, Any]] = {file: read_file(file) for file in sorted(set(weight_map.values()))}
     if missing := [name for name, file in weight_map.items() if name not in parts[file]]:
         raise CheckpointError(f"{found} names weights that its files do not contain: {', '.join(missing[:5])}")
     return {name: parts[file][name] for name, file in weight_map.items()}

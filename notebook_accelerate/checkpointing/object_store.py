@@ -1,9 +1,8 @@
 """A checkpoint in a store that fsspec reaches: ranks write on their machines' disks and upload their files.
 
-An object store cannot rename. The manifest, which is uploaded in one piece or not at all, makes the checkpoint: a
-folder without it is none. New files go to their final names if nothing is there yet. Otherwise they go to a folder
-inside (``.committing``), whose manifest marks them as complete, and the store then copies them to their final names.
-``.incomplete`` contains the messages of the ranks during a save, and the names of the files to remove if it fails.
+An object store cannot rename. New files go to their final names if nothing is there yet, otherwise to the journal,
+from which the store copies them. ``.incomplete`` contains the messages of the ranks during a save: who is saving, which
+files to remove if that process ends, signs of life, and the reports.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,15 +24,12 @@ from notebook_accelerate.checkpointing.checkpoint_layout import (
     MANIFEST_NAME,
     STAGING_SUFFIX,
     FileRecord,
-    Manifest,
     files_below,
     is_numbered,
     make_record,
-    manifest_json,
-    read_manifest,
     removal_name,
 )
-from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, ReadLocation, Store
+from notebook_accelerate.checkpointing.commit import FileRecords, ReadLocation, Store, read_message
 from notebook_accelerate.checkpointing.rank_agreement import gather_values
 from notebook_accelerate.checkpointing.save_lock import second_writer_error
 from notebook_accelerate.errors import CheckpointError
@@ -46,24 +41,6 @@ _HEARTBEAT = 30.0
 """Seconds between two heartbeats of a rank that is uploading: a store does not show partial files."""
 
 
-def _read_message(path: RemotePath) -> dict[str, Any]:
-    """Return the content of a rank's message; empty if it cannot be read."""
-    try:
-        content = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _planned(plan: RemotePath) -> list[str]:
-    """Return the names of the files that a rank was going to upload; none if the message was not complete."""
-    try:
-        names = json.loads(plan.read_text())
-    except (FileNotFoundError, ValueError, RecursionError):
-        return []
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
 class ObjectStore(Store):
     """A folder behind a URL.
 
@@ -72,98 +49,60 @@ class ObjectStore(Store):
     """
 
     poll_interval = 0.2
+    target: RemotePath
+    journal: RemotePath
+    delivered: RemotePath
+    messages: RemotePath
 
     def __init__(self, target: RemotePath) -> None:
-        self.target = target
-        self._messages = target / STAGING_SUFFIX
-        self._journal = target / JOURNAL_NAME
-        self._destination = self._source = target
+        super().__init__(target)
+        self.messages = target / STAGING_SUFFIX
+        self._source = target
 
-    # -- existing checkpoints -----------------------------------------------------------------------------------------
+    # ---- saving
 
-    def is_checkpoint(self) -> bool:
-        """See `Store.is_checkpoint`; True if there is a manifest, at its final name or in the journal."""
-        return any((folder / MANIFEST_NAME).is_file() for folder in (self.target, self._journal))
+    def _claim(self) -> None:
+        """Refuse to save while another process of this machine does; `_check_claim` notices those of others."""
+        here = this_process()
+        for owner in (parse_identity(message.get("owner")) for message in self._open_messages()):
+            if owner and owner.machine == here.machine and owner != here and not owner.has_ended():
+                raise CheckpointError(second_writer_error(self.target, str(owner)))
 
-    def is_occupied(self) -> bool:
-        """See `Store.is_occupied`; the remains of an unfinished save do not count."""
-        if self.is_checkpoint():
-            return True
-        return not self.unfinished_save() and any(
-            path.name not in {STAGING_SUFFIX, JOURNAL_NAME} for path in self.target.iterdir()
-        )
+    def _open_messages(self) -> list[dict[str, Any]]:
+        opened = [read_message(path) for path in self.messages.iterdir() if path.name.startswith("open_")]
+        return [message for message in opened if isinstance(message, dict)]
 
-    def unfinished_save(self) -> str | None:
-        """See `Store.unfinished_save`."""
-        if self.is_checkpoint():
-            return None
-        opened = [path for path in self._messages.iterdir() if path.name.startswith("open_")]
-        return str(self._messages) if any(_read_message(path).get("into") == "" for path in opened) else None
+    def _open_message(self, token: str) -> RemotePath:
+        return self.messages / f"open_{token.strip('.')}.json"
 
-    def finish_commit(self, main: bool, local_main: bool) -> None:
-        """See `Store.finish_commit`; does nothing: files are read from a complete journal (`source`)."""
+    def _check_claim(self) -> None:
+        if not self._message.is_file():
+            raise CheckpointError(second_writer_error(self.target, "another run"))
 
-    def _finish_journal(self) -> None:
-        """Copy the files of a complete journal over the old ones; idempotent."""
-        new = read_manifest(self._journal)
-        if new is None:
-            return
-        with contextlib.suppress(CheckpointError):
-            old = read_manifest(self.target)
-            self.target.remove_files(old.files.keys() - new.files.keys() if old is not None else ())
-        self._journal.copy_files(sorted(new.files), self.target)
-        self._journal.copy_files([MANIFEST_NAME], self.target)
-        (self._journal / MANIFEST_NAME).unlink(missing_ok=True)  # first: without it the other files are ignored
-        self._journal.remove_tree()
-
-    def generation(self) -> Any:
-        """See `Store.generation`; the text of the manifest and where it is."""
-        for folder in (self._journal, self.target):
-            self._source = folder
-            with contextlib.suppress(FileNotFoundError):
-                return str(folder), (folder / MANIFEST_NAME).read_text()
-        return str(self.target), ""
-
-    def source(self) -> RemotePath:
-        """See `Store.source`; a complete journal, which its writer or the next save copies to the final names."""
-        return self._source
-
-    # -- saving -------------------------------------------------------------------------------------------------------
-
-    def open(self, token: str) -> None:
-        """See `Store.open`; records that a save has started, and by which process."""
-        self._refuse_second_writer()
-        self._finish_journal()
+    def _remove_unfinished(self) -> None:
         self._finish_removals()
-        self._remove_unfinished()
+        self._remove_planned()
+
+    def _remove_planned(self) -> None:
+        """Remove the files that an unfinished save recorded; other files in this folder are the user's."""
+        messages = list(self.messages.iterdir())
+        if not messages:
+            return
+        if not self.is_checkpoint():
+            plans = [read_message(path) for path in messages if path.name.startswith("plan_")]
+            self.target.remove_files(
+                {name for plan in plans if isinstance(plan, list) for name in plan if isinstance(name, str)}
+            )
+        self.journal.remove_tree()
+        self.messages.remove_tree()
+
+    def _make_room(self, token: str) -> None:
         into = JOURNAL_NAME if any(True for _ in self.target.iterdir()) else ""
         self._message = self._open_message(token)
         self._message.write_text(json.dumps({"into": into, "owner": asdict(this_process())}))
 
-    def _refuse_second_writer(self) -> None:
-        """Raise if another process of this machine is saving to this folder; `commit` notices those of others."""
-        here = this_process()
-        opened = [path for path in self._messages.iterdir() if path.name.startswith("open_")]
-        for owner in (parse_identity(_read_message(path).get("owner")) for path in opened):
-            if owner and owner.machine == here.machine and owner != here and not owner.has_ended():
-                raise CheckpointError(second_writer_error(self.target, str(owner)))
-
-    def _open_message(self, token: str) -> RemotePath:
-        return self._messages / f"open_{token.strip('.')}.json"
-
-    def _remove_unfinished(self) -> None:
-        """Remove the files that an unfinished save recorded; other files in this folder are the user's."""
-        messages = list(self._messages.iterdir())
-        if not messages:
-            return
-        if not self.is_checkpoint():
-            plans = [path for path in messages if path.name.startswith("plan_")]
-            self.target.remove_files({name for plan in plans for name in _planned(plan)})
-        self._journal.remove_tree()
-        self._messages.remove_tree()
-
     def can_see(self, token: str) -> bool:
-        """See `Store.can_see`; reads the destination of the files from the main rank's message."""
+        """Read the destination of the files from the main rank's message."""
         try:
             message = json.loads(self._open_message(token).read_text())
         except FileNotFoundError as error:
@@ -171,25 +110,25 @@ class ObjectStore(Store):
                 f"This rank does not see what the main rank has just written to {self.target}: all ranks must reach "
                 "the same store (the same endpoint, account and region; memory:// is local to one process)."
             ) from error
-        self._destination = self.target / message["into"] if message["into"] else self.target
+        self.delivered = self.target / message["into"] if message["into"] else self.target
         return True
 
     def prepare_folder(self) -> None:
-        """See `Store.prepare_folder`; creates a folder of this rank's own in the machine's temporary files."""
+        """Create a folder for this rank in the machine's temporary files."""
         self.folder = guarded_files.make() / self.target.name
         self.folder.mkdir()
 
     def sync(self, path: Path) -> None:
-        """See `Store.sync`; does nothing, because files are only uploaded from this disk."""
+        """Do nothing: files are only uploaded from this disk."""
 
     def deliver(self, rank: int, records: FileRecords) -> FileRecords:
-        """See `Store.deliver`; uploads all files in this rank's folder, after a list of their names for cleanup."""
+        """Upload all files in this rank's folder, after a list of their names for `_remove_planned`."""
         found = {path.relative_to(self.folder).as_posix(): path for path in files_below(self.folder)}
         delivered = {name: records[name] if name in records else make_record(path) for name, path in found.items()}
-        (self._messages / f"plan_{rank}.json").write_text(json.dumps(sorted(delivered)))
+        (self.messages / f"plan_{rank}.json").write_text(json.dumps(sorted(delivered)))
         with self._sending_heartbeats(rank):
             for name, path in found.items():
-                (self._destination / name).upload(path)
+                (self.delivered / name).upload(path)
                 path.unlink()
         guarded_files.remove(self.folder.parent)
         return delivered
@@ -204,7 +143,7 @@ class ObjectStore(Store):
             while not finished.wait(_HEARTBEAT):
                 count += 1
                 with contextlib.suppress(CheckpointError):
-                    (self._messages / f"beat_{rank}").write_text(str(count))
+                    (self.messages / f"beat_{rank}").write_text(str(count))
 
         thread = threading.Thread(target=send_heartbeats, name=f"upload to {self.target.name}", daemon=True)
         thread.start()
@@ -214,72 +153,54 @@ class ObjectStore(Store):
             finished.set()
             thread.join()
 
-    def write_report(self, rank: int, content: dict[str, Any]) -> None:
-        """See `Store.write_report`."""
-        (self._messages / f"rank_{rank}.json").write_text(json.dumps(content))
-
-    def read_report(self, rank: int) -> dict[str, Any] | None:
-        """See `Store.read_report`."""
-        try:
-            content: dict[str, Any] = json.loads((self._messages / f"rank_{rank}.json").read_text())
-        except (FileNotFoundError, ValueError):  # missing, or partial where the store is a file system
-            return None
-        return content
-
     def activity(self, rank: int) -> Any:
-        """See `Store.activity`; returns the rank's last heartbeat."""
+        """Return the rank's last heartbeat."""
         try:
-            return (self._messages / f"beat_{rank}").read_text()
+            return (self.messages / f"beat_{rank}").read_text()
         except FileNotFoundError:
             return ""
 
-    def commit(self, manifest: Manifest, parts: Sequence[FileRecords]) -> None:
-        """See `Store.commit`; writing the manifest makes the checkpoint."""
-        writers = Counter(name for part in parts for name in part)
-        for part in parts:
-            for name, record in part.items():
-                known = manifest.files.setdefault(name, record)
-                if writers[name] > 1 and known != record:  # hooks on several ranks wrote it: the last upload is stored
-                    manifest.files[name] = self._stored_record(name)
-        if not self._message.is_file():
-            raise CheckpointError(second_writer_error(self.target, "another run"))
-        (self._destination / MANIFEST_NAME).write_text(manifest_json(manifest))
-        if self._destination != self.target:
-            self._finish_journal()
-        with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the next save removes the messages
-            self._messages.remove_tree()
-
     def _stored_record(self, name: str) -> FileRecord:
         with guarded_files.scratch() as folder:
-            (self._destination / name).download(folder / "file")
+            (self.delivered / name).download(folder / "file")
             return make_record(folder / "file")
 
+    def _publish(self) -> None:
+        if self.delivered == self.journal:
+            self._finish_journal()
+
+    def _release(self) -> None:
+        with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the next save removes the messages
+            self.messages.remove_tree()
+
     def discard(self, opened: bool, delivering: bool = True) -> None:
-        """See `Store.discard`; uploaded files stay for the next save, because other ranks may still be uploading."""
+        """Give up a save; uploaded files stay for the next one, because other ranks may still be uploading."""
         if hasattr(self, "folder"):
             guarded_files.remove(self.folder.parent)
         if not opened:
             return
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             if not delivering:
-                self._messages.remove_tree()
-            elif self._message.is_file():  # no longer this process's
-                self._message.write_text(json.dumps({"into": _read_message(self._message).get("into")}))
+                self.messages.remove_tree()
+            elif self._message.is_file():  # from now on it names no process
+                into = JOURNAL_NAME if self.delivered == self.journal else ""
+                self._message.write_text(json.dumps({"into": into}))
 
-    # -- numbered checkpoints -----------------------------------------------------------------------------------------
-
-    def remove_checkpoints(self, surplus: Sequence[Any]) -> None:
-        """See `Store.remove_checkpoints`; also removes saves that never finished.
+    def remove_checkpoints(self, surplus: Sequence[RemotePath]) -> None:
+        """Remove numbered checkpoints, and saves that never finished.
 
         Each removal is recorded in the project first, and the manifest is removed before the other files: what an
         interrupted removal leaves is not a checkpoint, and the next one finishes it.
+
+        Args:
+            surplus: Their folders.
         """
         for folder in surplus:
             (folder.parent.parent / removal_name(folder.name)).write_text("")
         self._finish_removals()
         for folder in self.target.parent.iterdir():
             if is_numbered(folder.name) and folder != self.target and ObjectStore(folder).unfinished_save():
-                ObjectStore(folder)._remove_unfinished()
+                ObjectStore(folder)._remove_planned()
 
     def _finish_removals(self) -> None:
         checkpoints = self.target.parent
@@ -292,11 +213,57 @@ class ObjectStore(Store):
                 (checkpoints / name).remove_tree()
                 record.unlink(missing_ok=True)
 
-    # -- loading ------------------------------------------------------------------------------------------------------
+    # ---- the journal
+
+    def _has_journal(self) -> bool:
+        return (self.journal / MANIFEST_NAME).is_file()
+
+    def _take_from_journal(self, entries: Sequence[str]) -> None:
+        self.journal.copy_files(entries, self.target)
+
+    def _remove(self, entries: Collection[str]) -> None:
+        self.target.remove_files(entries)
+
+    def _remove_journal(self) -> None:
+        (self.journal / MANIFEST_NAME).unlink(missing_ok=True)  # first: without it the other files are ignored
+        self.journal.remove_tree()
+
+    # ---- existing checkpoints
+
+    def is_checkpoint(self) -> bool:
+        """Return whether there is a manifest, at its final name or in the journal."""
+        return any((folder / MANIFEST_NAME).is_file() for folder in (self.target, self.journal))
+
+    def is_occupied(self) -> bool:
+        """Return whether there is a checkpoint or a user's file; the remains of an unfinished save do not count."""
+        if self.is_checkpoint():
+            return True
+        return not self.unfinished_save() and any(
+            path.name not in {STAGING_SUFFIX, JOURNAL_NAME} for path in self.target.iterdir()
+        )
+
+    def unfinished_save(self) -> str | None:
+        if self.is_checkpoint():
+            return None
+        return str(self.messages) if any(message.get("into") == "" for message in self._open_messages()) else None
+
+    def finish_commit(self) -> None:
+        """Do nothing: a complete journal is read as it is (`source`)."""
+
+    def generation(self) -> Any:
+        """Return the text of the manifest and where it is: files are read from a complete journal."""
+        for folder in (self.journal, self.target):
+            self._source = folder
+            with contextlib.suppress(FileNotFoundError):
+                return str(folder), (folder / MANIFEST_NAME).read_text()
+        return str(self.target), ""
+
+    def source(self) -> RemotePath:
+        return self._source
 
     @contextmanager
     def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
-        """See `Store.open_for_reading`; the ranks of a machine fill one temporary folder together."""
+        """Provide one temporary folder, which the ranks of a machine fill together."""
         with guarded_files.scratch() as scratch:
             own = scratch / self.target.name
             own.mkdir()
@@ -307,7 +274,7 @@ class ObjectStore(Store):
             yield ReadLocation(folder if shared else own, share)
 
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """See `Store.fetch`; the verification reports files that are missing in the store."""
+        """Download this rank's share; the verification reports files that are missing in the store."""
         if names is None:
             names = sorted(name for name in self._source.files() if not name.startswith((STAGING_SUFFIX, JOURNAL_NAME)))
         share = list(names)[location.share]

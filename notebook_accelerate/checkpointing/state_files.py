@@ -7,14 +7,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import torch
 
 from notebook_accelerate.checkpointing import checkpoint_layout
-from notebook_accelerate.checkpointing.checkpoint_layout import numbered
-from notebook_accelerate.checkpointing.sharded_protocol import schedulers_to_save
+from notebook_accelerate.checkpointing.checkpoint_layout import WHOLE, numbered
 from notebook_accelerate.config import constants
 from notebook_accelerate.data_loader import SeedableRandomSampler, get_sampler
 from notebook_accelerate.state.warn_once import warn_once
@@ -22,6 +21,7 @@ from notebook_accelerate.state.warn_once import warn_once
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
     from notebook_accelerate.strategies.sharding.write_plans import StatePart
+    from notebook_accelerate.strategies.strategy import Strategy
 
 
 @dataclass
@@ -209,7 +209,72 @@ def count_files(names: Sequence[str], pattern: str) -> int:
     return sum(re.fullmatch(pattern, name) is not None for name in names)
 
 
-# Random states of one rank: those of Python, numpy, torch and the rank's device.
+# ---- strategies that shard models and optimizers, and save the shards themselves
+
+
+class SavesOwnState(Protocol):
+    """A strategy whose `checkpoint_layout` is not "whole"."""
+
+    name: str
+    checkpoint_layout: str
+    """Name of the layout, recorded in the manifest: a checkpoint is loaded by the layout that wrote it."""
+
+    def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
+        """Write models and optimizers into a folder, in files of any name, at once; every rank calls it.
+
+        A strategy whose state a thread can write has `state_parts` instead.
+
+        Args:
+            folder: An existing staging folder that all ranks of a file system share.
+            safe_serialization: Prefer safetensors.
+            options: Arguments that the user passed to `save_state` beyond its own.
+        """
+
+    def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
+        """Read models and optimizers from a folder; every rank calls it.
+
+        Args:
+            folder: The checkpoint, verified.
+            models: The prepared models that no hook has loaded.
+            options: Arguments that the user passed to `load_state` beyond its own.
+        """
+
+
+class ReturnsStateParts(Protocol):
+    """A strategy that returns its shards for a thread to write."""
+
+    def state_parts(self, safe_serialization: bool, **options: Any) -> Sequence[StatePart]:
+        """Return the parts of models and optimizers that this rank writes; every rank calls it.
+
+        Args:
+            safe_serialization: Prefer safetensors.
+            options: Arguments that the user passed to `save_state` beyond its own.
+
+        Returns:
+            The parts; folders are in the same order on every rank.
+        """
+
+
+def saves_own_state(strategy: Strategy) -> TypeGuard[SavesOwnState]:
+    """Tell whether a strategy saves models and optimizers itself."""
+    return strategy.checkpoint_layout != WHOLE
+
+
+def returns_state_parts(strategy: Strategy) -> TypeGuard[ReturnsStateParts]:
+    """Tell whether a strategy returns parts that `save_state` writes, in a thread if asked to."""
+    return saves_own_state(strategy) and hasattr(strategy, "state_parts")
+
+
+def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:
+    """Return the schedulers that the strategy does not save itself (those without `saved_by_strategy`).
+
+    Args:
+        schedulers: The prepared schedulers.
+    """
+    return [scheduler for scheduler in schedulers if not getattr(scheduler, "saved_by_strategy", False)]
+
+
+# ---- random states of one rank: Python's, numpy's, torch's and its device's
 
 
 class _Generator(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.weight_files import read_torch
-from notebook_accelerate.checkpointing import checkpoint_writer, state_files, state_loading
-from notebook_accelerate.checkpointing.staging import atomic_write, is_writer
+from notebook_accelerate.checkpointing import state_files, state_loading
+from notebook_accelerate.checkpointing.single_files import atomic_write, is_writer, write_file
 from notebook_accelerate.state import PartialState
 
 
@@ -54,7 +54,7 @@ def save_accelerator_state(
     for file in files:
         with atomic_write(folder / file.name) as temporary:
             suffixed = temporary.with_suffix(Path(file.name).suffix)
-            checkpoint_writer.write(file.value, suffixed)
+            write_file(file.value, suffixed)
             suffixed.replace(temporary)
     return folder
 

@@ -15,20 +15,24 @@ from notebook_accelerate.big_modeling.module_tree import fit_compiled_names
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, naming_file
 from notebook_accelerate.big_modeling.weight_files import plain_data_only, trusted_files
-from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, state_files
+from notebook_accelerate.checkpointing import state_files
 from notebook_accelerate.checkpointing.checkpoint_layout import (
+    CHECKPOINTS_FOLDER,
+    CUSTOM_OBJECT_NAME,
+    DATALOADER_STATE_NAME,
+    WHOLE,
     Manifest,
     broken_checkpoint,
     find_damage,
+    number_of,
     numbered,
     read_manifest,
 )
-from notebook_accelerate.checkpointing.checkpoint_stores import ReadLocation, store_for
-from notebook_accelerate.checkpointing.checkpoint_writer import add_tied_names, read
+from notebook_accelerate.checkpointing.commit import ReadLocation, store_for
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
-from notebook_accelerate.checkpointing.sharded_protocol import WHOLE, saves_own_state, schedulers_to_save
-from notebook_accelerate.checkpointing.state_files import restore_rng_state
-from notebook_accelerate.checkpointing.state_saving import wait_for_saves
+from notebook_accelerate.checkpointing.single_files import add_tied_names, read_file
+from notebook_accelerate.checkpointing.state_files import restore_rng_state, saves_own_state, schedulers_to_save
+from notebook_accelerate.checkpointing.state_saving import automatic_checkpoints, project_directory, wait_for_saves
 from notebook_accelerate.collectives.communicator import wait_for_all_ranks
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.data_loader.stateful_loaders import LoaderState
@@ -160,7 +164,8 @@ def _find_checkpoint(accelerator: PreparedObjects, input_dir: AnyPath | None) ->
     """Return the folder to load, after finishing an interrupted commit in it."""
     with raising_on_all_ranks(_CALL, ValueError, CheckpointError, OSError):
         folder = _existing_folder(input_dir) if input_dir is not None else _newest_checkpoint(accelerator)
-        store_for(folder).finish_commit(accelerator.is_main_process, accelerator.is_local_main_process)
+        if accelerator.is_local_main_process:
+            store_for(folder).finish_commit()
     return folder
 
 
@@ -189,12 +194,11 @@ def _newest_checkpoint(accelerator: PreparedObjects) -> AnyPath:
             "No input_dir provided and automatic checkpoint naming is disabled. Pass the folder: "
             'accelerator.load_state("my_checkpoint")'
         )
-    project_dir = automatic_naming.project_directory(project)
-    found = automatic_naming.automatic_checkpoints(project_dir)
+    project_dir = project_directory(project)
+    found = automatic_checkpoints(project_dir)
     if not found:
         raise ValueError(
-            f"There is no checkpoint in {project_dir / checkpoint_layout.CHECKPOINTS_FOLDER} yet: call "
-            "accelerator.save_state() first"
+            f"There is no checkpoint in {project_dir / CHECKPOINTS_FOLDER} yet: call accelerator.save_state() first"
         )
     return found[-1]
 
@@ -254,7 +258,7 @@ def _possible_world_sizes(names: Sequence[str]) -> set[int]:
 
 
 def _custom_mismatch(accelerator: PreparedObjects, folder: AnyPath, names: Sequence[str]) -> CheckpointError | None:
-    count = state_files.count_files(names, checkpoint_layout.CUSTOM_OBJECT_NAME + r"_\d+\.pkl")
+    count = state_files.count_files(names, CUSTOM_OBJECT_NAME + r"_\d+\.pkl")
     registered = len(accelerator._custom_objects)
     if count == registered:
         return None
@@ -287,7 +291,7 @@ def _load_all(
     _load_loaders(accelerator, folder, names, options)
     if accelerator.scaler is not None and constants.SCALER_NAME in names:
         with naming_file(folder / constants.SCALER_NAME):
-            accelerator.scaler.load_state_dict(read(folder / constants.SCALER_NAME, **options))
+            accelerator.scaler.load_state_dict(read_file(folder / constants.SCALER_NAME, **options))
 
 
 def load_files(
@@ -316,7 +320,7 @@ def load_files(
     _load_each(folder, constants.SCHEDULER_NAME, accelerator._schedulers, options, verified=False)
     _load_loaders(accelerator, folder, names, options)
     if accelerator.scaler is not None and constants.SCALER_NAME in names:
-        accelerator.scaler.load_state_dict(read(folder / constants.SCALER_NAME, **options))
+        accelerator.scaler.load_state_dict(read_file(folder / constants.SCALER_NAME, **options))
     _load_rank(accelerator, folder, names, options)
 
 
@@ -330,7 +334,7 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     with naming_file(path, _STRUCTURE if not options else (LookupError, AttributeError)):
-        state = _fitted(read(path), inner)
+        state = _fitted(read_file(path), inner)
         inner.load_state_dict(add_tied_names(state, inner), **options)
 
 
@@ -360,7 +364,7 @@ def _load_each(folder: Path, name: str, objects: Sequence[Any], options: dict[st
                 "objects in the same order as before saving."
             )
         with naming_file(path, _STRUCTURE):
-            state = _checked(read(path, **options), path, name)
+            state = _checked(read_file(path, **options), path, name)
         with naming_file(path, () if verified else _STRUCTURE):  # of a verified file, an error is the object's own
             item.load_state_dict(state)
 
@@ -382,16 +386,16 @@ def _load_loaders(accelerator: PreparedObjects, folder: Path, names: Sequence[st
     for index, loader in enumerate(loaders):
         sampler = numbered(constants.SAMPLER_NAME, index, ".bin")
         own = _load_sampler(loader, folder / sampler, options) if sampler in names else {}
-        position = numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin")
+        position = numbered(DATALOADER_STATE_NAME, index, ".bin")
         if position in names and getattr(loader, "use_stateful_dataloader", False):
             with naming_file(folder / position):
-                loader.load_state_dict(LoaderState(read(folder / position, **options), own))
+                loader.load_state_dict(LoaderState(read_file(folder / position, **options), own))
 
 
 def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Restore a loader's epoch and sampler; return what a stateful loader saved in addition to torchdata's state."""
     try:
-        state = read(path, **options)
+        state = read_file(path, **options)
     except CheckpointError as error:
         if isinstance(error, BrokenCheckpointError) and not isinstance(error.__cause__, pickle.UnpicklingError):
             raise
@@ -409,7 +413,7 @@ def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> dict[str,
 def _load_custom(accelerator: PreparedObjects, folder: Path, options: dict[str, Any], verified: bool) -> None:
     for index, custom in enumerate(accelerator._custom_objects):
         path = folder / state_files.custom_file(index)
-        state = read(path, **options)
+        state = read_file(path, **options)
         with naming_file(path, () if verified else MALFORMED):  # of a verified file, an error is the object's own
             if isinstance(custom, torch.nn.Module) and isinstance(state, dict):
                 state = _fitted(state, custom)
@@ -421,7 +425,7 @@ def _load_rank(accelerator: PreparedObjects, folder: Path, names: Sequence[str],
     if name not in names:
         warn_once(f"{folder} has no {name}: the random state of rank {accelerator.process_index} is unchanged.")
         return
-    state = read(folder / name, **options)
+    state = read_file(folder / name, **options)
     with naming_file(folder / name, (*MALFORMED, RuntimeError)):
         accelerator.step = int(state["step"]) if "step" in state else accelerator.step
         restore_rng_state(state, accelerator.device.type)
@@ -430,10 +434,10 @@ def _load_rank(accelerator: PreparedObjects, folder: Path, names: Sequence[str],
 def _continue_numbering(accelerator: PreparedObjects, folder: AnyPath) -> None:
     """Continue automatic names after the newest checkpoint, if an automatically named one was loaded."""
     project = accelerator.project_configuration
-    if project.automatic_checkpoint_naming and folder.parent.name == checkpoint_layout.CHECKPOINTS_FOLDER:
-        found = automatic_naming.automatic_checkpoints(automatic_naming.project_directory(project))
+    if project.automatic_checkpoint_naming and folder.parent.name == CHECKPOINTS_FOLDER:
+        found = automatic_checkpoints(project_directory(project))
         if folder in found:
-            project.iteration = checkpoint_layout.number_of(found[-1].name) + 1
+            project.iteration = number_of(found[-1].name) + 1
 
 
 def resumed_checkpoint() -> str | None:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate import telemetry
 from notebook_accelerate.big_modeling.plain_pickle import unreadable_classes
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, rank_agreement, state_files
-from notebook_accelerate.checkpointing.checkpoint_layout import Manifest
-from notebook_accelerate.checkpointing.checkpoint_stores import store_for
+from notebook_accelerate.checkpointing import rank_agreement, state_files
+from notebook_accelerate.checkpointing.checkpoint_layout import CHECKPOINTS_FOLDER, Manifest, is_numbered, number_of
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
+from notebook_accelerate.checkpointing.commit import store_for
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
-from notebook_accelerate.checkpointing.sharded_protocol import returns_state_parts, saves_own_state
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
-from notebook_accelerate.checkpointing.state_files import StateFile
+from notebook_accelerate.checkpointing.state_files import StateFile, returns_state_parts, saves_own_state
 from notebook_accelerate.collectives.communicator import wait_for_all_ranks
+from notebook_accelerate.config.cluster import ProjectConfiguration
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.hardware.versions import installed_version
@@ -91,7 +91,7 @@ def save_state(
     wait_for_saves(_CALL)
     _warn_of_accumulated_gradients(accelerator)
     project = accelerator.project_configuration
-    target = _open_target(accelerator, automatic_naming.next_target(project, output_dir))
+    target = _open_target(accelerator, next_target(project, output_dir))
     began = steady_time.now()
     telemetry.send_soon()  # a run that goes on from this checkpoint has everything that was logged before
     background = not blocking or accelerator.device.type == "xla"  # XLA tensors have no memory to write from
@@ -172,7 +172,7 @@ def _path_for_user(accelerator: PreparedObjects, output_dir: Any, target: SaveTa
     """Return the folder's path as Accelerate does: relative if the user's path was."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
-        return str(path_of(project.project_dir or "") / checkpoint_layout.CHECKPOINTS_FOLDER / target.folder.name)
+        return str(path_of(project.project_dir or "") / CHECKPOINTS_FOLDER / target.folder.name)
     return str(os.fspath(output_dir))
 
 
@@ -302,8 +302,81 @@ def _after_commit(accelerator: PreparedObjects, target: SaveTarget, began: float
         if main:
             telemetry.emit(CheckpointEvent(str(target.folder), began))
         if project.automatic_checkpoint_naming:
-            target.store.remove_checkpoints(
-                automatic_naming.checkpoints_above_limit(target.folder.parent.parent, project.total_limit)
-            )
+            target.store.remove_checkpoints(checkpoints_above_limit(target.folder.parent.parent, project.total_limit))
 
     return committed
+
+
+# ---- automatically named checkpoints: checkpoints/checkpoint_0, checkpoint_1, ... in a project's folder
+
+
+def automatic_checkpoints(project_dir: AnyPath) -> list[AnyPath]:
+    """List the automatically named checkpoints of a project, oldest first."""
+    return [folder for folder in _numbered_folders(project_dir) if store_for(folder).is_checkpoint()]
+
+
+def _numbered_folders(project_dir: AnyPath) -> list[AnyPath]:
+    folder = project_dir / CHECKPOINTS_FOLDER
+    found = [path for path in folder.iterdir() if is_numbered(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: number_of(path.name))
+
+
+def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str] | None) -> AnyPath:
+    """Return the folder of the next checkpoint.
+
+    Args:
+        project: The project's settings. With `automatic_checkpoint_naming`, `output_dir` is ignored, as in Accelerate.
+        output_dir: The folder that the user passed, or None.
+
+    Returns:
+        The folder, absolute.
+
+    Raises:
+        ValueError: No folder was passed, or the automatic name is taken.
+    """
+    if not project.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                'save_state() got no output_dir. Pass one, save_state("my_checkpoint"), or have checkpoints numbered: '
+                'Accelerator(project_config=ProjectConfiguration(project_dir="runs", automatic_checkpoint_naming=True))'
+            )
+        return path_of(output_dir).absolute()
+    project_dir = project_directory(project)
+    target = project_dir / CHECKPOINTS_FOLDER / f"checkpoint_{project.iteration}"
+    if store_for(target).is_occupied():
+        newest = number_of(_numbered_folders(project_dir)[-1].name)
+        raise ValueError(
+            f"Checkpoint {target} exists already. Resume from the newest one with accelerator.load_state(), which "
+            f"also sets the number, or start numbering after it: ProjectConfiguration(..., iteration={newest + 1})."
+        )
+    return target
+
+
+def project_directory(project: ProjectConfiguration) -> AnyPath:
+    """Return the absolute folder of a project with automatically named checkpoints.
+
+    Args:
+        project: The project's settings.
+
+    Raises:
+        ValueError: The project has no folder.
+    """
+    if project.project_dir is None:
+        raise ValueError(
+            "automatic_checkpoint_naming=True needs a project_dir: "
+            'ProjectConfiguration(project_dir="runs", automatic_checkpoint_naming=True)'
+        )
+    return path_of(project.project_dir).absolute()
+
+
+def checkpoints_above_limit(project_dir: AnyPath, total_limit: int | None) -> list[AnyPath]:
+    """List the oldest automatically named checkpoints above the limit.
+
+    Args:
+        project_dir: Folder of the project.
+        total_limit: How many to keep; None keeps all.
+    """
+    if total_limit is None:
+        return []
+    found = automatic_checkpoints(project_dir)
+    return found[: max(len(found) - total_limit, 0)]

@@ -90,18 +90,18 @@ def fail_on_rank_one(folder: str, blocking: bool) -> str:
     training.accelerator.save_state(folder)
     before = training.weights()
     training.epoch()
-    write = checkpoint_writer.tensor_files.write
+    write = checkpoint_writer.write_file
 
     def broken(value: Any, path: Path) -> None:
         (disk_full if training.accelerator.process_index == 1 else write)(value, path)
 
-    checkpoint_writer.tensor_files.write = broken  # type: ignore[assignment]
+    checkpoint_writer.write_file = broken  # type: ignore[assignment]
     try:
         training.accelerator.save_state(folder, blocking=blocking)
         training.accelerator.end_training()
     except CheckpointError as error:
         message = str(error)
-    checkpoint_writer.tensor_files.write = write  # type: ignore[assignment]
+    checkpoint_writer.write_file = write  # type: ignore[assignment]
     training.accelerator.load_state(folder)
     assert same(training.weights(), before)
     assert not list(Path(folder).glob(".*"))
@@ -150,14 +150,14 @@ def dies_while_writing(folder: str) -> None:
     training.accelerator.save_state(folder)
     rank, pid = training.accelerator.process_index, os.getpid()
     victim = gather_object([pid])[1]
-    write = checkpoint_writer.tensor_files.write
+    write = checkpoint_writer.write_file
 
     def killed(value: Any, path: Path) -> None:
         if rank == 1:
             os.kill(pid, signal.SIGKILL)
         write(value, path)
 
-    checkpoint_writer.tensor_files.write = killed  # type: ignore[assignment]
+    checkpoint_writer.write_file = killed  # type: ignore[assignment]
     training.accelerator.save_state(folder, blocking=False)
     check_dead_rank_reported(folder, victim)
 
@@ -175,7 +175,7 @@ _DELAYED_SAVE = """
 from notebook_accelerate.checkpointing import checkpoint_writer
 from tests.support.trainings import Training
 
-checkpoint_writer.tensor_files.write = after_the_main_thread(checkpoint_writer.tensor_files.write)
+checkpoint_writer.write_file = after_the_main_thread(checkpoint_writer.write_file)
 training = Training()
 training.epoch(stop=2)
 """

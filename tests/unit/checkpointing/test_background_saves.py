@@ -19,6 +19,7 @@ from torch import nn
 
 from notebook_accelerate import checkpointing
 from notebook_accelerate.checkpointing import checkpoint_writer, disk_store
+from notebook_accelerate.checkpointing.single_files import write_file
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware.process_liveness import this_process
@@ -29,8 +30,8 @@ from tests.support.trainings import Training, same
 
 def held_writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Return a gate that holds the writing thread until it is opened."""
-    gate = Gate(checkpoint_writer.write)
-    monkeypatch.setattr(checkpoint_writer.tensor_files, "write", gate)
+    gate = Gate(write_file)
+    monkeypatch.setattr(checkpoint_writer, "write_file", gate)
     return gate
 
 
@@ -85,7 +86,7 @@ def test_an_error_is_logged_and_raised_by_the_next_call(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_writer.tensor_files, "write", full)
+    monkeypatch.setattr(checkpoint_writer, "write_file", full)
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     with pytest.raises(CheckpointError, match=r"disk is full, .* MB are free. What was there before is unchanged"):
         training.accelerator.end_training()
@@ -229,7 +230,7 @@ def test_an_interrupted_save_keeps_the_previous_one_and_its_error_is_not_raised_
     before = training.weights()
     training.epoch()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer.tensor_files, "write", _interrupted)
+        patch.setattr(checkpoint_writer, "write_file", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.accelerator.save_state(str(tmp_path / "out"))
     assert not list((tmp_path / "out").glob(".*"))
@@ -263,7 +264,7 @@ def test_a_failed_copy_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.
 def test_folder_size_skips_files_renamed_while_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").write_bytes(b"123")
     monkeypatch.setattr(disk_store, "files_below", lambda folder: [folder / "renamed", folder / "there"])
-    assert disk_store.folder_size(tmp_path) == 3
+    assert disk_store._folder_size(tmp_path) == 3
 
 
 def test_an_ended_process_is_detected() -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from notebook_accelerate import load_checkpoint_in_model
-from notebook_accelerate.checkpointing.checkpoint_writer import read
+from notebook_accelerate.checkpointing.single_files import read_file
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.state import reset_shared_state
 from tests.support.trainings import Training
@@ -250,9 +250,9 @@ def test_a_zip_bomb_is_refused_before_it_takes_memory(folder: Path, kind: str) -
 def test_large_and_many_tensors_are_no_bomb(tmp_path: Path) -> None:
     for number, value in enumerate([{str(n): torch.ones(1) for n in range(3000)}, [torch.ones(1 << 20)] * 3, {}]):
         torch.save(value, tmp_path / f"{number}.bin")
-        assert type(read(tmp_path / f"{number}.bin")) is type(value)
+        assert type(read_file(tmp_path / f"{number}.bin")) is type(value)
     torch.save({"a": torch.ones(3)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    assert read(tmp_path / "old.bin")["a"].tolist() == [1, 1, 1]
+    assert read_file(tmp_path / "old.bin")["a"].tolist() == [1, 1, 1]
 
 
 INDEXES: list[Any] = [

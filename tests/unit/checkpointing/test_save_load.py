@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from notebook_accelerate import Accelerator, DataLoaderConfiguration, checkpointing
-from notebook_accelerate.checkpointing import automatic_naming
+from notebook_accelerate.checkpointing import state_saving
 from notebook_accelerate.checkpointing.checkpoint_layout import read_manifest
 from notebook_accelerate.config.cluster import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
@@ -373,7 +373,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     gone = tmp_path / "checkpoints" / "checkpoint_7"
     with monkeypatch.context() as patch:
         patch.setattr(
-            automatic_naming, "checkpoints_above_limit", lambda *_: [gone]
+            state_saving, "checkpoints_above_limit", lambda *_: [gone]
         )  # somebody else has removed it since it was listed
         with pytest.warns(UserWarning, match=r"checkpoint_1 is written, but .* could not be removed: .*checkpoint_7"):
             accelerator.save_state()

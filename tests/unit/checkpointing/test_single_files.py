@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from notebook_accelerate import Accelerator, checkpointing, cpu_offload, load_checkpoint_in_model
-from notebook_accelerate.checkpointing import checkpoint_writer, model_weights
-from notebook_accelerate.checkpointing.checkpoint_writer import tied_names
+from notebook_accelerate.checkpointing import model_weights, single_files
+from notebook_accelerate.checkpointing.single_files import tied_names
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.support.trainings import Net
 
@@ -71,7 +71,7 @@ def test_a_tied_weight_is_loaded_from_any_of_its_names(tmp_path: Path, kept: str
     accelerator.save_state(tmp_path / "out")
     ties = {"wte.weight", "lm_head.weight", "aux_head.weight"} - {kept}
     file = {name: tensor.clone() for name, tensor in expected.items() if name not in ties}
-    safetensors.torch.save_file(file, tmp_path / "out" / "model.safetensors", metadata=checkpoint_writer.METADATA)
+    safetensors.torch.save_file(file, tmp_path / "out" / "model.safetensors", metadata=single_files.METADATA)
     (tmp_path / "out" / "checkpoint_manifest.json").unlink()
     for load in (accelerator.load_state, lambda folder: load_checkpoint_in_model(model, folder)):
         nn.init.zeros_(model.wte.weight)
@@ -83,13 +83,13 @@ def test_a_tied_weight_is_loaded_from_any_of_its_names(tmp_path: Path, kept: str
 def test_a_safetensors_file_equals_that_of_the_library(tmp_path: Path) -> None:
     state = {
         f'{"ab"[place % 2]}.{place} é"\\\n\x01 {shape}': torch.ones(shape).to(dtype)
-        for place, dtype in enumerate(checkpoint_writer._DTYPES)
+        for place, dtype in enumerate(single_files._DTYPES)
         for shape in ((3, 5), (), (0, 4), (7,))
     }
     state |= {"large": torch.randn(400, 400), "larger": torch.randn(700, 500), "trained": nn.Parameter(torch.randn(3))}
-    state |= {f"small {place}": torch.randn(300) for place in range(2 * checkpoint_writer._JOINED // 1200)}
-    checkpoint_writer.write_safetensors(state, tmp_path / "here")
-    safetensors.torch.save_file(state, tmp_path / "library", metadata=checkpoint_writer.METADATA)
+    state |= {f"small {place}": torch.randn(300) for place in range(2 * single_files._JOINED // 1200)}
+    single_files.write_safetensors(state, tmp_path / "here")
+    safetensors.torch.save_file(state, tmp_path / "library", metadata=single_files.METADATA)
     assert (tmp_path / "here").read_bytes() == (tmp_path / "library").read_bytes()
 
 
@@ -97,7 +97,7 @@ def test_safetensors_takes_dtypes_and_views_that_need_another_form(tmp_path: Pat
     numbers = torch.randn(4, 4, dtype=torch.complex64)
     state = {"conjugate": numbers.conj(), "negative": numbers.conj().imag, "fp8": torch.ones(3).to(torch.float8_e5m2)}
     for names in (["fp8"], ["conjugate", "negative"]):
-        checkpoint_writer.write_safetensors({name: state[name] for name in names}, path := tmp_path / "x.safetensors")
+        single_files.write_safetensors({name: state[name] for name in names}, path := tmp_path / "x.safetensors")
         found = load_file(path)
         assert all(torch.equal(found[name].to(torch.complex64), state[name].to(torch.complex64)) for name in names)
 
