@@ -1,8 +1,8 @@
 """How a checkpoint gets to its place, complete or not at all: one protocol for file systems and object stores.
 
-1. `Store.open`: one rank claims the place. It finishes the commit of a process that ended in the middle of one, and
-   removes the files of a save that never came so far.
-2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, where it is not on that
+1. `Store.open`: one rank claims the place, finishes the commit of a process that ended during step 4, and removes the
+   files of a process that ended before step 3.
+2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, unless the store is that
    disk, and `write_report` reports their sizes and checksums.
 3. `commit`, on the rank that opened: the manifest of all files is written, last. What has no manifest is not a
    checkpoint, so a save that ends before this point has changed nothing.
@@ -163,7 +163,7 @@ class Store(ABC):
         """
 
     def commit(self, manifest: Manifest, parts: Sequence[FileRecords]) -> None:
-        """Make the checkpoint visible, all files at once.
+        """Make the delivered files the checkpoint.
 
         Args:
             manifest: The manifest; its `files` are filled in here.
@@ -187,7 +187,7 @@ class Store(ABC):
         return records
 
     def _finish_journal(self) -> None:
-        """Replace the old files by those of a complete journal; idempotent.
+        """Replace the old files with the ones in a complete journal; idempotent.
 
         Only the process that has claimed the place may call this.
 
@@ -251,7 +251,7 @@ class Store(ABC):
 
     @abstractmethod
     def _remove_unfinished(self) -> None:
-        """Remove the files of saves whose process has ended; others in the folder are the user's."""
+        """Remove the files of unfinished saves; other files in the folder are the user's."""
 
     @abstractmethod
     def _make_room(self, token: str) -> None:
@@ -314,7 +314,7 @@ class Store(ABC):
     def generation(self) -> Any:
         """Return a value that another save to this folder changes, never None.
 
-        Equal values before and after reading show that all that was read is of one save.
+        If the value is the same before and after reading, everything that was read belongs to one save.
         """
 
     def source(self) -> AnyPath:
@@ -331,7 +331,7 @@ class Store(ABC):
 
     @abstractmethod
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """Copy this rank's share of the files to the disk, where they are not there already.
+        """Copy this rank's share of the files to the disk, unless they are on it already.
 
         Args:
             names: The files of the checkpoint, sorted; None: all that exist.

@@ -1,9 +1,9 @@
 """A checkpoint on a file system: written in a staging folder under a lock, and renamed when it is complete.
 
-A new checkpoint's folder is written beside it and renamed. An existing folder is filled in place, as its other files
-and its mode stay, and it may be a mount point or the working directory, which cannot be renamed: the new files are
-written in a folder inside it, which becomes the journal by a renaming. Any process that finds a journal finishes it, if
-the one that made it has ended: the lock beside the staging folder shows that.
+A new checkpoint is written under another name in the same parent folder, and renamed. An existing folder keeps its mode
+and its other files, and it may be a mount point or the working directory, which cannot be renamed. The new files are
+therefore written to a folder inside it, which is renamed to become the journal. A process that finds a journal finishes
+it if its writer is dead, as the lock of the staging folder shows.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class DiskStore(Store):
         self.messages = folder.parent
 
     def can_see(self, token: str) -> bool:
-        """Return whether this rank sees what the main rank opened; False on a machine with a disk of its own."""
+        """Return whether this rank sees what the main rank opened; False if this machine has a separate disk."""
         if self._lock is None:
             self._write_into(_folder_for_files(_staging_folder(self.target), self.target, token))
         return self.folder.is_dir()
@@ -162,7 +162,7 @@ class DiskStore(Store):
         if self._become_target():
             return
         inner = self.target / STAGING_SUFFIX
-        with nullcontext() if self._staging == inner else self._locked(inner):  # the folder was created meanwhile
+        with nullcontext() if self._staging == inner else self._locked(inner):  # the folder was created during the save
             self.folder.rename(self.journal)
             self._remove_emptied()
             _sync_folder(self.target)
@@ -176,7 +176,7 @@ class DiskStore(Store):
         try:
             self.folder.rename(self.target)
         except OSError:
-            if self.target.is_dir():  # created meanwhile, and not empty
+            if self.target.is_dir():  # created during the save, and not empty
                 return False
             raise
         _sync_folder(self.target.parent)
@@ -263,10 +263,10 @@ class DiskStore(Store):
         _sync_folder(self.target)
 
     def finish_commit(self) -> None:
-        """Finish the journal of a process that has ended; wait for a process that is alive to finish its own.
+        """Finish the journal if its writer is dead; wait for a writer that is alive.
 
         Raises:
-            CheckpointError: A process that is alive does not finish, or this one must not write to the folder.
+            CheckpointError: The writer does not finish, or this process may not write to the folder.
         """
         lock = self.target / LOCK_SUFFIX
         deadline = time.monotonic() + _JOURNAL_LIMIT
@@ -325,11 +325,11 @@ class DiskStore(Store):
         return list(names or ())[location.share]
 
 
-# ---- names beside and inside the folder of a checkpoint
+# ---- names of staging folders and locks
 
 
 def _staging_folder(target: Path) -> Path:
-    """Return the folder in which the checkpoint `target` is written before it gets its name.
+    """Return the folder where the checkpoint `target` is written before it gets its name.
 
     An existing folder is filled in place: it keeps its mode, owner and group, may be a link or a mount point, and its
     parent may be read-only. For a new one the staging folder is next to it, on the same file system. Accelerate reads
@@ -339,7 +339,7 @@ def _staging_folder(target: Path) -> Path:
 
 
 def _staging_folders(target: Path) -> list[Path]:
-    """List the folders in which a checkpoint may have been written, whether it existed then or not."""
+    """List all folders where a checkpoint may have been written, whether or not it existed then."""
     return list(dict.fromkeys([target / STAGING_SUFFIX, _hidden(target.parent, target), _next_to(target)]))
 
 
@@ -378,7 +378,7 @@ def _remove_tree(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, where the system supports it."""
+    """Flush a folder's entries to the disk, if the system supports it."""
     with suppress(OSError):  # Windows and some network file systems cannot open folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:

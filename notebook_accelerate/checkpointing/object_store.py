@@ -1,8 +1,8 @@
 """A checkpoint in a store that fsspec reaches: ranks write on their machines' disks and upload their files.
 
-An object store cannot rename. New files go to their final names if nothing is there yet, otherwise to the journal,
-from which the store copies them. ``.incomplete`` contains the messages of the ranks during a save: who is saving, which
-files to remove if that process ends, signs of life, and the reports.
+An object store cannot rename. New files go to their final names if nothing is there yet; otherwise they go to the
+journal, and the store copies them from there. ``.incomplete`` contains the messages of the ranks during a save: who is
+saving, which files to remove if that process ends, signs of life, and the reports.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ObjectStore(Store):
     # ---- saving
 
     def _claim(self) -> None:
-        """Refuse to save while another process of this machine does; `_check_claim` notices those of others."""
+        """Refuse if another process of this machine is saving here; `_check_claim` notices other machines."""
         here = this_process()
         for owner in (parse_identity(message.get("owner")) for message in self._open_messages()):
             if owner and owner.machine == here.machine and owner != here and not owner.has_ended():
@@ -251,7 +251,7 @@ class ObjectStore(Store):
         """Do nothing: a complete journal is read as it is (`source`)."""
 
     def generation(self) -> Any:
-        """Return the text of the manifest and where it is: files are read from a complete journal."""
+        """Return the manifest's text and folder; a complete journal is read in place of the target."""
         for folder in (self.journal, self.target):
             self._source = folder
             with contextlib.suppress(FileNotFoundError):

@@ -38,12 +38,12 @@ _DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
     torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
 }  # fmt: skip
-"""Names of dtypes in safetensors files, in the order in which safetensors sorts tensors from the end of a file."""
+"""Names of dtypes in safetensors files, in safetensors' order of tensors from the end of a file."""
 _ORDER = {dtype: -place for place, dtype in enumerate(_DTYPES)}
 _MAX_CALL = 1 << 30
 """Bytes of one system call: macOS rejects 2 GiB."""
 _JOINED = 1 << 18
-"""Bytes up to which tensors are joined before they are written."""
+"""Tensors of up to this many bytes are joined before they are written."""
 
 
 def write_file(value: Any, path: Path) -> None:
@@ -164,7 +164,7 @@ def is_writer(path: AnyPath, state: RankControl, each_node: bool) -> bool:
     Args:
         path: The destination; all machines see the same object store, so its writer is the main rank.
         state: The state of the world, or the Accelerator.
-        each_node: Whether the first rank of every machine writes, for machines with disks of their own.
+        each_node: Whether the first rank of every machine writes, for machines with separate disks.
     """
     return state.is_local_main_process if each_node and isinstance(path, Path) else state.is_main_process
 
@@ -180,7 +180,7 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
 
     Args:
         target: Folder of the checkpoint, or the file.
-        error: Error of the writer; torch and safetensors wrap "disk full" in types of their own.
+        error: Error of the writer; torch and safetensors have their own types for "disk full".
     """
     free = _free_bytes(target)
     wrapped = any(f"os error {number}" in str(error) for number in _DISK_FULL)
@@ -193,7 +193,7 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
 
 
 def _free_bytes(target: Path) -> float:
-    """Return the free bytes of the file system of `target`; infinite where they cannot be read."""
+    """Return the free bytes of the file system of `target`; infinite if they cannot be read."""
     try:
         return shutil.disk_usage(next(parent for parent in (target, *target.parents) if parent.is_dir())).free
     except OSError:
@@ -206,7 +206,7 @@ def _free_bytes(target: Path) -> float:
 def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
     """Write named tensors as safetensors; tensors that share memory are written once.
 
-    The files are those of safetensors.torch.save_file, which takes 30 us of Python for each tensor: 10,000 tensors of
+    The files equal safetensors.torch.save_file's, which takes 30 us of Python for each tensor: 10,000 tensors of
     64 numbers take 45 ms here instead of 330 ms of processor time (safetensors 0.8).
 
     Raises:

@@ -220,7 +220,7 @@ class SavesOwnState(Protocol):
     """Name of the layout, recorded in the manifest: a checkpoint is loaded by the layout that wrote it."""
 
     def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
-        """Write models and optimizers into a folder, in files of any name, at once; every rank calls it.
+        """Write models and optimizers into a folder before returning, in files of any name; every rank calls it.
 
         A strategy whose state a thread can write has `state_parts` instead.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import notebook_accelerate
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError
@@ -76,3 +77,13 @@ def test_a_stop(
     steps = [step for step in steps_of("A stop") if step.number > 1 or step.function == begins_with]
     missing = first_missing(steps, trace.merged())
     assert missing is None, f"the stop did not come to {missing}"
+
+
+def test_a_save(trace: Trace, tmp_path: Path) -> None:
+    accelerator = notebook_accelerate.Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    (tmp_path / "note").write_text("the folder exists")
+    accelerator.save_state(str(tmp_path), blocking=False)
+    accelerator.end_training()
+    missing = first_missing(steps_of("A save"), trace.merged())
+    assert missing is None, f"the save did not come to {missing}"

@@ -196,7 +196,7 @@ _DELAYED_SAVE = """
 from notebook_accelerate.strategies.sharding import write_plans
 from tests.support.sharded import ShardedTraining
 
-local_shards.write_shards = after_the_main_thread(local_shards.write_shards)
+write_plans.write_shards = after_the_main_thread(write_plans.write_shards)
 training = ShardedTraining()
 training.step()
 """
