@@ -352,18 +352,3 @@ def read_message(path: AnyPath) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-
-
-def store_for(target: AnyPath) -> Store:
-    """Return the store of a checkpoint.
-
-    Args:
-        target: Folder of the checkpoint.
-    """
-    if isinstance(target, Path):
-        from notebook_accelerate.checkpointing.disk_store import DiskStore
-
-        return DiskStore(target)
-    from notebook_accelerate.checkpointing.object_store import ObjectStore
-
-    return ObjectStore(target)

@@ -28,11 +28,16 @@ from notebook_accelerate.checkpointing.checkpoint_layout import (
     numbered,
     read_manifest,
 )
-from notebook_accelerate.checkpointing.commit import ReadLocation, store_for
+from notebook_accelerate.checkpointing.commit import ReadLocation
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.single_files import add_tied_names, read_file
 from notebook_accelerate.checkpointing.state_files import restore_rng_state, saves_own_state, schedulers_to_save
-from notebook_accelerate.checkpointing.state_saving import automatic_checkpoints, project_directory, wait_for_saves
+from notebook_accelerate.checkpointing.state_saving import (
+    automatic_checkpoints,
+    project_directory,
+    store_for,
+    wait_for_saves,
+)
 from notebook_accelerate.collectives.communicator import wait_for_all_ranks
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.data_loader.stateful_loaders import LoaderState

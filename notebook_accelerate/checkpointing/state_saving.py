@@ -8,6 +8,7 @@ import itertools
 import os
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import telemetry
@@ -16,7 +17,8 @@ from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.checkpointing import rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_layout import CHECKPOINTS_FOLDER, Manifest, is_numbered, number_of
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
-from notebook_accelerate.checkpointing.commit import store_for
+from notebook_accelerate.checkpointing.commit import Store
+from notebook_accelerate.checkpointing.disk_store import DiskStore
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import StateFile, returns_state_parts, saves_own_state
@@ -305,6 +307,22 @@ def _after_commit(accelerator: PreparedObjects, target: SaveTarget, began: float
             target.store.remove_checkpoints(checkpoints_above_limit(target.folder.parent.parent, project.total_limit))
 
     return committed
+
+
+# ---- where checkpoints are
+
+
+def store_for(target: AnyPath) -> Store:
+    """Return the store of a checkpoint.
+
+    Args:
+        target: Folder of the checkpoint.
+    """
+    if isinstance(target, Path):
+        return DiskStore(target)
+    from notebook_accelerate.checkpointing.object_store import ObjectStore
+
+    return ObjectStore(target)
 
 
 # ---- automatically named checkpoints: checkpoints/checkpoint_0, checkpoint_1, ... in a project's folder

@@ -200,7 +200,6 @@ def function_lengths() -> dict[str, int]:
 
 GRAPH = {name: imported(name) for name in MODULES}
 KNOWN_CIRCLES = [
-    {"checkpointing.checkpoint_stores", "checkpointing.disk_store", "checkpointing.object_store"},
     {"hardware.device_counts", "hardware.device_table"},
     {"state.accelerator_state", "state.partial_state"},
     {"data_loader.prepared_loader", "data_loader.stateful_loaders"},
