@@ -24,17 +24,17 @@ class Terminal(io.TextIOBase):
         self._agent = agent
         self._written = ""
 
-    def readable(self) -> bool:  # noqa: D102 - io's interface
+    def readable(self) -> bool:
         return True
 
-    def writable(self) -> bool:  # noqa: D102 - io's interface
+    def writable(self) -> bool:
         return True
 
-    def write(self, text: str, /) -> int:  # noqa: D102 - io's interface
+    def write(self, text: str, /) -> int:
         self._written += text
         return len(text)
 
-    def readline(self, _size: int | None = -1, /) -> str:  # type: ignore[override]  # noqa: D102 - io's interface
+    def readline(self, _size: int | None = -1, /) -> str:  # type: ignore[override]
         shown, newline, prompt = self._written.rpartition("\n")
         self._written = ""
         try:

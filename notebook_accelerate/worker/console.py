@@ -90,10 +90,10 @@ class StandardInput(io.TextIOBase):
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
-    def readable(self) -> bool:  # noqa: D102 - io's interface
+    def readable(self) -> bool:
         return True
 
-    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]  # noqa: D102 - io's interface
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
         sys.stdout.flush()
         try:
             return self._agent.ask("") + "\n"
