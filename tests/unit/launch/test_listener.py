@@ -245,16 +245,25 @@ def _dealer(kernel: _Kernel) -> tuple[Any, Any]:
     return context, dealer
 
 
-COUNT = struct.Struct("!Q").pack
+def _message(sent: int, data: bytes) -> bytes:
+    return stream.HEADER.pack(sent, 0, False) + data
+
+
+def _await_last(dealer: Any) -> None:
+    """Wait until the kernel ends the stream; pings may come first."""
+    dealer.rcvtimeo = int(1000 * SECONDS)
+    while not stream.HEADER.unpack_from(dealer.recv())[2]:
+        pass
+
+
 STRANGE: dict[str, list[bytes]] = {
     "an empty message": [b""],
-    "an unknown kind": [b"?"],
     "a short message": [b"D123"],
-    "data from the middle": [b"D" + COUNT(5) + b"hello"],
-    "bytes that are no frames": [b"D" + COUNT(0) + b"\xff" * 100],
+    "data from the middle": [_message(5, b"hello")],
+    "bytes that are no frames": [_message(0, b"\xff" * 100)],
     "another event than a hello": [],
     "several parts": [b"?", b"D"],
-    "a message above the maximum": [b"D" + COUNT(0) + bytes(1 << 20)],
+    "a message above the maximum": [_message(0, bytes(1 << 20))],
 }
 
 
@@ -266,13 +275,11 @@ def test_a_host_that_sends_something_else_is_refused_and_others_are_served(kerne
     if not parts:
         from notebook_accelerate.telemetry import Stamped, encode
 
-        parts = [b"D" + COUNT(0) + encode([Stamped(0.0, _output())])]
+        parts = [_message(0, encode([Stamped(0.0, _output())]))]
     for _ in range(3):
         dealer.send_multipart(parts)
     if name != "a message above the maximum":  # libzmq ends that connection
-        dealer.rcvtimeo = int(1000 * SECONDS)
-        while not dealer.recv().startswith(b"E"):  # the kernel ends the stream; pings may come first
-            pass
+        _await_last(dealer)
     _exchange(host, ours)
     assert kernel.listener.next_host(0) is None
     context.destroy(linger=0)
@@ -281,10 +288,8 @@ def test_a_host_that_sends_something_else_is_refused_and_others_are_served(kerne
 
 def test_a_first_message_that_cannot_be_decoded_ends_the_stream(kernel: _Kernel) -> None:
     context, dealer = _dealer(kernel)
-    dealer.send(b"D" + COUNT(0) + b"\xff" * 100)
-    dealer.rcvtimeo = int(1000 * SECONDS)
-    while not dealer.recv().startswith(b"E"):
-        pass
+    dealer.send(_message(0, b"\xff" * 100))
+    _await_last(dealer)
     context.destroy(linger=0)
 
 
@@ -293,7 +298,7 @@ def test_a_host_that_exceeds_the_window_is_ended(kernel: _Kernel) -> None:
     sent = 0
     hello = _frames(HelloEvent(7, "greedy"))
     for data in (hello, *[bytes(1 << 18)] * 40):
-        dealer.send(b"D" + COUNT(sent) + data)
+        dealer.send(_message(sent, data))
         sent += len(data)
     ours = kernel.next_end(7)
     until(lambda: ours.ended)
@@ -529,7 +534,7 @@ def test_a_host_that_has_connected_takes_no_other_descriptor(kernel: _Kernel) ->
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (8, hard))  # poll(2) takes no more at a time
     try:
-        dealer.send(b"D" + COUNT(0) + _frames(HelloEvent(2, "machine-2")))
+        dealer.send(_message(0, _frames(HelloEvent(2, "machine-2"))))
         kernel.next_end(2)
         _exchange(host, ours)
     finally:

@@ -22,7 +22,6 @@ from notebook_accelerate.launch.hosts.remote.host import HelloEvent
 from notebook_accelerate.launch.hosts.remote.stream import (
     FLUSH_SECONDS,
     KEEP_ALIVE,
-    PING,
     Exchange,
     Keys,
     Stream,
@@ -185,7 +184,7 @@ class HostListener(Exchange):
             elif stream.gone:
                 self._lose(stream)
             else:
-                self._send(identity, PING)
+                stream.ping()
 
     def _send(self, identity: bytes, message: bytes) -> None:
         try:

@@ -1,7 +1,17 @@
 """Streams of events between the kernel and its hosts, carried by one thread over the messages of a ZeroMQ socket.
 
-CurveZMQ protects the messages, see ``curve_keys``. On top of them, a stream bounds what is under way, and notices
-messages that are missing.
+CurveZMQ encrypts and authenticates the messages, and ZeroMQ's heartbeats find peers that are gone. A stream adds a
+window, as TCP has one: each message says how much its sender has read. ZeroMQ's high-water marks cannot replace it
+(measured with libzmq 4.3.5):
+
+- A receiver at its mark reads nothing from the connection, not even the replies to its own heartbeats, and ends the
+  connection to a living peer after `KEEP_ALIVE`.
+- A ROUTER reads from all of its peers or from none. A host whose ranks write much would hold up the message that the
+  kernel waits for from another host. A socket for each host would need a port for each host.
+- A ROUTER counts as writable when any of its peers has room, so a host that does not read would make a busy loop of
+  waiting for room.
+- Marks count messages in each of two sockets, besides the buffers of the system: with a mark of 64 on both sides, 160
+  messages were under way.
 """
 
 from __future__ import annotations
@@ -31,14 +41,12 @@ WINDOW = 1 << 22
 """Bytes that one end sends before the other has read the first of them."""
 SLICE_SECONDS = 0.1
 """Seconds of a call of `Exchange.dispatch`: the thread that calls it has other things to do, as to stop a run."""
-DATA, ACKNOWLEDGE, END, PING = b"D", b"A", b"E", b"P"
-"""The first byte of a message; all but pings have a count of bytes next.
+HEADER = struct.Struct("!QQ?")
+"""The first bytes of a message, followed by data or by nothing: the bytes that its sender has sent before this message,
+those that it has read, and whether this is its last message.
 
-Of data, those that were sent before: CurveZMQ rejects messages that are repeated or out of order, but does not notice
-missing ones. Of an acknowledgement, those that were read so far; of an end, all that were sent.
+CurveZMQ rejects messages that are repeated or out of order. It does not notice missing ones, so the first count does.
 """
-_COUNT = struct.Struct("!Q")
-_PREFIX = 1 + _COUNT.size
 TICK_SECONDS = 2.0
 """Seconds between checks for peers that are gone."""
 SOON_SECONDS = 0.05
@@ -155,24 +163,25 @@ class Stream:
     def take(self, message: bytes) -> None:
         """Handle a message of the peer; one that is not of this protocol ends the stream."""
         with self._changed:
-            kind = message[:1]
-            count = _COUNT.unpack_from(message, 1)[0] if len(message) >= _PREFIX else None
-            if kind == END:
-                self._peer_ended = self.ended = True
-            elif kind == ACKNOWLEDGE and count is not None:
-                self._acknowledged = min(max(self._acknowledged, count), self._sent)
-                self._deadline = time.monotonic() + FLUSH_SECONDS
-            elif kind == DATA and count == self._received and not self.ended:
-                self._accept(message[_PREFIX:])
-            elif kind != PING:
+            if len(message) < HEADER.size:
                 self.ended = True
+            else:
+                sent, read, last = HEADER.unpack_from(message)
+                if self._acknowledged < read <= self._sent:
+                    self._acknowledged, self._deadline = read, time.monotonic() + FLUSH_SECONDS
+                if sent != self._received:
+                    self.ended = True
+                elif not self.ended:
+                    self._accept(message[HEADER.size :])
+                if last:
+                    self._peer_ended = self.ended = True
             self._changed.notify_all()
 
     def _accept(self, data: bytes) -> None:
         self._received += len(data)
         if self._received - self._taken > WINDOW + CHUNK:  # more than is allowed without an acknowledgement
             self.ended = True
-        elif not self._closed:
+        elif data and not self._closed:
             self._arrived.append(data)
 
     def lose(self) -> None:
@@ -189,15 +198,23 @@ class Stream:
                 self._queue.clear()
                 self._buffer.clear()
             while not self._end_sent and self._sent - self._acknowledged < WINDOW and (data := self._next_data()):
-                self._send_message(DATA + _COUNT.pack(self._sent) + data)
-                self._sent += len(data)
+                self._send_one(data)
             if self._taken - self._reported >= WINDOW // 4 and not self._is_at_end:
-                self._send_message(ACKNOWLEDGE + _COUNT.pack(self._taken))
-                self._reported = self._taken
+                self._send_one()
             if not self._end_sent and (self.ended or (self._closed and not self._buffer and not self._queue)):
                 self._end_sent, self._deadline = True, now + FLUSH_SECONDS
-                self._send_message(END + _COUNT.pack(self._sent))
+                self._send_one()
             return self._sent - before
+
+    def ping(self) -> None:
+        """Send a message without data: a ROUTER notices that a peer is gone when it sends to it."""
+        with self._changed:
+            self._send_one()
+
+    def _send_one(self, data: bytes = b"") -> None:
+        self._send_message(HEADER.pack(self._sent, self._taken, self._end_sent) + data)
+        self._sent += len(data)
+        self._reported = self._taken
 
     def _next_data(self) -> bytes:
         while len(self._buffer) < CHUNK and self._queue:
@@ -304,7 +321,7 @@ class Exchange(ABC):
 
     def _take(self, stream: Stream, message: bytes) -> None:
         """Give a stream a message."""
-        self._carried += len(message) if message.startswith(DATA) else 0
+        self._carried += max(0, len(message) - HEADER.size)
         stream.gone = False
         stream.take(message)
         self._due.add(stream)
@@ -336,10 +353,9 @@ class Exchange(ABC):
         """Check for peers that are gone: every `TICK_SECONDS`, and soon after the end of a connection."""
 
 
-# The keys of both ends of a stream, CurveZMQ (ZeroMQ RFC 26), and what their sockets have in common.
+# ---- the keys of both ends (CurveZMQ, ZeroMQ RFC 26), and the options of their sockets
 #
-# The keys are derived from the run's secret, and no key is ever sent: an end without the secret can neither connect
-# nor
+# The keys are derived from the run's secret, and no key is ever sent: an end without the secret can neither connect nor
 # be connected to. libzmq authenticates both ends, encrypts with keys that are new for each connection, and ends a
 # connection whose peer does not answer.
 
@@ -377,7 +393,7 @@ def derive_keys(secret: bytes) -> Keys:
 
 def configure(zmq_socket: Any, keep_alive: tuple[float, float]) -> None:
     """Set what the sockets of both ends have in common."""
-    zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # streams bound what is under way
+    zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # no mark: streams have windows
     zmq_socket.maxmsgsize = MESSAGE_BYTES
     interval, silent = (max(1, int(1000 * min(seconds, _MAX_SECONDS))) for seconds in keep_alive)
     zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
