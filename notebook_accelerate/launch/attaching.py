@@ -27,7 +27,7 @@ from notebook_accelerate.launch.kept.run_folder import given_folder, read_summar
 from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter, to_file, uninterrupted
 from notebook_accelerate.launch.run import Run, RunCall, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
-from notebook_accelerate.launch.state.waits import SLICE
+from notebook_accelerate.launch.state.interrupts import SLICE
 from notebook_accelerate.telemetry import inherited_state, notebook_settings
 from notebook_accelerate.telemetry.cell_names import cell_sources
 from notebook_accelerate.telemetry.pickling import dump

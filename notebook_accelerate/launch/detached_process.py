@@ -25,7 +25,7 @@ from notebook_accelerate.launch.kept.journal_format import encode_records
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.processes.pickled_start import PickledFunction
 from notebook_accelerate.launch.start import start_here
-from notebook_accelerate.launch.state.waits import wait_for
+from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.telemetry import cell_names, tracebacks
 from notebook_accelerate.telemetry.cell_names import install_sources
 from notebook_accelerate.telemetry.pickling import load_file

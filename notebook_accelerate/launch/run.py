@@ -20,6 +20,7 @@ from notebook_accelerate.config.plain_values import check_seconds, check_whole_n
 from notebook_accelerate.errors import LaunchError, RunNotFinishedError, WorkerError
 from notebook_accelerate.launch.run_debugging import RunDebugging
 from notebook_accelerate.launch.run_display import RunDisplay
+from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import (
     DEFAULT_GRACE,
@@ -32,7 +33,6 @@ from notebook_accelerate.launch.state.run_events import (
     RunLost,
 )
 from notebook_accelerate.launch.state.run_state import Attempt, Break, RankInfo, RunState, Stall
-from notebook_accelerate.launch.state.waits import wait_for
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store, steady_time
 
 if TYPE_CHECKING:

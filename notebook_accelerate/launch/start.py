@@ -1,4 +1,4 @@
-"""Starts runs from a configuration and a function."""
+"""Starts runs from a configuration and a function, and waits for them in the cell that launches."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
-from notebook_accelerate.errors import LaunchError, RunInterrupted
-from notebook_accelerate.hardware.addresses import loopback_problem
+from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerError
 from notebook_accelerate.launch import run_registry
-from notebook_accelerate.launch.launching_cell import LaunchingCell
 from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
-from notebook_accelerate.launch.processes import inline, ports
-from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
+from notebook_accelerate.launch.processes import inline
 from notebook_accelerate.launch.run import Run, RunCall, default_name, next_number
+from notebook_accelerate.launch.run_debugging import ask_user
+from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.call_arguments import call_arguments
+from notebook_accelerate.launch.state.interrupts import deferred_interrupts, handle_interrupts, wait_for
 from notebook_accelerate.launch.state.journal import Journal
-from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned
+from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE, RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
-from notebook_accelerate.launch.supervisor.run_context import RunContext
-from notebook_accelerate.launch.supervisor.supervisor import Launch, RunThread, Supervisor
+from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 from notebook_accelerate.telemetry import inherited_state, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.kept.run_writer import RunWriter
+    from notebook_accelerate.launch.state.prompts import Prompt
+    from notebook_accelerate.launch.supervisor.run_thread import RunThread
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
@@ -59,24 +59,18 @@ def start(
         SerializationError: The function or its arguments cannot be sent to the ranks.
         WorkerError: A blocking run did not succeed; it carries ``.run``.
     """
-    if not callable(function):
-        raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")
-    if inspect.iscoroutinefunction(function):
-        name = function.__name__
-        raise ValueError(
-            f"{name} is an async function; pass one that runs it: lambda *args: asyncio.run({name}(*args))"
-        )
+    _check_function(function)
     config = _where(config)
-    if config.detach:
-        from notebook_accelerate.launch.attaching import launch_detached
+    if not config.detach:
+        return start_here(config, function, arguments, resume)
+    from notebook_accelerate.launch.attaching import launch_detached
 
-        run = launch_detached(config, function, arguments, resume)
-        run.reserve_output()
-        run_registry.tell(run)
-        _announce(run, _publisher(run), f"detached: notebook_accelerate.attach({run.name!r}) opens it in any kernel")
-        run.show_live()
-        return run
-    return start_here(config, function, arguments, resume)
+    run = launch_detached(config, function, arguments, resume)
+    run.reserve_output()
+    run_registry.tell(run)
+    _announce(run, _publisher(run), f"detached: notebook_accelerate.attach({run.name!r}) opens it in any kernel")
+    run.show_live()
+    return run
 
 
 def start_here(
@@ -98,27 +92,69 @@ def start_here(
     run_registry.release_held()
     if all(run.ended is not None for run in run_registry.own_runs()):
         steady_time.set_to_system_time()
-    try:
-        with deferred_interrupts():
-            plan = _plan(config)
+    with failures.explained_system_errors():
+        plan = _plan(config)
         commands = CommandQueue() if plan.start_method != "inline" else None
-    except OSError as error:
-        if (problem := failures.system_error(error)) is error:
-            raise
-        raise problem from error
-    try:
-        run, plan = _new_run(config, plan, commands, function, arguments, resume)
-    except BaseException:
-        if commands is not None:
-            commands.close()
-        raise
+    run, plan = _new_run(config, plan, commands, function, arguments, resume)
+    run.reserve_output()
     if commands is None:
         _run_inline(run, plan, function, arguments)
     else:
-        _supervise(run, plan, commands, (function, arguments), inherited or inherited_state.capture())
+        cell = LaunchingCell(run)
+        with handle_interrupts(cell.on_signal):
+            supervisor = _run_thread(run, commands)
+            try:
+                plan = _prepare(run, supervisor, plan)
+                inherited = inherited or inherited_state.capture()
+            except BaseException as problem:  # noqa: BLE001 - the cell raises it
+                supervisor.fail(problem)
+            else:
+                supervisor.start(plan, function, arguments, inherited)
+            cell.wait(supervisor)
+        cell.raise_problem(supervisor)
     if config.block and run.error is not None:
         raise run.error from failures.original(run.error)
     return run
+
+
+# ---- before the start
+
+
+def _check_function(function: Callable[..., Any]) -> None:
+    if not callable(function):
+        raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")
+    if inspect.iscoroutinefunction(function):
+        name = function.__name__
+        raise ValueError(
+            f"{name} is an async function; pass one that runs it: lambda *args: asyncio.run({name}(*args))"
+        )
+
+
+def _where(config: LaunchConfig) -> LaunchConfig:
+    """Return ``config`` for the cluster that the environment names, if ``config`` names none.
+
+    This applies only to a launch that does not specify where it runs.
+    """
+    on = environ.text("NOTEBOOK_ACCELERATE_ON")
+    if not on or config.on is not None or config.num_nodes > 1 or config.start_method != "auto":
+        return config
+    return config.changed(on=on)
+
+
+@deferred_interrupts()
+def _plan(config: LaunchConfig) -> LaunchPlan:
+    """Plan the launch on a new thread: ranks are forked from one, and the fork probe must see the same state.
+
+    Interrupts are deferred: a KeyboardInterrupt between a lock of the executor and its release, or in the callback
+    that runs when the executor is deleted, would block later forks or be lost.
+    """
+
+    def plan() -> LaunchPlan:
+        environment = {**os.environ, **(config.env or {})}
+        return make_plan(config, hardware.detect(environment), kernel_facts())
+
+    with ThreadPoolExecutor(1, "notebook-accelerate-plan") as executor:
+        return executor.submit(plan).result()
 
 
 def _new_run(
@@ -129,28 +165,35 @@ def _new_run(
     arguments: tuple[Any, ...],
     resume: Run | None,
 ) -> tuple[Run, LaunchPlan]:
-    """Return the run and its plan: kept in a folder where that is asked for, going on with ``resume`` where given."""
-    resumption = None
-    if resume is not None:
-        from notebook_accelerate.launch.resumption import resumption_of
+    """Return the run, which may be kept in a folder and continue ``resume``, and its plan.
 
-        resumption = resumption_of(resume)
-    function_name = getattr(function, "__name__", type(function).__name__)
-    number = next_number()
-    name = config.name or (resume.name if resume is not None else default_name(function_name, number))
-    journal = Journal()
-    writer = _writer(config, name, number, function, arguments, journal)
-    run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
-    run.call = RunCall(function, arguments)
-    if writer is not None:
-        run.folder, run.journal_file = writer.folder, writer.file
-    if resumption is not None:
-        resumption.begin(journal)
-        if resumption.checkpoint is not None:
-            plan = replace(plan, variables={**plan.variables, environ.RESUMED: resumption.checkpoint.path})
-    if writer is not None:
-        history = () if resumption is None else resumption.frames
-        writer.start(run, history, (lambda: False) if commands is None else commands.stopping)
+    Closes ``commands`` if that fails.
+    """
+    with ExitStack() as undo:
+        if commands is not None:
+            undo.callback(commands.close)
+        resumption = None
+        if resume is not None:
+            from notebook_accelerate.launch.resumption import resumption_of
+
+            resumption = resumption_of(resume)
+        function_name = getattr(function, "__name__", type(function).__name__)
+        number = next_number()
+        name = config.name or (resume.name if resume is not None else default_name(function_name, number))
+        journal = Journal()
+        writer = _writer(config, name, number, function, arguments, journal)
+        run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
+        run.call = RunCall(function, arguments)
+        if writer is not None:
+            run.folder, run.journal_file = writer.folder, writer.file
+        if resumption is not None:
+            resumption.begin(journal)
+            if resumption.checkpoint is not None:
+                plan = replace(plan, variables={**plan.variables, environ.RESUMED: resumption.checkpoint.path})
+        if writer is not None:
+            history = () if resumption is None else resumption.frames
+            writer.start(run, history, (lambda: False) if commands is None else commands.stopping)
+        undo.pop_all()
     return run, plan
 
 
@@ -182,34 +225,42 @@ def _writer(
         ) from error
 
 
-def _where(config: LaunchConfig) -> LaunchConfig:
-    """Return ``config`` for the cluster that the environment names, if ``config`` names none.
+def _run_thread(run: Run, commands: CommandQueue) -> RunThread:
+    """Return the thread that runs this notebook's part of the run; on an error, close ``commands``."""
+    if run.config.num_nodes == 1:
+        return Supervisor(run, commands, _publisher(run))
+    from notebook_accelerate.launch.hosts.several import run_thread_of_several
 
-    This applies only to a launch that does not specify where it runs.
-    """
-    on = environ.text("NOTEBOOK_ACCELERATE_ON")
-    if not on or config.on is not None or config.num_nodes > 1 or config.start_method != "auto":
-        return config
-    return config.changed(on=on)
+    with ExitStack() as undo:
+        undo.callback(commands.close)
+        found = run_thread_of_several(run, commands, _publisher(run))
+        undo.pop_all()
+    return found
 
 
-def _plan(config: LaunchConfig) -> LaunchPlan:
-    """Plan the launch on a new thread: ranks are forked from one, and the fork probe must see the same state.
-
-    The caller defers interrupts: a KeyboardInterrupt between a lock of the executor and its release, or in the callback
-    that runs when the executor is deleted, would block later forks or be lost.
-    """
-
-    def plan() -> LaunchPlan:
-        environment = {**os.environ, **(config.env or {})}
-        return make_plan(config, hardware.detect(environment), kernel_facts())
-
-    with ThreadPoolExecutor(1, "notebook-accelerate-plan") as executor:
-        return executor.submit(plan).result()
+def _prepare(run: Run, supervisor: RunThread, plan: LaunchPlan) -> LaunchPlan:
+    """Reserve the plan's resources and register the run; return the plan with the reserved port and folder."""
+    run_registry.check_devices(run, plan)
+    plan = supervisor.reserve(plan)
+    run.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
+    run_registry.add(run)
+    _announce(run, supervisor.publisher)
+    return plan
 
 
 def _publisher(run: Run) -> Publisher:
     return publisher_for(run.id, text=run.config.output == "cell")
+
+
+def _announce(run: Run, publisher: Publisher, *more: str) -> None:
+    """Show the run's header and more lines, if the launch is displayed."""
+    if not run.displayed or run.plan is None:
+        return
+    publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence()}")
+    for note in [*run.notes, *more]:
+        publisher.line("stdout", f"  {note}")
+    publisher.flush(force=True)
+    run.take_output()
 
 
 # ---- in the kernel
@@ -229,105 +280,93 @@ def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], argume
         raise RunInterrupted(run) from stop
 
 
-# ---- in separate processes
+# ---- the cell
 
 
-def _supervise(
-    run: Run,
-    plan: LaunchPlan,
-    commands: CommandQueue,
-    call: tuple[Callable[..., Any], tuple[Any, ...]],
-    inherited: InheritedState,
-) -> None:
-    """Start a run in separate processes, and wait for its end if it blocks the cell."""
-    run.reserve_output()
-    context = RunContext(run.id, run.config, run.function_name, run.journal, commands, _publisher(run))
+class LaunchingCell:
+    """Waits for a supervised run on the thread that launches it.
 
-    prepare = partial(_prepare, run, context, plan)
-    launch = Launch(
-        context,
-        *call,
-        inherited=inherited,
-        prepare=partial(prepare, partial(_on_this_machine, context)),
-        release=partial(_release, run),
-    )
+    While it waits, SIGINT does not raise KeyboardInterrupt, which could arrive between any two instructions of this
+    package: it stops the run, and a second one kills. When the run is over, an interrupt that arrived at any time
+    during it is raised, even if the run succeeded: the code after the launch must not continue.
 
-    def runner() -> RunThread:
-        if run.config.num_nodes == 1:
-            return Supervisor(launch)
-        from notebook_accelerate.launch.hosts.several import runner_of_several
-
-        with ExitStack() as undo:
-            undo.callback(commands.close)
-            found = runner_of_several(launch, prepare)
-            undo.pop_all()
-        return found
-
-    LaunchingCell(run, runner).launch()
-
-
-def _prepare(
-    run: Run, context: RunContext, plan: LaunchPlan, complete: Callable[[LaunchPlan], LaunchPlan]
-) -> LaunchPlan:
-    """Reserve the plan's resources, and append the plan to the journal; called on the run's thread."""
-    run_registry.check_devices(run, plan)
-    plan = complete(plan)
-    context.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
-    run_registry.add(run)
-    _announce(run, context.publisher)
-    return plan
-
-
-def _on_this_machine(context: RunContext, plan: LaunchPlan) -> LaunchPlan:
-    """Return a plan with a port and a private folder for the ranks of this machine, if it has several."""
-    if plan.accelerator == "tpu" and plan.variables:
-        plan = replace(plan, variables={**plan.variables, **_tpu_addresses(plan.num_processes)})
-    if plan.world_size == 1 or plan.where:
-        return plan
-    _check_loopback()
-    store = inline.make(context.id)
-    port, note = ports.reserve(context.id, plan.port, fixed=False)
-    if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
-        context.journal.append(NoteAdded(note))
-    return replace(plan, port=port, store=store)
-
-
-def _tpu_addresses(ranks: int) -> dict[str, str]:
-    """Return what torch_tpu's runtimes must agree on before they start: an address for each, and a profiling session.
-
-    Source: ``torch.tpu.distributed.set_tpu_launch_env`` of torch_tpu 0.2.0.
+    Args:
+        run: The run to wait for.
     """
-    return {
-        "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{port}" for port in ports.unused(ranks)),
-        "TORCH_TPU_XPROF_SESSION_ID": str(time.time_ns()),
-    }
 
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._interrupted = self._asking = False
 
-def _release(run: Run) -> None:
-    """Release what `_prepare` reserved."""
-    ports.release(run.id)
-    inline.remove(run.id)
+    def wait(self, supervisor: RunThread) -> None:
+        """Wait for the start of the ranks, or for the end of the run if it blocks the cell."""
+        try:
+            self._wait_for_run(supervisor)
+        except BaseException:  # raised by a handler of the user, as SIGALRM's: it ends the cell and its run
+            self._run.commands.stop(DEFAULT_GRACE)
+            wait_for(supervisor.over)
+            raise
 
+    def raise_problem(self, supervisor: RunThread) -> None:
+        """Raise what the cell must end with; called when interrupts are no longer handled, so that none is missed.
 
-def _check_loopback() -> None:
-    """Check that the ranks can connect: torch would report it after minutes only.
+        Raises:
+            RunInterrupted: The cell was interrupted.
+            BaseException: The error that prevented the start of the ranks.
+        """
+        if self._interrupted:
+            raise RunInterrupted(self._run)
+        if (problem := supervisor.problem) is not None:
+            if isinstance(problem, WorkerError) and problem.run is None:  # stopped before the ranks had started
+                problem.run = self._run
+            raise problem
 
-    Raises:
-        LaunchError: They cannot.
-    """
-    if problem := loopback_problem():
-        raise LaunchError(
-            f"ranks cannot reach each other: connections to 127.0.0.1 fail ({problem}); "
-            "enable the loopback interface: ip link set lo up"
-        )
+    def _wait_for_run(self, supervisor: RunThread) -> None:
+        wait_for(supervisor.started)
+        if supervisor.problem is not None or self._interrupted:
+            wait_for(supervisor.over)
+        elif not self._run.config.block:
+            self._run.show_live()  # after the start of the ranks: creating widgets takes as long as starting them
+        else:
+            self._wait_for_end(supervisor)
+        if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
+            wait_for(supervisor.over)
 
+    def _wait_for_end(self, supervisor: RunThread) -> None:
+        """Wait until the run ends or its ranks are held, and show prompts and the live panel in the meantime."""
+        show_at: float | None = time.monotonic() + LIVE_AFTER_SECONDS
+        run = self._run
+        while not run.done:
+            left = None if show_at is None else max(0.0, show_at - time.monotonic())
+            if (prompt := run.commands.prompts.take(left, until=lambda: run.done)) is not None:
+                self._ask(prompt)
+            elif show_at is not None and time.monotonic() >= show_at:
+                show_at = None
+                run.show_live()
+        if show_at is not None:
+            self._run.show_live()
+        if not self._run.held:
+            wait_for(supervisor.over)
 
-def _announce(run: Run, publisher: Publisher, *more: str) -> None:
-    """Show the run's header and more lines, if the launch is displayed."""
-    if not run.displayed or run.plan is None:
-        return
-    publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence()}")
-    for note in [*run.notes, *more]:
-        publisher.line("stdout", f"  {note}")
-    publisher.flush(force=True)
-    run.take_output()
+    def _ask(self, prompt: Prompt) -> None:
+        self._asking = True
+        try:
+            if self._interrupted:
+                prompt.answer(None)  # the run is being stopped: do not prompt the user
+            else:
+                ask_user(prompt, self._run.commands.prompts)
+        except KeyboardInterrupt:
+            self._interrupt()
+        finally:
+            self._asking = False
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self._run.commands.stop(DEFAULT_GRACE)
+
+    def on_signal(self) -> None:
+        """Stop the run because of a SIGINT."""
+        if self._asking:  # input() ends by an exception only
+            self._asking = False
+            raise KeyboardInterrupt
+        self._interrupt()

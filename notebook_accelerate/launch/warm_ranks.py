@@ -22,8 +22,8 @@ from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.start import start
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.failures import ordered
+from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE
-from notebook_accelerate.launch.state.waits import wait_for
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, StatusEvent, steady_time, tracebacks
 from notebook_accelerate.telemetry.cell_names import install_sources
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest

@@ -53,7 +53,7 @@ def _interrupt_the_cell() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "begins_with", "error"),
-    [(_stop_the_run, "stop", RunStoppedError), (_interrupt_the_cell, "_on_signal", RunInterrupted)],
+    [(_stop_the_run, "stop", RunStoppedError), (_interrupt_the_cell, "on_signal", RunInterrupted)],
     ids=["run.stop", "interrupt"],
 )
 def test_a_stop(

@@ -20,7 +20,7 @@ from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.live_panel import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.benchmarks.bench import Figure, row
-from tests.support.runs import context_of, plan_run
+from tests.support.runs import plan_run, supervisor_of
 from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedBackend
 
 COUNTS = (1, 8, 64, 512)
@@ -97,10 +97,10 @@ class WatchedGroup:
     def __init__(self, ranks: int, backend: Backend) -> None:
         self.run, self.backend = plan_run(ranks, method="spawn", started=time.time()), backend
         self.publisher = _Counting()
-        self._context = context_of(self.run, self.publisher)
+        self._supervisor = supervisor_of(self.run, self.publisher)
         assert self.run.plan is not None
         self.run.journal.append(AttemptStarted(0))
-        self.group = RankGroup(self._context, self.run.plan)
+        self.group = RankGroup(self._supervisor, self.run.plan)
         self.group.start(backend, 0, inherited_state.capture())
         self.thread = threading.Thread(target=self.group.supervise, name="supervisor")
         self.thread.start()
@@ -129,10 +129,10 @@ class WatchedGroup:
 
     def close(self) -> None:
         ticker.remove(self.panel.binding)
-        self._context.commands.stop(1.0)
+        self._supervisor.commands.stop(1.0)
         self.thread.join(60)
         self.backend.wait()
-        self._context.commands.close()
+        self._supervisor.commands.close()
 
 
 def _thread_seconds(thread: threading.Thread | None) -> float:

@@ -24,7 +24,7 @@ from notebook_accelerate.launch.state.run_events import (
     RunPlanned,
 )
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
-from notebook_accelerate.launch.supervisor.run_context import RunContext
+from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 from notebook_accelerate.telemetry import DeviceMemoryEvent, DeviceUseEvent, Event, RankFailure
 from notebook_accelerate.telemetry.store import Record
 
@@ -86,11 +86,11 @@ def _planned(ranks: int, method: str, started: float) -> list[Record]:
     return [Record(RUN, started, event) for event in (RunCreated("train"), RunPlanned(plan, 0, ranks))]
 
 
-def context_of(run: Run, publisher: Publisher | None = None) -> RunContext:
-    """Return what a supervisor of ``run`` would share among its parts; close its ``commands`` afterwards."""
+def supervisor_of(run: Run, publisher: Publisher | None = None) -> Supervisor:
+    """Return a supervisor of ``run`` that is not started, for its parts; close its ``commands`` afterwards."""
     commands = CommandQueue()
     run.commands = commands
-    return RunContext(run.id, run.config, run.function_name, run.journal, commands, publisher or TextPublisher())
+    return Supervisor(run, commands, publisher or TextPublisher())
 
 
 def feed(run: Run, *events: Event, rank: int = 0, at: float = START) -> None:
@@ -128,4 +128,4 @@ def end(
     journal.append(RunEnded(status, *error), at)
 
 
-__all__ = ["START", "Clock", "context_of", "end", "feed", "make_run", "plan_run"]
+__all__ = ["START", "Clock", "end", "feed", "make_run", "plan_run", "supervisor_of"]

@@ -21,8 +21,8 @@ from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.detached.control_service import is_own, relayed, short_path
 from notebook_accelerate.launch.processes.zygote import is_stopped
+from notebook_accelerate.launch.state.interrupts import SLICE
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
-from notebook_accelerate.launch.state.waits import SLICE
 from notebook_accelerate.telemetry import Event, InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Channel, Decoder
 from notebook_accelerate.telemetry.debug_protocol import Reply

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,21 +20,25 @@ from notebook_accelerate.launch.hosts.host_facts import notebook_hello
 from notebook_accelerate.launch.hosts.joining import instruction_lines, interface_to
 from notebook_accelerate.launch.hosts.remote import host as protocol
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, node_name
+from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.plan.planner import joined, on_node
 from notebook_accelerate.launch.processes import ports
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.launch.state import failures, run_events
 from notebook_accelerate.launch.state.run_state import without_result
+from notebook_accelerate.launch.supervisor.command_queue import WaitingTarget
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
-from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
+from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
+    from notebook_accelerate.launch.hosts.remote.listener import IncomingHost
+    from notebook_accelerate.launch.output.rank_lines import Publisher
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
     from notebook_accelerate.launch.supervisor.rank_group import RankGroup
-    from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.telemetry import Event, RankFailure
     from notebook_accelerate.telemetry.store import Record
 
@@ -51,84 +56,119 @@ _KEPT_HERE = (
 """Events of the journal that are not sent to other notebooks: each has its own, or receives it in another message."""
 
 
-class HostGroup:
-    """The hosts of one run, for its supervisor; see ``Hosts``.
+class FirstNotebook(Supervisor):
+    """Supervises a run on several machines: waits for the hosts on the others, and has them run their ranks.
 
     Args:
-        context: The run.
-        plan: The first notebook's plan, before the hosts have joined.
-        listener: Accepts the hosts.
+        run: The run; see `RunThread`, as for ``commands`` and ``publisher``.
+        commands: The user's commands.
+        publisher: Shows output in the notebook.
         secret: The secret to print for the hosts; "" where the user has given it.
     """
 
-    def __init__(self, context: RunContext, plan: LaunchPlan, listener: HostListener, secret: str = "") -> None:
-        self._context, self._plan, self._listener, self._secret = context, plan, listener, secret
-        self._config = context.config
-        self._own = notebook_hello(0, plan, self._config)
+    def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher, secret: str = "") -> None:
+        super().__init__(run, commands, publisher)
+        self._secret = secret
         self._hosts: list[HostConnection] = []
-        self._wait = WaitingTarget(context)
+        self._wait = WaitingTarget(publisher)
         self._group: RankGroup | None = None
         self._makes_room: StopReason | None = None
         self._shown = ""
-        self._unsubscribe = context.journal.subscribe(self._stream)
+        self._unsubscribe: Callable[[], None] | None = None
+
+    # ---- before the ranks start
+
+    def listen(self, address: str, port: int, secret: str, *, must: bool) -> None:
+        """Accept hosts from now on.
+
+        Args:
+            address: The address of this machine that they know.
+            port: The port.
+            secret: The secret that they share.
+            must: Whether this is the first notebook in any case, which has the address only behind a gateway.
+
+        Raises:
+            OSError: The port is taken, or the address is not this machine's.
+        """
+
+        def report(text: str) -> None:  # on the listener's thread: only the run's thread may use the publisher
+            self.commands.post(lambda _: self.note(text, shown_as=f"⚠ {text}"))
+
+        alive = keep_alive(self.config)
+        try:
+            self._listener = HostListener(address, secret.encode(), port, report=report, keep_alive=alive)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL or not must:
+                raise
+            everywhere = "0.0.0.0"  # noqa: S104 - NAT
+            self._listener = HostListener(everywhere, secret.encode(), port, report=report, keep_alive=alive)
+
+    def reserve(self, plan: LaunchPlan) -> LaunchPlan:
+        """Return the plan as it is: the port of the process group is reserved for each attempt."""
+        self._plan, self._own = plan, notebook_hello(0, plan, self.config)
+        return plan
+
+    def _run(self, plan: LaunchPlan) -> run_events.RunEnded:
+        self._unsubscribe = self.journal.subscribe(self._stream)
+        return super()._run(plan)
 
     @property
     def _members(self) -> list[protocol.HelloEvent]:
         return [self._own, *(host.hello for host in self._hosts)]
 
-    # ---- before the ranks start
-
-    def gather(self, attempt: int) -> LaunchPlan | StopReason:
-        """See ``Hosts.gather``.
+    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
+        """Return the plan once the hosts have joined, or why the run was stopped before.
 
         Raises:
             LaunchError: Not enough hosts have joined in time.
         """
+        if not self.config.block:
+            self.started.set()  # the hosts may take minutes, in which the run can be stopped
         if not self._shown:
-            for line in instruction_lines(self._config, self._context.function_name, self._secret):
+            for line in instruction_lines(self.config, self.function_name, self._secret):
                 if not self._secret:  # a report must not have it
-                    self._context.journal.append(run_events.NoteAdded(line))
-                self._context.show(f"  {line}")
-        deadline, last_call = time.monotonic() + join_seconds(self._config), 0.0
+                    self.journal.append(run_events.NoteAdded(line))
+                self.show(f"  {line}")
+        deadline, last_call = time.monotonic() + join_seconds(self.config), 0.0
         with DispatchSelector() as selector:
-            commands = self._context.commands
+            commands = self.commands
             selector.register(commands.wake, selectors.EVENT_READ, partial(commands.carry_out, self._wait))
             selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(selector))
             for host in self._hosts:
                 host.connect(selector)
             dispatch(selector, 0)  # a host may have arrived, or been lost, since the last attempt
             self._drop_lost()
-            while not self._is_complete(attempt, last_call):
+            while not self._is_complete(number, last_call):
                 dispatch(selector, WAIT_SECONDS)
-                self._context.publisher.flush()
+                self.publisher.flush()
                 self._drop_lost()
                 if reason := self._why_stopped():
                     return reason
                 if len(self._hosts) + 1 < self._least:
                     last_call = 0.0
                 elif not last_call:
-                    last_call = time.monotonic() + _setting(self._config, "last_call_timeout", LAST_CALL_SECONDS)
+                    last_call = time.monotonic() + _setting(self.config, "last_call_timeout", LAST_CALL_SECONDS)
                 if time.monotonic() > deadline and len(self._hosts) + 1 < self._least:
-                    seconds, backend = join_seconds(self._config), self._config.rdzv_backend
-                    raise LaunchError(facts_of.timeout_text(backend, self._config.num_nodes, self._members, seconds))
+                    seconds, backend = join_seconds(self.config), self.config.rdzv_backend
+                    raise LaunchError(facts_of.timeout_text(backend, self.config.num_nodes, self._members, seconds))
                 self._show_waiting()
             for host in self._hosts:
                 host.disconnect()
-        return self._joined(attempt)
+        return self._joined(number)
 
     @property
     def _least(self) -> int:
-        return self._config.min_nodes or self._config.num_nodes
+        return self.config.min_nodes or self.config.num_nodes
 
-    def _is_complete(self, attempt: int, last_call: float) -> bool:
+    def _is_complete(self, number: int, last_call: float) -> bool:
         """Whether the hosts are there: all, or at a restart enough, or enough and no other for some time."""
         count = len(self._hosts) + 1
         enough = count >= self._least
-        return count == self._config.num_nodes or (enough and (attempt > 0 or 0 < last_call <= time.monotonic()))
+        return count == self.config.num_nodes or (enough and (number > 0 or 0 < last_call <= time.monotonic()))
 
-    def _joined(self, attempt: int) -> LaunchPlan | StopReason:
+    def _joined(self, number: int) -> LaunchPlan | StopReason:
         """Number the hosts and their ranks, and return the plan; a reason where the run is stopped meanwhile."""
-        if self._config.rdzv_backend == "static":
+        if self.config.rdzv_backend == "static":
             self._hosts = _in_asked_order(self._hosts)
         for index, host in enumerate(self._hosts, 1):
             host.node = index
@@ -138,31 +178,31 @@ class HostGroup:
                 host.lost = f"was lost: {error}"
         if any(host.lost for host in self._hosts):
             self._drop_lost()
-            return self.gather(attempt)
+            return self._gathered(self._plan, number)
         sizes = [facts.processes for facts in self._members]
-        address = self._config.rendezvous_address[0]
-        name = f"{self._config.rdzv_id}-{self._context.id}"
+        address = self.config.rendezvous_address[0]
+        name = f"{self.config.rdzv_id}-{self.id}"
         plan = joined(self._plan, sizes, (address, self._store_port()), interface_to(address), name)
         if note := facts_of.version_note(self._members):
-            self._context.note(note, shown_as=f"⚠ {note}")
+            self.note(note, shown_as=f"⚠ {note}")
         for index, host in enumerate(self._hosts, 1):
             own_plan = pickle.dumps(on_node(plan, index))
             host.send(
                 protocol.WaitingEvent(self._members_text(plan, index)),
                 protocol.HostPlanEvent(self._own.host, host.clock_offset, own_plan),
             )
-        self._context.show(self._members_text(plan, 0))
-        self._context.journal.append(run_events.RunPlanned(plan, 0, plan.world_size))
+        self.show(self._members_text(plan, 0))
+        self.journal.append(run_events.RunPlanned(plan, 0, plan.world_size))
         return plan
 
     def _store_port(self) -> int:
         """Reserve a port for the store that rank 0 serves: a new one for each attempt."""
         self._release_port()
-        port, _ = ports.reserve((self._context.id, "store"), 0, fixed=False)
+        port, _ = ports.reserve((self.id, "store"), 0, fixed=False)
         return port
 
     def _release_port(self) -> None:
-        ports.release((self._context.id, "store"))
+        ports.release((self.id, "store"))
 
     def _members_text(self, plan: LaunchPlan, here: int) -> str:
         parts, count = [], len(plan.sizes)
@@ -192,12 +232,12 @@ class HostGroup:
         elif self._has_room:
             members = self._members
             self._hosts.append(host)
-            host.send(protocol.WaitingEvent(facts_of.late_join_text(members, self._config.num_nodes)))
+            host.send(protocol.WaitingEvent(facts_of.late_join_text(members, self.config.num_nodes)))
             self._makes_room = self._makes_room or StopReason(WorkerError, facts_of.joining_text(host.hello))
             if self._group is not None:
                 host.connect(self._group.selector)
         else:
-            host.close(facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts))
+            host.close(facts_of.late_text(self._members, self.config.num_nodes, self.config.max_restarts))
 
     def _made(self, incoming: IncomingHost) -> HostConnection | None:
         """Return the host behind a connection; None if it cannot take part."""
@@ -205,30 +245,30 @@ class HostGroup:
         hello.processes = hello.processes or self._plan.num_processes
         if reason := self._refusal(hello):
             host.close(reason)
-            self._context.note(f"{hello.title} was refused: {reason}")
+            self.note(f"{hello.title} was refused: {reason}")
             return None
         host.on_message = lambda event: self._handle(event, host)
         return host
 
     def _refusal(self, hello: protocol.HelloEvent) -> str:
-        address, port = self._config.rendezvous_address
-        if hello.rdzv_id and hello.rdzv_id != self._config.rdzv_id:
+        address, port = self.config.rendezvous_address
+        if hello.rdzv_id and hello.rdzv_id != self.config.rdzv_id:
             return f"a rendezvous answers at {address}:{port}, but not for rdzv_id={hello.rdzv_id!r}"
-        if self._group is None and len(self._hosts) + 1 >= self._config.num_nodes:
-            return facts_of.late_text(self._members, self._config.num_nodes, self._config.max_restarts)
-        return facts_of.problem(hello, self._members, self._config.rdzv_backend)
+        if self._group is None and len(self._hosts) + 1 >= self.config.num_nodes:
+            return facts_of.late_text(self._members, self.config.num_nodes, self.config.max_restarts)
+        return facts_of.problem(hello, self._members, self.config.rdzv_backend)
 
     def _drop_lost(self) -> None:
         for host in [host for host in self._hosts if host.lost]:
             self._hosts.remove(host)
             host.close()
             reason = host.lost.removeprefix(f"{host.name} ")
-            self._context.note(f"{host.hello.title} does not join any more: it {reason}")
+            self.note(f"{host.hello.title} does not join any more: it {reason}")
 
     def _show_waiting(self, *, again: bool = False) -> None:
-        text = facts_of.waiting_text(self._config.rdzv_backend, self._config.num_nodes, self._members)
+        text = facts_of.waiting_text(self.config.rdzv_backend, self.config.num_nodes, self._members)
         if text != self._shown:
-            self._context.show(text)
+            self.show(text)
         if text != self._shown or again:
             for host in self._hosts:
                 host.send(protocol.WaitingEvent(text))
@@ -236,32 +276,28 @@ class HostGroup:
 
     def _why_stopped(self) -> StopReason | None:
         """Return why the waiting stops, and record it; None while it continues."""
-        limit, clock = self._config.timeout, self._context.clock
+        limit, clock = self.config.timeout, self.clock
         if limit is not None and clock.now() > clock.started + limit:
             self._wait.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
-        state, reason = self._context.state, self._wait.stop_reason
+        state, reason = self.state, self._wait.stop_reason
         if reason is not None and state.stop_phase == "none" and state.ended is None:
-            self._context.journal.append(run_events.StopAdvanced("interrupting", reason.text))
+            self.journal.append(run_events.StopAdvanced("interrupting", reason.text))
         return reason
 
     # ---- while the ranks run
 
-    def backend(self, own: ProcessBackend) -> ProcessBackend:
-        """See ``Hosts.backend``."""
-        return HostBackend(own, self._plan.num_processes, self._hosts)
-
-    def follow(self, group: RankGroup) -> None:
-        """See ``Hosts.follow``."""
+    def _with_hosts(self, own: ProcessBackend, group: RankGroup) -> ProcessBackend:
         self._group, self._makes_room = group, None
         group.listen(self._listener, lambda: self._accept(None))
         group.on_step = lambda: self._stop_to_make_room(group)
+        return HostBackend(own, self._plan.num_processes, self._hosts)
 
     def _stop_to_make_room(self, group: RankGroup) -> None:
         """Stop to let a late host join, unless a debugger is in use."""
-        busy = self._context.clock.suspended or group.stops.failures or group.stops.held
+        busy = self.clock.suspended or group.stops.failures or group.stops.held
         late = any(not host.lost and not host.ranks for host in self._hosts)
         if late and self._makes_room is not None and not busy and group.stops.make_room(self._makes_room):
-            self._context.show(self._makes_room.text)
+            self.show(self._makes_room.text)
 
     def _handle(self, event: Event, host: HostConnection) -> None:
         """Handle what a host sends about the whole run."""
@@ -269,11 +305,11 @@ class HostGroup:
             name = host.name if host.node > 0 else host.hello.title
             reason = StopReason(RunStoppedError, f"{name}: it was stopped")
             target = self._wait if self._group is None else self._group
-            self._context.show(reason.text)
+            self.show(reason.text)
             target.stop(event.grace, reason)
 
-    def can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
-        """See ``Hosts.can_restart``."""
+    def _can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
+        """Return whether the remaining hosts can run another attempt, also after a stop to include a late host."""
         self._group = None
         for host in self._hosts:
             host.disconnect()
@@ -287,15 +323,15 @@ class HostGroup:
         )
         if not makes_room and (reason is not None or not found):
             return False
-        return not lost or (self._config.rdzv_backend == "c10d" and len(self._hosts) + 1 >= self._least)
+        return not lost or (self.config.rdzv_backend == "c10d" and len(self._hosts) + 1 >= self._least)
 
     @property
     def _has_room(self) -> bool:
         """Whether the run would restart to include another host."""
-        attempts = self._context.state.attempts
+        attempts = self.state.attempts
         number = attempts[-1].number if attempts else 0
-        few = len(self._hosts) + 1 < self._config.num_nodes
-        return self._config.rdzv_backend == "c10d" and few and number < self._config.max_restarts
+        few = len(self._hosts) + 1 < self.config.num_nodes
+        return self.config.rdzv_backend == "c10d" and few and number < self.config.max_restarts
 
     # ---- to the other notebooks
 
@@ -309,7 +345,7 @@ class HostGroup:
         for host in self._hosts:
             if payload is not None and host.hello.kind == protocol.NOTEBOOK:
                 host.send(payload)
-        if isinstance(ended := records[-1].event, run_events.RunEnded) and self._context.state.held:
+        if isinstance(ended := records[-1].event, run_events.RunEnded) and self.state.held:
             self._send_end(ended, held=True)
 
     def _abroad(self, event: Event) -> Event:
@@ -326,13 +362,21 @@ class HostGroup:
         for host in self._hosts:
             host.send(protocol.RunOverEvent(ended.status, ended.error, message, held))
 
-    def close(self, ended: run_events.RunEnded) -> None:
-        """See ``Hosts.close``."""
+    def _disconnect(self, ended: run_events.RunEnded) -> None:
+        if self._unsubscribe is None:  # the run did not start
+            return
         self._unsubscribe()
         self._send_end(ended)
         for host in self._hosts:
             host.close()
+        self._hosts.clear()  # they refer to this object, which has the run's results
         self._release_port()
+
+    def _release(self) -> None:
+        self._listener.close()
+        self._listener.wait_until_free()
+        del self._listener  # it refers to this object, which has the run's results
+        super()._release()
 
 
 def join_seconds(config: LaunchConfig) -> float:

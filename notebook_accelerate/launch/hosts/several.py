@@ -6,7 +6,6 @@ import errno
 import pickle
 import re
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,130 +14,88 @@ from notebook_accelerate.errors import ChannelClosedError, LaunchError, PortInUs
 from notebook_accelerate.launch.hosts import host_cells as foreign_cells
 from notebook_accelerate.launch.hosts.host_cells import own_cells
 from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, notebook_hello, shared_secret
-from notebook_accelerate.launch.hosts.host_group import HostGroup, join_seconds, keep_alive
+from notebook_accelerate.launch.hosts.host_group import FirstNotebook, join_seconds, keep_alive
 from notebook_accelerate.launch.hosts.joining import adapt_orders, alone_lines, connect, interface_to
 from notebook_accelerate.launch.hosts.remote import host as protocol
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_connection import node_name
-from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.output.rank_lines import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.processes import ports, process_backend
 from notebook_accelerate.launch.state import failures, rank_result, run_events
 from notebook_accelerate.launch.state.run_events import NoteAdded
-from notebook_accelerate.launch.supervisor.supervisor import Launch, RunThread, Supervisor
-from notebook_accelerate.launch.supervisor.waiting_target import WaitingTarget
+from notebook_accelerate.launch.supervisor.command_queue import WaitingTarget
+from notebook_accelerate.launch.supervisor.run_thread import RunThread
+from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 from notebook_accelerate.telemetry import Decoder, DisplayEvent, LogEvent, ResultEvent, steady_time
 from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.stream import Stream
+    from notebook_accelerate.launch.output.rank_lines import Publisher
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import RankProcess
-    from notebook_accelerate.launch.supervisor.run_context import RunContext
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
     from notebook_accelerate.telemetry import Event
     from notebook_accelerate.telemetry.results import WorkerOrder
 
 
-def runner_of_several(launch: Launch, prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan]) -> RunThread:
+def run_thread_of_several(run: Run, commands: CommandQueue, publisher: Publisher) -> RunThread:
     """Return what runs this notebook's part of a run on several machines.
 
+    The first notebook supervises all ranks; another one runs its ranks for it. Without a secret, notebooks do not talk:
+    each runs its own ranks, as one of several torchrun commands would. With ``rdzv_backend="c10d"`` the first notebook
+    is the one that can listen at the address.
+
     Args:
-        launch: This notebook's launch; its ``prepare`` is replaced.
-        prepare: Completes this notebook's plan with a function and appends it to the journal; called on the run's
-            thread.
-
-    Raises:
-        PortInUseError: See `part_of`.
-        LaunchError: See `part_of`.
-    """
-    context = launch.context
-    secret, listener = part_of(context)
-    if not secret:
-        return Supervisor(replace(launch, prepare=partial(_prepare_alone, context, prepare)))
-    launch = replace(launch, prepare=partial(prepare, lambda plan: plan))
-    if listener is None:
-        return JoinedRun(launch, secret)
-    shown = "" if shared_secret(context.config) else secret
-    release = launch.release
-
-    def release_all() -> None:
-        listener.close()
-        listener.wait_until_free()
-        release()
-
-    launch = replace(launch, release=release_all)
-    return Supervisor(launch, lambda plan: HostGroup(context, plan, listener, shown))
-
-
-def _prepare_alone(
-    context: RunContext, prepare: Callable[[Callable[[LaunchPlan], LaunchPlan]], LaunchPlan]
-) -> LaunchPlan:
-    """Prepare a notebook that does not talk to the others, and tell the user so."""
-    plan = prepare(partial(_alone, context))
-    for line in alone_lines(context.config, context.function_name):
-        context.journal.append(NoteAdded(line))
-        context.show(f"  {line}")
-    return plan
-
-
-def _alone(context: RunContext, plan: LaunchPlan) -> LaunchPlan:
-    ports.reserve(context.id, plan.port, fixed=True, here=plan.node == 0)
-    return replace(plan, run_name=context.config.rdzv_id, interface=interface_to(plan.master_addr))
-
-
-def part_of(context: RunContext) -> tuple[str, HostListener | None]:
-    """Return the run's secret, and the listener if this is the first notebook, which supervises all ranks.
-
-    Another notebook runs its ranks for the first one. Without a secret, "", notebooks do not talk: each runs its own
-    ranks, as one of several torchrun commands would.
-
-    With ``rdzv_backend="c10d"`` the first notebook is the one that can listen at the address.
+        run: The run; see `RunThread`, as for the others.
+        commands: The user's commands.
+        publisher: Shows output in the notebook.
 
     Raises:
         PortInUseError: This is the first notebook, and its port is taken.
         LaunchError: This notebook needs the secret of the first one.
     """
-    config, secret = context.config, shared_secret(context.config)
+    config, secret = run.config, shared_secret(run.config)
     static, is_host = config.rdzv_backend == "static", (config.rdzv_conf or {}).get("is_host")
     if static and not secret:
-        return "", None
-    must = is_host or (static and config.node_rank == 0)
-    if not must and (static or is_host is False):
-        return _needed(secret), None
-    made = secret or secrets.token_urlsafe(16)
-    address, port = config.rendezvous_address
-    try:
-        return made, _listener(context, address, port, made, must=bool(must))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE and must:
-            raise PortInUseError(f"port {port} is taken on this machine; pass another everywhere") from None
-        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) or must:
-            raise
-        return _needed(secret), None
+        return LoneNotebook(run, commands, publisher)
+    must = bool(is_host or (static and config.node_rank == 0))
+    if must or (not static and is_host is not False):
+        made = secret or secrets.token_urlsafe(16)
+        first = FirstNotebook(run, commands, publisher, "" if secret else made)
+        address, port = config.rendezvous_address
+        try:
+            first.listen(address, port, made, must=must)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and must:
+                raise PortInUseError(f"port {port} is taken on this machine; pass another everywhere") from None
+            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) or must:
+                raise
+        else:
+            return first
+    if not secret:
+        raise LaunchError(
+            "another notebook of this run listens already, and shows the run's secret; pass it here too: "
+            f"rdzv_conf={{'secret': '...'}}, or set {SECRET_VARIABLE}"
+        )
+    return JoinedRun(run, commands, publisher, secret)
 
 
-def _listener(context: RunContext, address: str, port: int, secret: str, *, must: bool) -> HostListener:
-    alive = keep_alive(context.config)
+class LoneNotebook(Supervisor):
+    """Supervises the ranks of a notebook that does not talk to the others, and prints that it does not."""
 
-    def report(text: str) -> None:  # on the listener's thread: only the run's thread may use the publisher
-        context.commands.post(lambda _: context.note(text, shown_as=f"⚠ {text}"))
+    def reserve(self, plan: LaunchPlan) -> LaunchPlan:
+        """Return the plan with the interface to the machine of rank 0, whose port is reserved if it is this one."""
+        ports.reserve(self.id, plan.port, fixed=True, here=plan.node == 0)
+        return replace(plan, run_name=self.config.rdzv_id, interface=interface_to(plan.master_addr))
 
-    try:
-        return HostListener(address, secret.encode(), port, report=report, keep_alive=alive)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL or not must:
-            raise
-        return HostListener("0.0.0.0", secret.encode(), port, report=report, keep_alive=alive)  # noqa: S104 - NAT
-
-
-def _needed(secret: str) -> str:
-    if secret:
-        return secret
-    raise LaunchError(
-        "another notebook of this run listens already, and shows the run's secret; pass it here too: "
-        f"rdzv_conf={{'secret': '...'}}, or set {SECRET_VARIABLE}"
-    )
+    def _run(self, plan: LaunchPlan) -> run_events.RunEnded:
+        for line in alone_lines(self.config, self.function_name):
+            self.journal.append(NoteAdded(line))
+            self.show(f"  {line}")
+        return super()._run(plan)
 
 
 # Another notebook's side of a run on several machines: it runs its ranks for the first notebook, and shows them.
@@ -148,15 +105,17 @@ class JoinedRun(RunThread):
     """Runs the ranks of this notebook for the first one; stands in a launch where its supervisor would.
 
     Args:
-        launch: See `RunThread`.
+        run: The run; see `RunThread`, as for ``commands`` and ``publisher``.
+        commands: The user's commands.
+        publisher: Shows output in the notebook.
         secret: The run's secret.
     """
 
-    def __init__(self, launch: Launch, secret: str) -> None:
-        super().__init__(launch)
+    def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher, secret: str) -> None:
+        super().__init__(run, commands, publisher)
         self._secret = secret
         self._host: NotebookHost | None = None
-        self._target = WaitingTarget(self._context, self._send_stop)
+        self._target = WaitingTarget(publisher, self._send_stop)
         self._stops = 0
 
     def _disconnect(self, ended: run_events.RunEnded) -> None:
@@ -164,31 +123,31 @@ class JoinedRun(RunThread):
             self._host.close()
 
     def _record_end(self, ended: run_events.RunEnded) -> None:
-        if self._context.state.attempt_status == "running":
+        if self.state.attempt_status == "running":
             self._leave_ranks()
         super()._record_end(ended)
 
     def _leave_ranks(self) -> None:
         """Record the ends that the first notebook, which is lost, does not report."""
-        for info in self._context.state.ranks:
+        for info in self.state.ranks:
             if not info.exited:
                 state = info.state if info.state in ("succeeded", "failed") else "stopped"
-                self._journal.append(run_events.RankExited(info.rank, state, "SIGKILL" if info.pid else ""))
+                self.journal.append(run_events.RankExited(info.rank, state, "SIGKILL" if info.pid else ""))
 
     # ---- on the run's thread
 
     def _run(self, plan: LaunchPlan) -> run_events.RunEnded:
-        config = self._context.config
+        config = self.config
         hello = notebook_hello(config.node_rank if config.rdzv_backend == "static" else -1, plan, config)
         where = config.rendezvous_address
         if not config.block:
             self.started.set()  # the others may take minutes
-        stopping = self._context.commands.stopping
-        self._context.show(f"joining the run at {where[0]}:{where[1]}")
+        stopping = self.commands.stopping
+        self.show(f"joining the run at {where[0]}:{where[1]}")
         stream = connect(where, self._secret, hello, join_seconds(config), keep_alive(config), stopping)
-        self._host = host = NotebookHost(stream, self._context, plan)
-        host.watch(self._context.commands.wake, lambda: self._context.commands.carry_out(self._target))
-        self._context.commands.carry_out(self._target)
+        self._host = host = NotebookHost(stream, self, plan)
+        host.watch(self.commands.wake, lambda: self.commands.carry_out(self._target))
+        self.commands.carry_out(self._target)
         while (message := host.next_message()) is not None:
             if isinstance(message, protocol.RunOverEvent) and not message.held:
                 return host.verdict(message)
@@ -203,24 +162,25 @@ class JoinedRun(RunThread):
     def _start(self, message: protocol.StartOrder) -> None:
         """Run this notebook's ranks of an attempt; returns when they have ended."""
         assert self._call is not None, "dropped at the end only"
+        assert self._inherited is not None, "given with the call"
         assert self._host is not None, "it has sent the message"
-        config, plan = self._context.config, self._host.plan
+        config, plan = self.config, self._host.plan
         orders: list[WorkerOrder] = pickle.loads(message.payload)
         adapt_orders(orders, config.rendezvous_address[0], plan.threads or 1)
         for order in orders:
             order.state, order.accelerator = self._inherited, config.accelerator
             order.environment.update(config.env or {})
         backend = process_backend(plan.start_method)(*self._call)
-        backend.configure(config, self._context.note, self._context.commands.stopping)
+        backend.configure(config, self.note, self.commands.stopping)
         self._host.run_ranks(backend, orders)
 
     def _without_first(self, host: NotebookHost) -> run_events.RunEnded:
-        if self._stops > 1 or (self._context.commands.stopping() and not self._context.state.attempts):
-            raise RunStoppedError(f"run {self._context.id} was stopped")
+        if self._stops > 1 or (self.commands.stopping() and not self.state.attempts):
+            raise RunStoppedError(f"run {self.id} was stopped")
         text = host.refused or f"{host.first} was lost: {host.lost or 'it has left'}"
-        if not self._context.state.attempts:
+        if not self.state.attempts:
             raise LaunchError(text)
-        return run_events.RunEnded("failed", "WorkerDiedError", f"run {self._context.id} failed: {text}")
+        return run_events.RunEnded("failed", "WorkerDiedError", f"run {self.id} failed: {text}")
 
     def _send_stop(self, grace: float) -> None:
         """Have the first notebook stop the run; a second time, leave it."""
@@ -237,17 +197,17 @@ class NotebookHost(Host):
 
     Args:
         stream: The stream to the first notebook.
-        context: This notebook's run.
+        run: This notebook's run.
         plan: This notebook's plan before all have joined.
 
     Attributes:
         plan: The plan.
     """
 
-    def __init__(self, stream: Stream, context: RunContext, plan: LaunchPlan) -> None:
-        self._context, self.plan = context, plan
-        self._journal, self._publisher = context.journal, context.publisher
-        self._label = partial(line_label, context.config.log_line_prefix_template)
+    def __init__(self, stream: Stream, run: RunThread, plan: LaunchPlan) -> None:
+        self._run, self.plan = run, plan
+        self._journal, self._publisher = run.journal, run.publisher
+        self._label = partial(line_label, run.config.log_line_prefix_template)
         self._outputs: dict[int, RankOutput] = {}
         self._decoders: dict[int, Decoder] = {}
         self._results: dict[int, rank_result.RankResult] = {}
@@ -269,12 +229,12 @@ class NotebookHost(Host):
     def handle_message(self, message: Event) -> None:
         """See ``Host.handle_message``."""
         if isinstance(message, protocol.WaitingEvent):
-            self._context.show(message.text)
+            self._run.show(message.text)
         elif isinstance(message, protocol.HostPlanEvent):
             self.first, self._clock_offset = node_name(0, message.first), message.clock_offset
-            self._context.show("the first notebook has all ranks: stop, ask and debug them there")
-            self._context.commands.requests.elsewhere = (
-                f"run {self._context.id} is steered in the notebook of {self.first}, which has all ranks: "
+            self._run.show("the first notebook has all ranks: stop, ask and debug them there")
+            self._run.commands.requests.elsewhere = (
+                f"run {self._run.id} is steered in the notebook of {self.first}, which has all ranks: "
                 "ask and debug them there"
             )
             self._take_plan(pickle.loads(message.payload))
@@ -295,7 +255,7 @@ class NotebookHost(Host):
 
     def verdict(self, over: protocol.RunOverEvent) -> run_events.RunEnded:
         """Return how the run ended, with failures at this notebook's cells."""
-        state, number = self._context.state, self._context.id
+        state, number = self._run.state, self._run.id
         if over.status == "failed" and state.failures and state.status != "starting":  # else of an earlier attempt
             return failures.failed(number, state)
         return run_events.RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {number} ", over.message))
@@ -314,13 +274,13 @@ class NotebookHost(Host):
         self._journal.append(event, record.time)
         if isinstance(event, run_events.PromptOpened):
             what = "a line of input" if event.kind == "input" else "its debugger"
-            self._context.show(f"rank {event.rank} waits for {what} in the first notebook", "stderr")
+            self._run.show(f"rank {event.rank} waits for {what} in the first notebook", "stderr")
         elif isinstance(event, run_events.StopAdvanced) and event.phase == "interrupting" and event.reason:
-            self._context.show(event.reason)
+            self._run.show(event.reason)
         elif isinstance(event, run_events.AttemptEnded) and event.restarts:
-            number = self._context.state.attempts[-1].number + 1
-            how = "failed" if self._context.state.failures else "ended"
-            self._context.show(f"attempt {number} {how} ({event.outcome}); starting again", "stderr")
+            number = self._run.state.attempts[-1].number + 1
+            how = "failed" if self._run.state.failures else "ended"
+            self._run.show(f"attempt {number} {how} ({event.outcome}); starting again", "stderr")
 
     # ---- from the ranks
 

@@ -16,8 +16,8 @@ from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.integrations import accelerate_alias, reporting
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.launch.plan.planner import rank_environment
-from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
 from notebook_accelerate.launch.state import failures, rank_result
+from notebook_accelerate.launch.state.interrupts import deferred_interrupts
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     AttemptStarted,

@@ -7,8 +7,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -365,6 +365,17 @@ def system_error(error: OSError) -> BaseException:
     found = LaunchError(f"the ranks could not be started: {error}{hint}")
     found.__cause__ = error
     return found
+
+
+@contextmanager
+def explained_system_errors() -> Iterator[None]:
+    """Raise the OSError of a block as `system_error` returns it."""
+    try:
+        yield
+    except OSError as error:
+        if (problem := system_error(error)) is error:
+            raise
+        raise problem from error
 
 
 def stopped(run_id: int, started: float) -> RunEnded:

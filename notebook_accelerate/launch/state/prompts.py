@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.state.waits import slice_of
+from notebook_accelerate.launch.state.interrupts import slice_of
 from notebook_accelerate.telemetry import InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Sender
 

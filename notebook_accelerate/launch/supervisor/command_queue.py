@@ -1,33 +1,33 @@
-"""Commands to a run's supervisor: queued by any thread, carried out on the run's thread."""
+"""Commands to a run's supervisor: queued by any thread, carried out on the run's thread; and the clock they suspend."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.launch.processes.selecting import Signal
 from notebook_accelerate.launch.state.prompts import PromptQueue
-from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.output.rank_lines import Publisher
 
 
 class CommandTarget(Protocol):
-    """Carries out commands: the ranks of an attempt, or the wait for hosts while there are no ranks."""
-
-    @property
-    def clock(self) -> PausableClock:
-        """The clock of the run's time limits."""
+    """Carries out commands: the ranks of an attempt, or `WaitingTarget` while there are no ranks."""
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """See ``RunCommands.stop``."""
+        """Stop the run within ``grace`` seconds; a second call kills immediately."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """See ``RunCommands.interrupt``."""
+        """Send SIGINT to these ranks."""
 
     def show_under(self, cell: object) -> None:
-        """See ``RunCommands.show_under``."""
+        """Show what the run writes from now on under another cell."""
 
 
 Command = Callable[[CommandTarget], None]
@@ -73,12 +73,12 @@ class CommandQueue:
         self.post(lambda target: target.show_under(cell))
 
     def hold_clock(self, rank: int) -> None:
-        """See ``RunCommands.hold_clock``."""
-        self.post(lambda target: target.clock.pause(paused(rank)))
+        """See ``RunCommands.hold_clock``; a rank may be paused just before its start or just after its end."""
+        self.post(lambda _: self.clock.pause(paused(rank)))
 
     def release_clock(self, rank: int) -> None:
         """See ``RunCommands.release_clock``."""
-        self.post(lambda target: target.clock.resume(paused(rank)))
+        self.post(lambda _: self.clock.resume(paused(rank)))
 
     # ---- the run's thread
 
@@ -100,3 +100,80 @@ class CommandQueue:
 def paused(rank: int) -> Hashable:
     """Return the clock holder for a paused rank; a rank that waits at a prompt uses its number instead."""
     return ("paused", rank)
+
+
+class WaitingTarget:
+    """The `CommandTarget` of a run without ranks.
+
+    Args:
+        publisher: Shows the run's output.
+        on_stop: Called with the grace period of every stop.
+
+    Attributes:
+        stop_reason: Why the waiting stops; None while it continues. It is never reset: a stop that arrives together
+            with the awaited event must be seen by the next wait.
+    """
+
+    def __init__(self, publisher: Publisher, on_stop: Callable[[float], None] = lambda _: None) -> None:
+        self._publisher, self._on_stop = publisher, on_stop
+        self.stop_reason: StopReason | None = None
+
+    def stop(self, grace: float, reason: StopReason) -> None:
+        """See ``CommandTarget.stop``."""
+        self.stop_reason = self.stop_reason or reason
+        self._on_stop(grace)
+
+    def show_under(self, cell: object) -> None:
+        """See ``CommandTarget.show_under``."""
+        self._publisher.flush(force=True)
+        self._publisher.show_under(cell)
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """See ``CommandTarget.interrupt``; there are no ranks to interrupt."""
+
+
+class PausableClock:
+    """Seconds on ``time.monotonic`` that count for a run's time limits; safe from any thread.
+
+    Seconds do not count while the run waits for its user, or the machine sleeps.
+
+    Attributes:
+        started: The clock's time at its creation.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: set[Hashable] = set()
+        self._held_at = self._left_out = 0.0
+        self.started = self.now()
+
+    def now(self) -> float:
+        """Return the seconds that count so far."""
+        with self._lock:
+            return (self._held_at if self._holders else time.monotonic()) - self._left_out
+
+    def pause(self, holder: Hashable) -> None:
+        """Suspend the clock until ``holder``, such as a rank that waits for the user, resumes it."""
+        with self._lock:
+            if not self._holders:
+                self._held_at = time.monotonic()
+            self._holders.add(holder)
+
+    def resume(self, holder: Hashable) -> None:
+        """End the suspension by ``holder``, if there is one; the clock resumes when no holder is left."""
+        with self._lock:
+            if holder in self._holders:
+                self._holders.discard(holder)
+                if not self._holders:
+                    self._left_out += time.monotonic() - self._held_at
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the last ``seconds``: this process did not run."""
+        with self._lock:
+            if not self._holders:
+                self._left_out += seconds
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the clock is suspended."""
+        return bool(self._holders)

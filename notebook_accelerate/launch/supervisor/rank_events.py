@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
     from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.processes.rank_process import RankProcess
-    from notebook_accelerate.launch.supervisor.run_context import RunContext
+    from notebook_accelerate.launch.supervisor.run_thread import RunThread
 
 
 STEP_COMPARISON_SECONDS = 0.5
@@ -91,7 +91,7 @@ class RankEventHandler:
     """Handles what the ranks of one attempt send; the supervisor's `RankListener`.
 
     Args:
-        context: The run.
+        run: The run's supervisor.
         selector: Ranks are registered here as they start.
         ranks: Ranks are added here as they start.
         stops: The attempt's stop sequence; it decides what failures and exits mean.
@@ -102,20 +102,20 @@ class RankEventHandler:
     """
 
     def __init__(
-        self, context: RunContext, selector: selectors.BaseSelector, ranks: SupervisedRanks, stops: StopSequence
+        self, run: RunThread, selector: selectors.BaseSelector, ranks: SupervisedRanks, stops: StopSequence
     ) -> None:
-        self._context, self._selector, self._ranks, self._stops = context, selector, ranks, stops
-        self._journal, self._publisher, self._clock = context.journal, context.publisher, context.clock
-        self._prompts, self._requests = context.commands.prompts, context.commands.requests
+        self._run, self._selector, self._ranks, self._stops = run, selector, ranks, stops
+        self._journal, self._publisher, self._clock = run.journal, run.publisher, run.clock
+        self._prompts, self._requests = run.commands.prompts, run.commands.requests
         self._all = ranks.all  # read for every event
-        self._label = functools.partial(line_label, context.config.log_line_prefix_template)
+        self._label = functools.partial(line_label, run.config.log_line_prefix_template)
         self._comparison_due = 0.0
         self._exit_waits: set[str] = set()
         self._unrecorded: list[Record] = []
         self._active = False  # whether a rank has sent anything, or moved, since the last call of `record`
-        self._checks = sanity_checks.SanityChecks(len(context.state.ranks))
+        self._checks = sanity_checks.SanityChecks(len(run.state.ranks))
         self.last_activity = self._clock.now()
-        self.stall = StallDetector(context)
+        self.stall = StallDetector(run)
 
     def add(self, process: RankProcess) -> None:
         """Start to listen to a rank that has started."""
@@ -215,7 +215,7 @@ class RankEventHandler:
             if self._state_of(supervised) not in ENDED:
                 self._journal.append(RankStopped(rank))
             return
-        self._stops.fail(failures.from_event(rank, event, self._context.exceptions), supervised)
+        self._stops.fail(failures.from_event(rank, event, self._run.exceptions), supervised)
 
     def _on_display(self, supervised: SupervisedRank, event: DisplayEvent) -> None:
         supervised.process.drain(self, channel=False)  # what it wrote before, also to standard error
@@ -268,7 +268,7 @@ class RankEventHandler:
             prompt.answer(None)  # interrupted before it received its last answer: it asks again
             return
         known = prompt.of_debugger and prompt.rank in self._prompts.debugged()
-        if not (self._context.config.block or self._prompts.shown_in_cell or known):
+        if not (self._run.config.block or self._prompts.shown_in_cell or known):
             self._publisher.line("stderr", f"rank {prompt.rank} {_how_to_answer(prompt)}")
         self._publisher.flush(force=True)
         self._clock.pause(prompt.rank)
@@ -374,8 +374,8 @@ class StallDetector:
         group_timeout: Time limit of a collective in seconds; None if the process group has none.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        self._context, self._clock = context, context.clock
+    def __init__(self, run: RunThread) -> None:
+        self._run, self._clock = run, run.clock
         self._beats: dict[int, HeartbeatEvent] = {}
         self._moved: dict[int, float] = {}
         self._waiting_since: dict[int, tuple[tuple[str, int], float]] = {}
@@ -427,7 +427,7 @@ class StallDetector:
         return True
 
     def _stalled(self, now: float) -> bool:
-        alive = [info.rank for info in self._context.state.ranks if info.state in ("starting", "running")]
+        alive = [info.rank for info in self._run.state.ranks if info.state in ("starting", "running")]
         beats = [self._beats[rank] for rank in alive if rank in self._beats]
         if len(beats) < len(alive) or not any(beat.waiting is not None for beat in beats):
             return False
@@ -435,48 +435,48 @@ class StallDetector:
 
     def _report(self, found: Diagnosis | None) -> None:
         """Report a stall in the journal; print the first one."""
-        if not self._stall or self._context.state.ended is not None:  # a rank has moved during the diagnosis
+        if not self._stall or self._run.state.ended is not None:  # a rank has moved during the diagnosis
             return
         idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
-        self._context.journal.append(RunStalled(steady_time.now() - idle, found.cause if found is not None else ""))
+        self._run.journal.append(RunStalled(steady_time.now() - idle, found.cause if found is not None else ""))
         if not self._printed:
             self._printed = True
             verdict = found.verdict if found is not None else "no rank makes progress"
-            self._context.show(f"run {self._context.id} stands still: {verdict}", "stderr")
+            self._run.show(f"run {self._run.id} stands still: {verdict}", "stderr")
 
     def _end_stall(self) -> None:
         if self._stall:
             self._stall = False
-            if self._context.state.stall is not None:
-                self._context.journal.append(RunMoved())
+            if self._run.state.stall is not None:
+                self._run.journal.append(RunMoved())
 
     def diagnose_then(self, report: Callable[[Diagnosis | None], None]) -> None:
         """Diagnose the run on another thread, then call ``report(diagnosis)`` on the run's thread; None: it failed."""
         self.busy = True
-        context = self._context
+        run = self._run
 
         def work() -> None:
             try:
-                found: Diagnosis | None = session_of(context).diagnose()
+                found: Diagnosis | None = session_of(run).diagnose()
             except Exception:  # noqa: BLE001 - a failing diagnosis must not prevent the end of the run
                 found = None
-            context.commands.post(lambda _: self._finish(found, report))
+            run.commands.post(lambda _: self._finish(found, report))
 
         threading.Thread(target=work, name="notebook-accelerate-diagnosis", daemon=True).start()
 
     def _finish(self, found: Diagnosis | None, report: Callable[[Diagnosis | None], None]) -> None:
         self.busy = False
         if found is not None:
-            self._context.journal.append(DiagnosisAdded(found))
+            self._run.journal.append(DiagnosisAdded(found))
             if found.mistake:
-                self._context.journal.append(WarningAdded(found.mistake))
+                self._run.journal.append(WarningAdded(found.mistake))
         report(found)
 
 
-def session_of(context: RunContext) -> Session:
+def session_of(run: RunThread) -> Session:
     """Return the debugging session of a run."""
     return Session(
-        context.commands.requests,
-        lambda: {info.rank: info.state for info in context.state.ranks},
+        run.commands.requests,
+        lambda: {info.rank: info.state for info in run.state.ranks},
         tracebacks.frame_location,
     )

@@ -23,7 +23,6 @@ from notebook_accelerate.launch.processes.zygote import guards_orphans
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE, RankExited
 from notebook_accelerate.launch.state.run_state import ENDED, TransitionError
-from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.launch.supervisor.rank_events import RankEventHandler
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
@@ -33,7 +32,7 @@ from notebook_accelerate.telemetry.results import CHANNEL_BYTES, WorkerOrder
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
-    from notebook_accelerate.launch.supervisor.run_context import RunContext
+    from notebook_accelerate.launch.supervisor.run_thread import RunThread
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
@@ -54,7 +53,7 @@ class RankGroup:
     """The ranks of one attempt, from their start until the last one is reaped; a `CommandTarget`.
 
     Args:
-        context: The run.
+        run: The run's supervisor.
         plan: The launch plan.
 
     Attributes:
@@ -64,16 +63,16 @@ class RankGroup:
         on_step: Called after every turn of the event loop.
     """
 
-    def __init__(self, context: RunContext, plan: LaunchPlan) -> None:
-        self._context, self._plan = context, plan
+    def __init__(self, run: RunThread, plan: LaunchPlan) -> None:
+        self._run, self._plan = run, plan
         self.selector = self._selector = DispatchSelector()
-        self._selector.register(context.commands.wake, selectors.EVENT_READ, self._carry_out)
+        self._selector.register(run.commands.wake, selectors.EVENT_READ, self._carry_out)
         self._ranks = SupervisedRanks()
         self.on_step: Callable[[], None] | None = None
         self._guard_due = 0.0
-        self.stops = StopSequence(context.journal, context.commands.prompts, hold=context.config.debug)
-        self.events = RankEventHandler(context, self._selector, self._ranks, self.stops)
-        self._limits = TimeLimits(context, self.events, self.stops)
+        self.stops = StopSequence(run.journal, run.commands.prompts, hold=run.config.debug)
+        self.events = RankEventHandler(run, self._selector, self._ranks, self.stops)
+        self._limits = TimeLimits(run, self.events, self.stops)
 
     # ---- start
 
@@ -91,9 +90,9 @@ class RankGroup:
             backend.close()
 
     def _order(self, plan: LaunchPlan, local_rank: int, attempt: int, inherited: InheritedState) -> WorkerOrder:
-        config = self._context.config
+        config = self._run.config
         environment = {
-            **_launch_environment(self._context, plan, attempt),
+            **_launch_environment(self._run, plan, attempt),
             **rank_environment(plan, local_rank),
             **(config.env or {}),
         }
@@ -113,18 +112,13 @@ class RankGroup:
 
     # ---- commands
 
-    @property
-    def clock(self) -> PausableClock:
-        """See ``CommandTarget.clock``."""
-        return self._context.clock
-
     def show_under(self, cell: object) -> None:
-        """See ``RunCommands.show_under``."""
-        self._context.publisher.flush(force=True)
-        self._context.publisher.show_under(cell)
+        """See ``CommandTarget.show_under``."""
+        self._run.publisher.flush(force=True)
+        self._run.publisher.show_under(cell)
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """See ``RunCommands.interrupt``."""
+        """See ``CommandTarget.interrupt``."""
         for rank in ranks:
             if rank in self._ranks.living:
                 self._ranks.living[rank].process.send_signal(signal.SIGINT)
@@ -134,7 +128,7 @@ class RankGroup:
         self.stops.stop(grace, reason)
 
     def _carry_out(self) -> None:
-        self._context.commands.carry_out(self)
+        self._run.commands.carry_out(self)
 
     # ---- the event loop
 
@@ -145,7 +139,7 @@ class RankGroup:
             self._wait(self._patience())
             self._take_steps()
             self.events.record()
-            self._context.publisher.flush()
+            self._run.publisher.flush()
             if len(living) >= MANY_RANKS:
                 time.sleep(len(living) * SECONDS_PER_RANK)
         self.events.finish()
@@ -156,7 +150,7 @@ class RankGroup:
         ready = self._selector.select(timeout)
         late = time.monotonic() - begin - timeout
         if late > GAP_SECONDS:
-            self.clock.leave_out(late)
+            self._run.clock.leave_out(late)
         call_ready(self._selector, ready)
         self.events.record()
 
@@ -165,12 +159,12 @@ class RankGroup:
         waits = [LONGEST_WAIT]
         if (due := self.stops.next_due()) is not None:
             waits.append(due - time.monotonic())
-        if (publish := self._context.publisher.seconds_until_due()) is not None:
+        if (publish := self._run.publisher.seconds_until_due()) is not None:
             waits.append(publish)
         if (left := self._limits.seconds_left()) is not None:
             waits.append(left)
         if self._ranks.polled:
-            waits.append(self._context.config.monitor_interval)
+            waits.append(self._run.config.monitor_interval)
         return max(0.0, min(waits))
 
     def _take_steps(self) -> None:
@@ -208,7 +202,7 @@ class RankGroup:
     def verdicts(self) -> tuple[RankFailure, ...]:
         """Return the failures, the first one first, with explanations where they are known."""
         found = failures.ordered(self.stops.failures)
-        store, lines = self._context.journal.store, failures.LAST_LINES
+        store, lines = self._run.journal.store, failures.LAST_LINES
         last = {failure.rank: [line.text for line in store.log_lines(failure.rank)][-lines:] for failure in found}
         returned = [rank for rank, each in self._ranks.all.items() if isinstance(each.outcome, ResultEvent)]
         explained = [failures.explained(failure, last[failure.rank]) for failure in found]
@@ -255,18 +249,18 @@ class RankGroup:
         process.await_end(patience)
         process.close()
         self._ranks.remove(rank)
-        self._context.commands.requests.close(process.rank)
+        self._run.commands.requests.close(process.rank)
         self.events.forget_prompt(process.rank)
         with suppress(TransitionError):  # the process is gone, whatever has been recorded of it
-            state = self._context.state.rank(process.rank).state
-            self._context.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
+            state = self._run.state.rank(process.rank).state
+            self._run.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
 
 
-def _launch_environment(context: RunContext, plan: LaunchPlan, attempt: int) -> dict[str, str]:
-    config = context.config
+def _launch_environment(run: RunThread, plan: LaunchPlan, attempt: int) -> dict[str, str]:
+    config = run.config
     return {
         **worker_variables(mixed_precision=config.mixed_precision, cpu=config.cpu or plan.accelerator == "cpu"),
-        "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{context.id}",
+        "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{run.id}",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         **{name: value for name, value in torch_build.watched_rank_variables().items() if name not in os.environ},
@@ -288,13 +282,13 @@ class TimeLimits:
     """The limits of one attempt, by the run's clock.
 
     Args:
-        context: The run.
+        run: The run's supervisor.
         events: Records when a rank was last active, and which collectives wait.
         stops: The limits are not in force once the attempt is being stopped.
     """
 
-    def __init__(self, context: RunContext, events: RankEventHandler, stops: StopSequence) -> None:
-        self._config, self._clock, self._events, self._stops = context.config, context.clock, events, stops
+    def __init__(self, run: RunThread, events: RankEventHandler, stops: StopSequence) -> None:
+        self._config, self._clock, self._events, self._stops = run.config, run.clock, events, stops
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the next limit; None when none is in force."""

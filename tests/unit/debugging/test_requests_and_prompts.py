@@ -19,8 +19,8 @@ from notebook_accelerate.debugging.process_stacks import ProcessInspector, Proce
 from notebook_accelerate.debugging.rank_requests import RankRequests
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
-from notebook_accelerate.launch.supervisor import pausable_clock
-from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+from notebook_accelerate.launch.supervisor import command_queue
+from notebook_accelerate.launch.supervisor.command_queue import PausableClock
 from notebook_accelerate.telemetry import Channel, InputReply, InputRequest
 from notebook_accelerate.telemetry.debug_protocol import DoneReply, PauseRequest
 from tests.support.waiting import until
@@ -278,7 +278,7 @@ class _Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     """Return the clock that pausable clocks look at."""
     made = _Clock()
-    monkeypatch.setattr(pausable_clock, "time", made)
+    monkeypatch.setattr(command_queue, "time", made)
     return made
 
 

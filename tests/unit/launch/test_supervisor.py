@@ -29,7 +29,7 @@ from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent, inherited_state
 from notebook_accelerate.telemetry.channel import READ_BYTES
 from notebook_accelerate.telemetry.results import WorkerOrder
-from tests.support.runs import context_of, plan_run
+from tests.support.runs import plan_run, supervisor_of
 from tests.support.simulated import SimulatedRank
 
 
@@ -117,15 +117,15 @@ class _Backend(ProcessBackend):
 def started() -> Iterator[tuple[Run, RankGroup, _Backend]]:
     """Return a run of two ranks, its group, and the ranks' ends."""
     run, backend = plan_run(2, method="spawn"), _Backend()
-    context = context_of(run)
+    supervisor = supervisor_of(run)
     assert run.plan is not None
     run.journal.append(AttemptStarted(0))
-    group = RankGroup(context, run.plan)
+    group = RankGroup(supervisor, run.plan)
     group.start(backend, 0, inherited_state.capture())
     yield run, group, backend
     backend.end()
     group.abandon()
-    context.commands.close()
+    supervisor.commands.close()
 
 
 def test_what_ranks_send_in_one_turn_is_appended_at_once(started: tuple[Run, RankGroup, _Backend]) -> None:

@@ -10,29 +10,29 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.launch.state.run_events import AttemptStarted
-from notebook_accelerate.launch.supervisor import pausable_clock
+from notebook_accelerate.launch.supervisor import command_queue
 from notebook_accelerate.launch.supervisor.rank_events import StallDetector
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup, TimeLimits
-from notebook_accelerate.launch.supervisor.run_context import RunContext
+from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent
-from tests.support.runs import context_of, make_run, plan_run
+from tests.support.runs import make_run, plan_run, supervisor_of
 
 
 @pytest.fixture
-def context(request: pytest.FixtureRequest) -> Iterator[RunContext]:
+def supervisor(request: pytest.FixtureRequest) -> Iterator[Supervisor]:
     run = plan_run(2, **getattr(request, "param", {"timeout": 60.0, "hang_timeout": 5.0}))
-    found = context_of(run)
+    found = supervisor_of(run)
     yield found
     found.commands.close()
 
 
 @pytest.fixture
-def group(context: RunContext) -> Iterator[RankGroup]:
-    plan = context.state.plan
+def group(supervisor: Supervisor) -> Iterator[RankGroup]:
+    plan = supervisor.state.plan
     assert plan is not None
-    context.journal.append(AttemptStarted(0))
-    found = RankGroup(context, plan)
+    supervisor.journal.append(AttemptStarted(0))
+    found = RankGroup(supervisor, plan)
     yield found
     found.abandon()
 
@@ -57,24 +57,26 @@ class _Asleep:
 
 
 def test_seconds_in_which_the_supervisor_did_not_run_do_not_count(
-    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+    supervisor: Supervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = group.clock.now()
+    before = supervisor.clock.now()
     with monkeypatch.context() as patch:
         patch.setattr(group, "_selector", _Asleep(1.6))
         group._wait(0.1)
-    assert group.clock.now() - before < 1.0
+    assert supervisor.clock.now() - before < 1.0
 
 
-def test_seconds_of_an_ordinary_wait_count(group: RankGroup) -> None:
-    before = group.clock.now()
+def test_seconds_of_an_ordinary_wait_count(supervisor: Supervisor, group: RankGroup) -> None:
+    before = supervisor.clock.now()
     assert isinstance(group._selector, selectors.BaseSelector)
     group._wait(0.3)
-    assert group.clock.now() - before >= 0.3
+    assert supervisor.clock.now() - before >= 0.3
 
 
-def test_a_step_of_the_wall_clock_ends_no_run(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = TimeLimits(group._context, group.events, group.stops)
+def test_a_step_of_the_wall_clock_ends_no_run(
+    supervisor: Supervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = TimeLimits(supervisor, group.events, group.stops)
     monkeypatch.setattr(time, "time", lambda: 9e9)
     assert limits.reached() == ""
     left = limits.seconds_left()
@@ -82,9 +84,11 @@ def test_a_step_of_the_wall_clock_ends_no_run(group: RankGroup, monkeypatch: pyt
     assert 0 < left <= 5.0
 
 
-def test_two_hours_of_sleep_end_no_run(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hours_of_sleep_end_no_run(
+    supervisor: Supervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The clock of the limits stands while a Linux machine sleeps; the clock of the run's times does not."""
-    limits = TimeLimits(group._context, group.events, group.stops)
+    limits = TimeLimits(supervisor, group.events, group.stops)
     before, uptime = steady_time.now(), steady_time._uptime
     monkeypatch.setattr(steady_time, "_uptime", lambda: uptime() + 7200.0)
     assert limits.reached() == ""
@@ -100,27 +104,29 @@ def test_a_step_of_the_wall_clock_moves_no_time_of_a_run(monkeypatch: pytest.Mon
     assert steady_time.now() >= before
 
 
-def test_limits_are_reached_by_the_runs_clock(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = TimeLimits(group._context, group.events, group.stops)
+def test_limits_are_reached_by_the_runs_clock(
+    supervisor: Supervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = TimeLimits(supervisor, group.events, group.stops)
     now = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(pausable_clock.time, "monotonic", lambda: now + 6.0)
+        patch.setattr(command_queue.time, "monotonic", lambda: now + 6.0)
         assert limits.reached() == "no rank gave a sign of life for 5 s (hang_timeout)"
-        patch.setattr(pausable_clock.time, "monotonic", lambda: now + 61.0)
+        patch.setattr(command_queue.time, "monotonic", lambda: now + 61.0)
         assert limits.reached() == "the run reached its timeout of 60 s"
-        group.clock.pause(0)
+        supervisor.clock.pause(0)
         assert limits.seconds_left() is None
 
 
 def test_a_rank_that_moves_by_another_clock_is_no_standstill() -> None:
     """Heartbeats carry the rank's own wall clock: only whether it changes counts."""
-    context = context_of(make_run(1))
+    supervisor = supervisor_of(make_run(1))
     try:
-        stall = StallDetector(context)
+        stall = StallDetector(supervisor)
         waiting = Collective("0", 1, "all_reduce", (), (), 5.0)
         assert stall.note(0, HeartbeatEvent(5.0, waiting))
         assert not stall.note(0, HeartbeatEvent(5.0, waiting))
         assert stall.note(0, HeartbeatEvent(-7000.0, waiting))
         assert not stall.busy
     finally:
-        context.commands.close()
+        supervisor.commands.close()

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from notebook_accelerate.launch.processes.interrupts import handle_interrupts
+from notebook_accelerate.launch.state.interrupts import handle_interrupts, wait_for
 from notebook_accelerate.launch.state.prompts import PromptQueue
-from notebook_accelerate.launch.state.waits import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,4 +1,8 @@
-"""SIGINT without KeyboardInterrupt: a handler of our own while code runs that no exception may cut in two."""
+"""Interrupts of the main thread: waits that every SIGINT ends, and blocks that it does not cut in two.
+
+An interrupt that arrives after the interpreter's last look for signals, and before the system call that blocks, does
+not end that call: the handler would run only when something else wakes the thread. Waits are cut into slices.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,23 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+SLICE = 0.2
+"""Seconds after which a wait looks for interrupts again."""
+
+
+def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
+    """Wait until ``event`` is set, at most ``timeout`` seconds (None: any time); return whether it is set."""
+    if timeout is not None:
+        return event.wait(timeout)
+    while not event.wait(SLICE):
+        pass
+    return True
+
+
+def slice_of(left: float | None) -> float:
+    """Return how long a condition's next wait may last, of ``left`` seconds in all (None: any time)."""
+    return SLICE if left is None else min(left, SLICE)
 
 
 @contextmanager

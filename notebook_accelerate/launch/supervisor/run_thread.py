@@ -1,0 +1,164 @@
+"""The thread that sees a run through: it supervises the run's ranks, or runs them for the notebook that does."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.errors import RunStoppedError
+from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state.failures import ExceptionLoader
+from notebook_accelerate.launch.state.run_events import AttemptEnded, NoteAdded, RanksReleased, RunEnded
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.output.rank_lines import Publisher
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.state.run_state import RunState
+    from notebook_accelerate.launch.supervisor.command_queue import CommandQueue, PausableClock
+    from notebook_accelerate.telemetry.inherited_state import InheritedState
+
+
+class RunThread(ABC):
+    """Sees a run through on a thread of its own, and ends the run whatever happens there.
+
+    The parts of a supervisor share it: it has what they need of the run.
+
+    Args:
+        run: The run; not kept, because its user may drop it.
+        commands: The user's commands, the prompts, and the requests to ranks.
+        publisher: Shows output in the notebook; used on the run's thread once that has started.
+
+    Attributes:
+        id: The run's number in this kernel.
+        config: Configuration of the launch.
+        function_name: Name of the launched function.
+        journal: Events of the run are appended here.
+        commands: The commands.
+        publisher: The publisher.
+        exceptions: Unpickles the exceptions of the ranks.
+        started: Set once all ranks have started, or failed to start; or earlier, where that may take minutes.
+        over: Set once the run has ended.
+        problem: The error that prevented the start of the ranks.
+    """
+
+    def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher) -> None:
+        self.id, self.config, self.function_name = run.id, run.config, run.function_name
+        self.journal, self.commands, self.publisher = run.journal, commands, publisher
+        self.exceptions = ExceptionLoader()
+        self.started, self.over = threading.Event(), threading.Event()
+        self.problem: BaseException | None = None
+        self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self._inherited: InheritedState | None = None
+
+    # ---- the launching thread
+
+    def reserve(self, plan: LaunchPlan) -> LaunchPlan:
+        """Reserve what the ranks of this machine need, and return the plan with it; the end of the run releases it."""
+        return plan
+
+    def start(
+        self, plan: LaunchPlan, function: Callable[..., Any], arguments: tuple[Any, ...], inherited: InheritedState
+    ) -> None:
+        """Run ``function(*arguments)`` on the thread.
+
+        Args:
+            plan: The plan, as `reserve` has returned it.
+            function: The launched function.
+            arguments: Its arguments.
+            inherited: State that ranks inherit from the launching thread.
+        """
+        self._call, self._inherited = (function, arguments), inherited
+        name = f"notebook-accelerate-run-{self.id}"
+        thread = threading.Thread(target=self._main, args=(plan,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as problem:  # the system allows no more threads
+            self.fail(problem)
+
+    def fail(self, problem: BaseException) -> None:
+        """End a run that could not be started because of ``problem``."""
+        self._end(self._ended_by(problem))
+
+    # ---- the run's thread
+
+    def _main(self, plan: LaunchPlan) -> None:
+        ended = RunEnded("failed", "WorkerError", "the launch failed")
+        try:
+            ended = self._outcome(plan)
+        finally:
+            self._call = None
+            self._end(ended)
+
+    def _outcome(self, plan: LaunchPlan) -> RunEnded:
+        """Run to the end and return how it ended; the frame of an error must not refer to the error."""
+        try:
+            return self._run(plan)
+        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
+            return self._ended_by(problem)
+
+    @abstractmethod
+    def _run(self, plan: LaunchPlan) -> RunEnded:
+        """Run to the end and return how it ended."""
+
+    def _ended_by(self, problem: BaseException) -> RunEnded:
+        if not self.started.is_set():
+            self.problem = failures.system_error(problem) if isinstance(problem, OSError) else problem
+        if isinstance(problem, RunStoppedError):  # before the ranks had started
+            return RunEnded("stopped", "RunStoppedError", str(problem))
+        text = f"the launch failed: {type(problem).__name__}: {problem}"
+        return RunEnded("failed", "WorkerError", text, problem)
+
+    # ---- the end
+
+    def _end(self, ended: RunEnded) -> None:
+        """Release the run's resources and end it, even if showing or closing fails: other threads wait for the end."""
+        with ExitStack() as last:  # the first one last
+            last.callback(self.over.set)
+            last.callback(self.started.set)
+            last.callback(self.commands.prompts.close)
+            last.callback(self._record_end, ended)
+            last.callback(partial(self.publisher.flush, force=True))
+            last.callback(self._release)
+            last.callback(self.commands.close)
+            last.callback(self._disconnect, ended)
+
+    def _disconnect(self, ended: RunEnded) -> None:  # noqa: B027 - most runs have none
+        """Close the connections to other machines."""
+
+    def _release(self) -> None:  # noqa: B027 - the ranks of another notebook's run need nothing
+        """Release what `reserve` has reserved."""
+
+    def _record_end(self, ended: RunEnded) -> None:
+        if self.state.attempt_status == "running":
+            self.journal.append(AttemptEnded(ended.message or ended.status))
+        if self.state.ended is None:
+            self.journal.append(ended)
+        if self.state.held:
+            self.journal.append(RanksReleased())
+
+    # ---- for the parts of a supervisor
+
+    @property
+    def clock(self) -> PausableClock:
+        """The clock of the run's time limits."""
+        return self.commands.clock
+
+    @property
+    def state(self) -> RunState:
+        """The run after the last event."""
+        return self.journal.state
+
+    def show(self, text: str, stream: str = "stdout") -> None:
+        """Show a line of the launch itself."""
+        self.publisher.line(stream, text)
+        self.publisher.flush(force=True)
+
+    def note(self, text: str, *, shown_as: str | None = None) -> None:
+        """Record a remark for panel and report, and show it (as ``shown_as``, if given)."""
+        self.journal.append(NoteAdded(text))
+        self.show(text if shown_as is None else shown_as, "stderr")
