@@ -9,23 +9,19 @@ from notebook_accelerate._lazy import reexport
 if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.align_hook import (
         AlignDevicesHook as AlignDevicesHook,
-    )
-    from notebook_accelerate.big_modeling.dispatching import (
         attach_align_device_hook as attach_align_device_hook,
         attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
         attach_execution_device_hook as attach_execution_device_hook,
     )
     from notebook_accelerate.big_modeling.module_hooks import (
+        CpuOffload as CpuOffload,
         LayerwiseCastingHook as LayerwiseCastingHook,
         ModelHook as ModelHook,
         SequentialHook as SequentialHook,
+        UserCpuOffloadHook as UserCpuOffloadHook,
         add_hook_to_module as add_hook_to_module,
         remove_hook_from_module as remove_hook_from_module,
         remove_hook_from_submodules as remove_hook_from_submodules,
-    )
-    from notebook_accelerate.big_modeling.empty_init import (
-        CpuOffload as CpuOffload,
-        UserCpuOffloadHook as UserCpuOffloadHook,
     )
 else:
     __getattr__, __dir__, __all__ = reexport(__name__)

@@ -46,20 +46,39 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 class Estimate(Protocol):
-    """The result of `estimate_memory`."""
+    """The result of `estimate_memory`: bytes by part."""
 
-    training: dict[str, int]
-    inference: dict[str, int]
-    assumptions: tuple[str, ...]
-    main_memory: dict[str, int]
+    @property
+    def training(self) -> dict[str, int]:
+        """Bytes of training."""
+
+    @property
+    def inference(self) -> dict[str, int]:
+        """Bytes of inference."""
+
+    @property
+    def main_memory(self) -> dict[str, int]:
+        """Bytes of offloaded parts in main memory."""
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the numbers assume."""
 
 
 class SizedDeviceMap(Protocol):
-    """A device map with sizes, as `big_modeling.estimate.placed` returns it."""
+    """A device map with sizes, as `measure_device_map` returns it."""
 
-    blocks: Sequence[Any]
-    limits: Mapping[str, int]
-    moves: int
+    @property
+    def blocks(self) -> Sequence[Any]:
+        """Its entries."""
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Bytes by device."""
+
+    @property
+    def moves(self) -> int:
+        """Bytes that are copied on each forward."""
 
 
 def human(size: float) -> str:

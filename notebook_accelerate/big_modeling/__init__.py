@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.big_modeling.dispatching import (
-        attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
-    )
     from notebook_accelerate.big_modeling.device_map import (
         check_device_map as check_device_map,
     )
@@ -29,11 +26,10 @@ if TYPE_CHECKING:
         estimate_memory as estimate_memory,
         measure_device_map as measure_device_map,
     )
-    from notebook_accelerate.big_modeling.gradients import (
-        offloaded_gradients as offloaded_gradients,
-    )
-    from notebook_accelerate.big_modeling.empty_init import (
+    from notebook_accelerate.big_modeling.module_hooks import (
+        attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
         cpu_offload_with_hook as cpu_offload_with_hook,
+        offloaded_gradients as offloaded_gradients,
     )
 else:
     __getattr__, __dir__, __all__ = reexport(__name__)

@@ -1,4 +1,4 @@
-"""`AlignDevicesHook`: moves inputs and weights to the device where a module computes."""
+"""`AlignDevicesHook` moves inputs and weights to the device where a module computes; functions attach it to models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.empty_init import like
-from notebook_accelerate.big_modeling.gradients import GradientSink
-from notebook_accelerate.big_modeling.module_hooks import ModelHook
-from notebook_accelerate.big_modeling.module_sizes import named_module_tensors
+from notebook_accelerate.big_modeling.module_hooks import GradientSink, ModelHook, add_hook_to_module
 from notebook_accelerate.big_modeling.module_tensors import TiedParams, set_module_tensor_to_device
-from notebook_accelerate.big_modeling.module_tree import submodule
-from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, unprefixed
+from notebook_accelerate.big_modeling.module_tree import as_names, full_name, named_module_tensors, submodule
+from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, PrefixedDataset, unprefixed
 from notebook_accelerate.big_modeling.prefetch import Prefetcher, Slot, Unit, can_prefetch
 from notebook_accelerate.big_modeling.tensor_sources import FileSource
 from notebook_accelerate.collectives import find_device, send_to_device
@@ -260,3 +258,142 @@ def block_of(name: str) -> str:
     """Return the name of the repeated block that contains a module: ``h.3`` for ``h.3.mlp.fc``."""
     match = _BLOCK.match(name)
     return match.group() if match else name
+
+
+# ---- attaching to the modules of a model
+
+
+def attach_execution_device_hook(
+    module: torch.nn.Module,
+    execution_device: Any,
+    skip_keys: Any = None,
+    preload_module_classes: Any = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Attach hooks to all modules inside a module that move their inputs to one device.
+
+    Args:
+        module: The module.
+        execution_device: The device.
+        skip_keys: Keyword arguments that are not moved.
+        preload_module_classes: Classes whose submodules need no hook.
+        tied_params_map: See `AlignDevicesHook`.
+    """
+    if not hasattr(module, "_hf_hook") and any(True for _ in named_module_tensors(module, recurse=True)):
+        add_hook_to_module(
+            module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        )
+    if type(module).__name__ in as_names(preload_module_classes):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook(
+    module: torch.nn.Module,
+    execution_device: torch.device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Any = None,
+    preload_module_classes: Any = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Attach an `AlignDevicesHook` to every module inside a module that has tensors of its own.
+
+    Args:
+        module: The module.
+        execution_device: Where all of them compute.
+        offload: Offload their weights between forwards.
+        weights_map: The weights by name.
+        offload_buffers: Offload buffers too.
+        module_name: The module's name in `weights_map`.
+        skip_keys: Keyword arguments that are not moved.
+        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
+        tied_params_map: See `AlignDevicesHook`.
+    """
+    loads_submodules = offload and type(module).__name__ in as_names(preload_module_classes)
+    if loads_submodules or any(True for _ in named_module_tensors(module)):
+        prefix = f"{module_name}." if module_name else ""
+        hook = AlignDevicesHook(
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=loads_submodules,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        hook.block = module_name
+        add_hook_to_module(module, hook, append=True)
+    if loads_submodules:
+        return
+    for key, child in module.named_children():
+        attach_align_device_hook(
+            child, execution_device, offload, weights_map, offload_buffers, full_name(module_name, key), skip_keys,
+            preload_module_classes, tied_params_map,
+        )  # fmt: skip
+
+
+def attach_align_device_hook_on_blocks(
+    module: torch.nn.Module,
+    execution_device: Any = None,
+    offload: Any = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Any = None,
+    preload_module_classes: Any = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Attach hooks to the blocks of a device map.
+
+    Args:
+        module: The model.
+        execution_device: Where each block computes, by name; or one device for all.
+        offload: Whether each block's weights are offloaded, by name; or one value for all.
+        weights_map: The weights by name.
+        offload_buffers: Offload buffers too.
+        module_name: Name of `module` in these mappings.
+        skip_keys: Keyword arguments that are not moved.
+        preload_module_classes: See `attach_align_device_hook`.
+        tied_params_map: See `AlignDevicesHook`.
+    """
+    devices = execution_device if isinstance(execution_device, Mapping) else {module_name: execution_device}
+    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    shared = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping) and not offload:
+        hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
+        add_hook_to_module(module, hook, append=True)
+        return
+    if module_name in devices and module_name in offloaded:
+        arguments = (devices[module_name], offloaded[module_name], weights_map, offload_buffers)
+        _attach_to_block(module, module_name, arguments, preload_module_classes, shared)
+    elif not module_name:
+        hook = AlignDevicesHook(devices.get(""), io_same_device=True, **shared)
+        add_hook_to_module(module, hook, append=True)
+    for key, child in module.named_children():
+        attach_align_device_hook_on_blocks(
+            child, devices, offloaded, weights_map, offload_buffers, full_name(module_name, key), skip_keys,
+            preload_module_classes, tied_params_map,
+        )  # fmt: skip
+
+
+def _attach_to_block(
+    module: torch.nn.Module, name: str, arguments: tuple[Any, ...], preload: Any, shared: dict[str, Any]
+) -> None:
+    device, offload, weights, buffers = arguments
+    outermost = not name
+    if not offload:
+        hook = AlignDevicesHook(
+            device, offload_buffers=buffers, io_same_device=outermost, place_submodules=True, **shared
+        )
+        add_hook_to_module(module, hook, append=True)
+    else:
+        if outermost:  # first, so that a pass begins before the model's own weights are loaded
+            add_hook_to_module(module, AlignDevicesHook(io_same_device=True, **shared), append=True)
+        attach_align_device_hook(module, device, True, weights, buffers, name, preload_module_classes=preload, **shared)
+        if not hasattr(module, "_hf_hook"):
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=outermost, **shared))
+    attach_execution_device_hook(module, device, preload_module_classes=preload, **shared)

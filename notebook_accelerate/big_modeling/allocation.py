@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from notebook_accelerate.big_modeling.module_sizes import Totals, as_names, readable
-from notebook_accelerate.big_modeling.module_tree import ModuleTree, full_name, prefixes
+from notebook_accelerate.big_modeling.module_tree import ModuleTree, Totals, as_names, full_name, prefixes, readable
 
 _IS_WAITING, _IS_PLACED = 1, 2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.checkpoint_shards import Shard, find_shards, tensor_names
+from notebook_accelerate.big_modeling.checkpoint_shards import Shard, find_shards, tensor_names, weights_on_disk
 from notebook_accelerate.big_modeling.device_map import (
     check_device_map,
     check_free_memory,
@@ -19,7 +19,6 @@ from notebook_accelerate.big_modeling.device_map import (
     make_device_map,
 )
 from notebook_accelerate.big_modeling.dispatching import dispatch_model
-from notebook_accelerate.big_modeling.module_sizes import compute_module_sizes, dtype_of
 from notebook_accelerate.big_modeling.module_tensors import (
     device_of,
     find_tied_parameters,
@@ -27,6 +26,7 @@ from notebook_accelerate.big_modeling.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from notebook_accelerate.big_modeling.module_tree import compute_module_sizes, dtype_of
 from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, offload_weight, save_offload_index
 from notebook_accelerate.big_modeling.quantization import (
     is_offloadable,
@@ -34,7 +34,6 @@ from notebook_accelerate.big_modeling.quantization import (
     make_offloadable_below,
     offloaded_modules,
 )
-from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import path_of
 from notebook_accelerate.big_modeling.tensor_sources import FileSource, Source
 from notebook_accelerate.big_modeling.weight_files import safetensors_sources
@@ -235,7 +234,7 @@ class _Loading:
         self._loaded |= {name, name_of_scales(name)}
 
     def load_on_ranks(self, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
-        """Load all files; see `multi_rank_loading.load_on_ranks`."""
+        """Load all files; every rank must call this."""
         devices = {str(device) for device in self._map.values()}
         if len(devices) > 1 or "disk" in devices:
             raise ValueError(
@@ -400,7 +399,7 @@ def _check_device_map_limits(
     check_limits(sizes, get_max_memory(max_memory))
 
 
-# Loads checkpoints on several ranks: read by one and broadcast, or read by each and sharded.
+# ---- on several ranks: read by one and broadcast, or read by each and sharded
 
 
 def load_on_ranks(

@@ -12,21 +12,25 @@ import torch
 
 from notebook_accelerate._collection import uncollected
 from notebook_accelerate.big_modeling.allocation import MIXED, Allocation
-from notebook_accelerate.big_modeling.module_sizes import (
-    Totals,
-    as_names,
-    compute_module_sizes,
-    convert_file_size_to_int,
-    get_module_leaves,
-    readable,
-    totals_of,
-)
 from notebook_accelerate.big_modeling.module_tensors import (
     check_tied_parameters_in_config,
     device_of,
 )
-from notebook_accelerate.big_modeling.module_tree import build_tree, find_tensor, prefixes
+from notebook_accelerate.big_modeling.module_tree import (
+    Totals,
+    as_names,
+    build_tree,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    find_tensor,
+    get_module_leaves,
+    prefixes,
+    readable,
+    totals_of,
+)
 from notebook_accelerate.hardware.detection import memory_bytes, system_memory
+
+_LOG = logging.getLogger(__name__)
 
 DeviceMap = dict[str, int | str | torch.device]
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -188,7 +192,7 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str 
         )
 
 
-# Checks that devices have the memory a device map needs, before anything is moved.
+# ---- whether devices have the memory that a map needs, before anything is moved
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -266,9 +270,8 @@ def _overflow(device: Any, size: int, has: str) -> str:
     )
 
 
-# Computes how much memory of each device a model may use.
+# ---- how much memory of each device a model may use
 
-_LOG = logging.getLogger(__name__)
 _KINDS = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu")
 _NAMED = ("mps", "cpu", "disk")
 
@@ -373,7 +376,7 @@ def _mean_layer(sizes: Mapping[str, Any]) -> int:
     return int(sum(modules[name] for name in layers) / max(len(layers), 1))
 
 
-# Divides a sequence into consecutive parts of about equal size.
+# ---- consecutive parts of about equal size
 
 
 def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:

@@ -69,20 +69,6 @@ def make_offloadable(model: torch.nn.Module, name: str) -> None:
         setattr(owner, key, OffloadedLinear8bitLt(layer))
 
 
-def is_offloadable(model: torch.nn.Module, name: str) -> bool:
-    """Return whether a tensor is the weight of an `OffloadedLinear8bitLt`.
-
-    Args:
-        model: The model.
-        name: The tensor's dotted name.
-    """
-    try:
-        owner, key = submodule(model, name)
-    except AttributeError:
-        return False
-    return key == "weight" and isinstance(owner, OffloadedLinear8bitLt)
-
-
 def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight, on the accelerator if there is one.
 

@@ -1,11 +1,21 @@
-"""Hooks around a module's forward: base class, attaching and detaching, layerwise casting."""
+"""Hooks around a module's forward: attaching and detaching them, layerwise casting, whole models on the CPU."""
 
 from __future__ import annotations
 
 import functools
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from notebook_accelerate.big_modeling.module_tree import as_names, full_name
+from notebook_accelerate.collectives import send_to_device
+from notebook_accelerate.state import PartialState
+
+_LOG = logging.getLogger(__name__)
 
 
 class ModelHook:
@@ -205,3 +215,212 @@ class LayerwiseCastingHook(ModelHook):
         """Convert the weights back to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
+
+
+# ---- gradients of offloaded weights, which are released after their forward
+
+
+class GradientSink:
+    """Takes the gradients of a module's offloaded weights as backward computes them."""
+
+    def __init__(self) -> None:
+        self._prefix = ""
+        self._store: dict[str, torch.Tensor] | None = None
+        self._warned = False
+
+    def collect(self, store: dict[str, torch.Tensor] | None, prefix: str = "") -> None:
+        """Start or stop collecting.
+
+        Args:
+            store: Where gradients go; None: they are dropped.
+            prefix: The module's name.
+        """
+        self._store, self._prefix = store, prefix
+
+    def watch(self, name: str, parameter: Any) -> Any:
+        """Take a parameter's gradient from it as soon as it is complete.
+
+        Args:
+            name: Its name in the module.
+            parameter: The module's parameter or buffer during this forward.
+
+        Returns:
+            The parameter.
+        """
+        if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda each: self._take(name, each))  # type: ignore[no-untyped-call]
+        return parameter
+
+    def _take(self, name: str, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if self._store is None:
+            if not self._warned:
+                self._warned = True
+                _LOG.warning(
+                    "The gradient of the offloaded %s is dropped, because the weight itself was released after its "
+                    "forward. To collect it: with notebook_accelerate.big_modeling.offloaded_gradients(model) as "
+                    "gradients: ... To skip it: parameter.requires_grad_(False) before the model is offloaded.",
+                    name,
+                )
+            return
+        assert gradient is not None
+        key = full_name(self._prefix, name)
+        # Summed on the CPU: the device has no memory for them.
+        here = gradient.to("cpu")
+        self._store[key] = self._store[key] + here if key in self._store else here
+
+
+def align_hooks(module: Any) -> list[Any]:
+    """List a module's hooks that load offloaded weights.
+
+    Args:
+        module: The module; its submodules' hooks are not listed.
+    """
+    found, hooks = [], [getattr(module, "_hf_hook", None)]
+    while hooks:
+        hook = hooks.pop(0)
+        if isinstance(hook, SequentialHook):  # Appending hooks one at a time nests SequentialHooks.
+            hooks[:0] = hook.hooks
+        elif isinstance(getattr(hook, "gradients", None), GradientSink):
+            found.append(hook)
+    return found
+
+
+@contextmanager
+def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect the gradients of a model's offloaded weights, summed on the CPU over all backward passes inside.
+
+    Offloaded weights are in their module during its forward only, so their gradients cannot be in ``parameter.grad``,
+    where those of other weights (adapters, for instance) are as usual. They take as much main memory as the weights.
+
+    Args:
+        model: A model from `cpu_offload`, `disk_offload`, `dispatch_model` or `load_checkpoint_and_dispatch`.
+
+    Yields:
+        The gradients by parameter name; a tied parameter has a part of its gradient under each of its names.
+
+    Example:
+        with offloaded_gradients(model) as gradients:
+            loss_of(model(batch)).backward()
+        gradients["layers.0.weight"]
+    """
+    store: dict[str, torch.Tensor] = {}
+    hooks = [(name, hook) for name, module in model.named_modules() for hook in align_hooks(module)]
+    for name, hook in hooks:
+        hook.gradients.collect(store, name)
+    try:
+        yield store
+    finally:
+        for _, hook in hooks:
+            hook.gradients.collect(None)
+
+
+# ---- whole models on the CPU, until they compute
+
+
+class CpuOffload(ModelHook):
+    """Keeps a model on the CPU until it computes, and on the device from then on, until `offload` is called.
+
+    Args:
+        execution_device: Where it computes; None: the process's device.
+        prev_module_hook: The hook of the previous model in a pipeline, which is offloaded when this one computes.
+    """
+
+    def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = execution_device if execution_device is not None else PartialState().default_device
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Move the model to the CPU."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Offload the previous model, and move this one and its inputs to the device."""
+        previous = self.prev_module_hook
+        if isinstance(previous, UserCpuOffloadHook):
+            first = next(previous.model.parameters(), None)
+            if first is not None and first.device == torch.device(self.execution_device):
+                previous.offload()
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+class UserCpuOffloadHook:
+    """The user's handle of a `CpuOffload`.
+
+    Args:
+        model: The model.
+        hook: Its hook.
+    """
+
+    def __init__(self, model: torch.nn.Module, hook: CpuOffload) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Move the model to the CPU."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Detach the hook."""
+        remove_hook_from_module(self.model)
+
+
+def cpu_offload_with_hook(
+    model: torch.nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[torch.nn.Module, UserCpuOffloadHook]:
+    """Keep a model on the CPU until it computes, and on the device from then on: for loops and pipelines.
+
+    Args:
+        model: The model.
+        execution_device: Where it computes; None: the process's device.
+        prev_module_hook: The hook of the previous model, which is offloaded when this one computes.
+
+    Returns:
+        The model, and a hook with `offload` and `remove`.
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
+    torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
+    torch.nn.Linear,
+)  # fmt: skip
+"""Layers that `attach_layerwise_casting_hooks` casts; normalizations are small and need their precision."""
+
+
+def attach_layerwise_casting_hooks(
+    module: torch.nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: Any = None,
+    skip_modules_classes: tuple[type[torch.nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keep the weights of linear layers and convolutions in one dtype and compute in another.
+
+    Args:
+        module: The model.
+        storage_dtype: Dtype between forwards, for instance float8_e4m3fn.
+        compute_dtype: Dtype during forwards.
+        skip_modules_pattern: Regular expressions; modules whose names match are not cast.
+        skip_modules_classes: Classes that are not cast, with all submodules.
+        non_blocking: Do not wait for the conversions.
+    """
+    _cast(module, "", as_names(skip_modules_pattern), skip_modules_classes or (),
+          (storage_dtype, compute_dtype, non_blocking))  # fmt: skip
+
+
+def _cast(module: torch.nn.Module, name: str, patterns: Any, classes: Any, dtypes: tuple[Any, ...]) -> None:
+    if isinstance(module, tuple(classes)) or any(re.search(pattern, name) for pattern in patterns):
+        return
+    if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+        add_hook_to_module(module, LayerwiseCastingHook(*dtypes), append=True)
+        return
+    for key, child in module.named_children():
+        _cast(child, full_name(name, key), patterns, classes, dtypes)

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.empty_init import like
-from notebook_accelerate.big_modeling.gradients import align_hooks
-from notebook_accelerate.big_modeling.module_sizes import INTEGERS, dtype_of, named_module_tensors, tied_names
-from notebook_accelerate.big_modeling.module_tree import prefixes, submodule
+from notebook_accelerate.big_modeling.module_hooks import align_hooks
+from notebook_accelerate.big_modeling.module_tree import (
+    INTEGERS,
+    dtype_of,
+    named_module_tensors,
+    prefixes,
+    submodule,
+    tied_names,
+)
+
+_LOG = logging.getLogger(__name__)
 
 TiedParams = dict[int, dict[torch.device, torch.Tensor]]
 
@@ -219,9 +227,7 @@ def name_of_scales(name: str) -> str:
     return f"{name.removesuffix('weight')}SCB" if name.endswith("weight") else name
 
 
-# Finds, checks and restores tied parameters: one parameter under several names.
-
-_LOG = logging.getLogger(__name__)
+# ---- tied parameters: one parameter under several names
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:  # noqa: ARG001

@@ -1,13 +1,18 @@
-"""Lists a model's modules in the order of `named_modules`, in linear time."""
+"""A model's modules and tensors: listed by name, with their sizes and dtypes. The model may be on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from notebook_accelerate.torch_internals import uncompiled_name
+from notebook_accelerate.config.enums import CustomDtype
+from notebook_accelerate.torch_internals import non_persistent_buffers, uncompiled_name
 
 
 @dataclass
@@ -110,3 +115,312 @@ def find_tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
         return None
     found = getattr(owner, key, None)
     return found if isinstance(found, torch.Tensor) else None
+
+
+# ---- sizes, from shapes and dtypes
+
+_BYTES_OF_CUSTOM = {"fp8": 1, "int4": 0.5, "int2": 0.25}
+_FACTORS = {
+    "GIB": 2**30,
+    "MIB": 2**20,
+    "KIB": 2**10,
+    "GB": 10**9,
+    "MB": 10**6,
+    "KB": 10**3,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", re.IGNORECASE)
+INTEGERS = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+Sizes = dict[str, Any]
+
+
+def dtype_byte_size(dtype: Any) -> int | float:
+    """Return the bytes that one element of a dtype takes.
+
+    Args:
+        dtype: A torch dtype, or one of `CustomDtype`.
+
+    Returns:
+        Bytes; below 1 for packed dtypes, and 1/8 for bool, as in Accelerate.
+
+    Raises:
+        ValueError: `dtype` is not a dtype.
+    """
+    if isinstance(dtype, CustomDtype):
+        return _BYTES_OF_CUSTOM[dtype.value]
+    dtype = dtype_of(dtype)
+    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+
+
+def dtype_of(dtype: Any) -> torch.dtype:
+    """Convert "float16", "torch.float16" or a dtype to a dtype.
+
+    Raises:
+        ValueError: torch has no dtype of that name.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f'{dtype!r} is not a valid dtype; pass for instance torch.float16 or "float16"')
+    return found
+
+
+def convert_file_size_to_int(size: float | str) -> int:
+    """Convert a size to bytes.
+
+    Args:
+        size: Bytes, or a number with a unit: "10GB" (powers of 1000), "5MiB" (powers of 1024), "8Gb" (bits).
+
+    Raises:
+        ValueError: `size` is not a size, or negative.
+    """
+    if isinstance(size, (int, float)) and 0 <= size < math.inf:
+        return int(size)
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match is None:
+        raise ValueError(
+            f"`size` {size!r} is not in a valid format. Use an integer for bytes, or a string with an unit "
+            "(like '5.0GB', '512MiB')."
+        )
+    count = int(float(match[1]) * _FACTORS[match[2].upper()])
+    return count // 8 if match[2].endswith("b") else count
+
+
+def named_module_tensors(
+    module: torch.nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over a module's parameters, then its buffers.
+
+    Args:
+        module: The module.
+        include_buffers: Include buffers.
+        recurse: Include submodules.
+        remove_non_persistent: Omit buffers that are not in the state dict.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        skip = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else ()
+        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in skip)
+
+
+def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of buffers that are not in the state dict.
+
+    Args:
+        module: The module.
+        recurse: Include submodules.
+        fqns: Return dotted names, where `recurse` is True.
+    """
+    if not recurse:
+        return non_persistent_buffers(module)
+    found = set()
+    for name, part in module.named_modules():
+        found |= {full_name(name, buffer) if fqns else buffer for buffer in non_persistent_buffers(part)}
+    return found
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return an identifier of a tensor's memory: device, address and bytes of its storage.
+
+    Args:
+        tensor: The tensor.
+    """
+    if tensor.device.type == "meta":  # no memory, so no address: the object itself
+        return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return whether a model is a `PeftModel`, without importing peft.
+
+    Args:
+        model: The model, wrapped or not.
+    """
+    model = getattr(model, "module", model)
+    return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft") for kind in type(model).__mro__)
+
+
+class _PerElement(dict[torch.dtype, Any]):
+    """Bytes of one element by dtype; for floating dtypes at most those of the target dtype."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self._limit = None if dtype is None else dtype_byte_size(dtype)
+
+    def __missing__(self, kind: torch.dtype) -> Any:
+        size = dtype_byte_size(kind)
+        self[kind] = size if self._limit is None or kind in INTEGERS else min(size, self._limit)
+        return self[kind]
+
+
+def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
+    """Return a function (name, tensor) -> bytes."""
+    per_element = _PerElement(dtype)
+    exact = {name: dtype_byte_size(value) for name, value in (special or {}).items()}
+
+    def size(name: str, tensor: torch.Tensor) -> int | float:
+        return tensor.numel() * (exact[name] if name in exact else per_element[tensor.dtype])
+
+    return size
+
+
+@dataclass
+class Totals:
+    """Bytes of a tree's modules.
+
+    Attributes:
+        all: Bytes of each module.
+        buffers: Bytes of its buffers alone.
+        tied: Names of tied parameters in the tree's order, group by group.
+        measure: Returns the bytes of a named tensor.
+    """
+
+    all: list[Any]
+    buffers: list[Any]
+    tied: list[list[str]]
+    measure: Callable[[str, torch.Tensor], Any]
+
+
+def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> Totals:
+    """Measure all modules of a tree in one pass, and find its tied parameters."""
+    measure, per_element = _measure(dtype, special_dtypes), _PerElement(dtype)
+    every: list[Any] = [0] * len(tree.names)
+    buffers: list[Any] = [0] * len(tree.names)
+    seen: dict[int, int] = {}
+    count, tied = 0, False
+    for index, module in enumerate(tree.modules):
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            count += 1
+            if seen.setdefault(id(parameter), count) != count:
+                tied = True
+            elif special_dtypes:
+                every[index] += measure(full_name(tree.names[index], key), parameter)
+            else:
+                every[index] += parameter.numel() * per_element[parameter.dtype]
+        if module._buffers:
+            for key, buffer in module._buffers.items():
+                count += 1
+                if buffer is not None and seen.setdefault(id(buffer), count) == count:
+                    buffers[index] += measure(full_name(tree.names[index], key), buffer)
+    with_buffers = any(buffers)
+    for sums in (every, buffers) if with_buffers else (every,):
+        for index in range(len(sums) - 1, 0, -1):  # children come after their parents
+            sums[tree.parents[index]] += sums[index]
+    if with_buffers:
+        every = [size + buffer for size, buffer in zip(every, buffers, strict=True)]
+    return Totals(every, buffers, tied_names(tree.modules[0]) if tied else [], measure)
+
+
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """Return the names of a model's tied parameters in its order, group by group."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def compute_module_sizes(
+    model: torch.nn.Module,
+    dtype: Any = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    buffers_only: bool = False,
+) -> Sizes:
+    """Compute the bytes of every module and tensor of a model; a tied tensor counts once, at its first name.
+
+    Args:
+        model: The model, on any device.
+        dtype: What floating tensors will be converted to; larger ones count as this.
+        special_dtypes: Dtypes of tensors by name; they take precedence over `dtype`.
+        buffers_only: Count buffers alone.
+
+    Returns:
+        Bytes by dotted name; the whole model's name is "".
+    """
+    measure = _measure(dtype, special_dtypes)
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    sizes: Sizes = defaultdict(int)
+    for name, tensor in tensors:
+        size = measure(name, tensor)
+        for outer in prefixes(name):
+            sizes[outer] += size
+    return sizes
+
+
+def compute_module_total_buffer_size(
+    model: torch.nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None
+) -> Any:
+    """Compute the bytes of all buffers of a model; the arguments are those of `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
+
+
+def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
+    """List the names without children.
+
+    Args:
+        module_sizes: The result of `compute_module_sizes`, or any mapping by dotted name.
+    """
+    parents = {name.rpartition(".")[0] for name in module_sizes}
+    outer = {prefix for parent in parents for prefix in prefixes(parent)}
+    return [name for name in module_sizes if name not in outer]
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, Any], no_split_module_classes: Any
+) -> tuple[Any, list[str]]:
+    """Find the largest layer: a module without children, or of a class that is not split.
+
+    Args:
+        modules: Named modules and parameters to search.
+        module_sizes: Bytes by name.
+        no_split_module_classes: Class names.
+
+    Returns:
+        Its bytes, and the names of all layers of that size.
+    """
+    largest: Any = 0
+    names: list[str] = []
+    stack = list(reversed(modules))
+    while stack:
+        name, module = stack.pop()
+        children = [] if isinstance(module, torch.Tensor) else list(module.named_children())
+        if children and type(module).__name__ not in as_names(no_split_module_classes):
+            stack += [(full_name(name, key), child) for key, child in reversed(children)]
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def as_names(classes: Any) -> Sequence[str]:
+    """Return class names as a sequence; `classes` may be None or one name."""
+    if classes is None:
+        return ()
+    return (classes,) if isinstance(classes, str) else tuple(classes)
+
+
+def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, list[str]]]:
+    """Compute a model's bytes and its largest layer.
+
+    Args:
+        model: The model; its `_no_split_modules` (transformers) are not split.
+
+    Returns:
+        Bytes of the model; bytes and names of the largest layers.
+    """
+    sizes = compute_module_sizes(model)
+    classes = getattr(model, "_no_split_modules", None) or []
+    layers = [*model.named_parameters(recurse=False), *model.named_children()]
+    return sizes[""], get_max_layer_size(layers, sizes, classes)
+
+
+def readable(size: float) -> str:
+    """Format a number of bytes: 1536 → "1.54 KB" (powers of 1000, as in device maps' "10GB")."""
+    if size < 1000:
+        return f"{size:.0f} B"
+    power = min(int(math.log10(size) // 3), 4)
+    return f"{size / 1000**power:.3g} {'KMGT'[power - 1]}B"

@@ -34,6 +34,8 @@ from notebook_accelerate.big_modeling.tensor_sources import Source
 from notebook_accelerate.config.plain_values import convert_bytes
 from notebook_accelerate.telemetry.sampler import machine_memory
 
+_LOG = logging.getLogger(__name__)
+
 _WINDOW = 2
 """How many of the largest blocks the window holds: one computes while the next is read."""
 _IDLE = 0.25
@@ -295,9 +297,7 @@ def _end_threads() -> None:
         prefetcher.end_thread()
 
 
-# Transfers weights to their device: mapped or read on the CPU, copied on a stream of its own to an accelerator.
-
-_LOG = logging.getLogger(__name__)
+# ---- transfers: mapped or read on the CPU, copied on a separate stream to an accelerator
 
 
 @dataclass(eq=False)

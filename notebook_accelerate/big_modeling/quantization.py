@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.hardware.feature_checks import is_bnb_available
 
 _LOG = logging.getLogger(__name__)
-_EIGHT_BIT = "notebook_accelerate.big_modeling.eight_bit"
-"""Needs bitsandbytes; loaded on first use."""
 
 
 def load_and_quantize_model(
@@ -164,7 +161,8 @@ def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: An
         folder: The offload folder; None: main memory.
         index: The folder's index; dtype and shape are added.
     """
-    eight_bit = importlib.import_module(_EIGHT_BIT)
+    from notebook_accelerate.big_modeling import eight_bit  # needs bitsandbytes
+
     if folder is None:
         eight_bit.place_8bit(model, name, value)
     else:
@@ -181,7 +179,9 @@ def make_offloadable_below(model: torch.nn.Module, names: list[str]) -> None:
     layers = [name for name, module in model.named_modules() if type(module).__name__ == "Linear8bitLt"]
     for layer in layers:
         if set(prefixes(layer)) & set(names):
-            importlib.import_module(_EIGHT_BIT).make_offloadable(model, layer)
+            from notebook_accelerate.big_modeling.eight_bit import make_offloadable
+
+            make_offloadable(model, layer)
 
 
 def is_offloadable(model: torch.nn.Module, name: str) -> bool:
@@ -191,8 +191,11 @@ def is_offloadable(model: torch.nn.Module, name: str) -> bool:
         model: The model.
         name: The tensor's dotted name.
     """
-    eight_bit = sys.modules.get(_EIGHT_BIT)  # it defines these layers: without it there are none
-    return eight_bit is not None and bool(eight_bit.is_offloadable(model, name))
+    owner, _, key = name.rpartition(".")
+    try:
+        return key == "weight" and type(model.get_submodule(owner)).__name__ == "OffloadedLinear8bitLt"
+    except AttributeError:
+        return False
 
 
 def _cast(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
@@ -365,7 +368,7 @@ def quantize_and_offload_8bit(
         offload_index: The folder's index; dtype and shape are added.
         fp16_statistics: Scales, if `param` is quantized already.
     """
+    from notebook_accelerate.big_modeling.eight_bit import offload_8bit
+
     weight = param.to(new_dtype) if fp16_statistics is None else param
-    importlib.import_module(_EIGHT_BIT).offload_8bit(
-        model, param_name, weight, offload_folder, offload_index, fp16_statistics
-    )
+    offload_8bit(model, param_name, weight, offload_folder, offload_index, fp16_statistics)

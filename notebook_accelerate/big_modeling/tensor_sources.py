@@ -171,13 +171,11 @@ class FileSource(Source):
         return self.map(read_ahead=False) if device.type == "cpu" and self._is_aligned else super().load(device)
 
 
-# Maps parts of files into memory: tensors in the page cache, without a copy.
+# ---- parts of files mapped into memory: tensors in the page cache, without a copy
 #
-# Each tensor is a mapping of its own. Mappings at fixed addresses of an arena (MAP_FIXED through libc) are not faster:
-# a
+# Each tensor has a separate mapping. Mappings at fixed addresses of an arena (MAP_FIXED through libc) are not faster: a
 # 1 GB model of 30 blocks took 376 ms per forward of 32 tokens and 79 ms of one token, against 378 ms and 75 ms, with
-# the
-# same peak memory (305 MB). Copying into an arena took 1.6 and 2.6 times as long (2 cores, ext4, warm page cache).
+# the same peak memory (305 MB). Copying into an arena took 1.6 and 2.6 times as long (2 cores, ext4, warm page cache).
 
 MIN_BYTES = 2**21
 """Smaller tensors are copied, which takes less than the system calls of a mapping."""

@@ -1,19 +1,29 @@
-"""Bounds and errors for files that may be damaged or made to do harm."""
+"""Bounds, errors and a restricted unpickler for files that may be damaged or made to do harm."""
 
 from __future__ import annotations
 
+import builtins
+import collections
+import datetime as dt
+import decimal
+import enum
+import functools
 import json
+import pathlib
 import pickle
 import re
 import struct
+import sys
+import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
+import torch
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.errors import BrokenCheckpointError
@@ -150,3 +160,241 @@ def _stated_bytes(directory: bytes) -> int | None:
     """Return the sum of the sizes that a directory states, or more; None if an entry has its size elsewhere."""
     sizes = np.frombuffer(b"".join(_ENTRY.findall(directory)), dtype="<u4")
     return None if (sizes == _UNKNOWN).any() else int(sizes.sum(dtype=np.uint64))
+
+
+# ---- a restricted unpickler
+#
+# It creates plain values, and never imports or calls anything else that a file names: with pickle a checkpoint could
+# run its author's code. torch.load with `weights_only` reads tensors, numbers and dictionaries, but refuses other data
+# of a training state: dates, paths, deques, members of enums. Both kinds of file are read here.
+
+_BUILTINS = (
+    "set", "frozenset", "complex", "bytearray", "slice", "range",
+    "bool", "int", "float", "str", "bytes", "list", "dict", "tuple",
+)  # fmt: skip
+_CLASSES: tuple[type, ...] = (
+    collections.OrderedDict, collections.Counter, collections.defaultdict, collections.deque,
+    dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone,
+    decimal.Decimal, uuid.UUID,
+)  # fmt: skip
+"""Creating one takes time and memory in proportion to its arguments, whatever they are: not so fractions."""
+_PATHS = ("PurePath", "PurePosixPath", "PureWindowsPath", "Path", "PosixPath", "WindowsPath")
+_CONTAINERS = {
+    list, tuple, set, frozenset, collections.deque, torch.Size,
+    dict, collections.OrderedDict, collections.Counter, collections.defaultdict,
+}  # fmt: skip
+_COSTLY: dict[Any, tuple[type, ...]] = {bytes: (int,), bytearray: (int,), int: (decimal.Decimal,)}
+_ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, slice, range, torch.Tensor}
+_LEAVES = (
+    *_ATOMS, pathlib.PurePath, enum.Enum, torch.dtype, torch.device, torch.layout, np.ndarray, np.generic, np.dtype,
+    dt.date, dt.time, dt.timedelta, dt.timezone, decimal.Decimal, uuid.UUID,
+)  # fmt: skip
+
+
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class RefusedError(pickle.UnpicklingError):
+    """Raised when a file contains more than plain data."""
+
+
+def load_plain(file: BinaryIO, known: Mapping[str, Any]) -> Any:
+    """Unpickle plain data.
+
+    Args:
+        file: The pickle, open for reading.
+        known: More classes and functions that the file may call, by the dotted name in the file. They must be harmless
+            with any arguments.
+
+    Raises:
+        RefusedError: The file contains more than plain data.
+    """
+    return type("Unpickler", (PlainUnpickler,), {"known": known})(file).load()
+
+
+class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
+    """The standard library's unpickler in Python, which calls and fills nothing but instances of known classes.
+
+    The one in C cannot be limited in this way: a file could assign attributes to the known classes themselves, or have
+    it allocate gigabytes for an index.
+
+    Args:
+        file: The pickle.
+        options: Arguments of `pickle.Unpickler`.
+
+    Attributes:
+        known: As for `load_plain`; set in a subclass.
+    """
+
+    known: ClassVar[Mapping[str, Any]] = {}
+    dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._found: dict[int, Any] = {}
+
+    def load(self) -> Any:
+        """Return the data.
+
+        Raises:
+            RefusedError: The file contains more than plain data.
+        """
+        value = super().load()
+        if any(isinstance(each, _UserClass) for each in self._found.values()) and _UserClass in unreadable_classes(
+            value
+        ):
+            raise RefusedError("GLOBAL: the file contains a class, which is not plain data.")
+        return value
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a known class or function, or what stands for a class of the user.
+
+        Args:
+            module: The module that the file names.
+            name: The name in the module.
+
+        Raises:
+            RefusedError: It is not known.
+        """
+        full = f"{module}.{name}"
+        if full in {"builtins.getattr", "__builtin__.getattr"}:
+            return self._allow(self._attribute)
+        found = plain_classes().get(full)
+        return self._allow(self.known[full] if full in self.known else found or _stand_in(module, name))
+
+    def _allow(self, found: Any) -> Any:
+        self._found[id(found)] = found
+        return found
+
+    def _attribute(self, owner: Any, name: str) -> Any:
+        """Return a nested class, and in some versions of Python a member of an enum: they are pickled as attributes."""
+        if not isinstance(owner, _UserClass):
+            raise RefusedError("GLOBAL builtins.getattr is not plain data.")
+        found = owner.attribute(name)
+        return self._allow(found) if isinstance(found, _UserClass) else found
+
+    def _instantiate(self, function: Any, args: Any) -> None:
+        self.append(self._call(function, args))
+
+    def _call(self, function: Any, args: Any, **options: Any) -> Any:
+        self._check(function, args)
+        return function(*args, **options)
+
+    def _check(self, function: Any, args: Any) -> None:
+        if id(function) not in self._found:
+            raise RefusedError(f"GLOBAL: the file calls {function!r:.100}.")
+        for argument in args:
+            # With such arguments, a small file would create a value of any size.
+            if type(argument) in _COSTLY.get(function, ()) or type(argument) is range:
+                raise RefusedError(f"GLOBAL: the file calls {function!r:.100} with an argument of {type(argument)}.")
+
+    def _load_reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], args)
+
+    def _load_newobj(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._new(self.stack[-1], args)
+
+    def _load_newobj_ex(self) -> None:
+        options = self.stack.pop()
+        args = self.stack.pop()
+        self.stack[-1] = self._new(self.stack[-1], args, **options)
+
+    def _new(self, cls: Any, args: Any, **options: Any) -> Any:
+        self._check(cls, args)
+        return cls.__new__(cls, *args, **options) if isinstance(cls, type) else cls(*args, **options)
+
+    def _load_build(self) -> None:
+        instance = self.stack[-2]
+        if isinstance(instance, type) or not any(id(cls) in self._found for cls in type(instance).__mro__):
+            raise RefusedError(f"GLOBAL: the file changes {instance!r:.100}.")
+        self.load_build()
+
+    dispatch[pickle.REDUCE[0]] = _load_reduce
+    dispatch[pickle.NEWOBJ[0]] = _load_newobj
+    dispatch[pickle.NEWOBJ_EX[0]] = _load_newobj_ex
+    dispatch[pickle.BUILD[0]] = _load_build
+
+
+@functools.cache
+def plain_classes() -> dict[str, Any]:
+    """Return the classes of plain data by the names in pickles of every protocol and version of Python."""
+    found = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _CLASSES}
+    for name in _BUILTINS:
+        found[f"builtins.{name}"] = found[f"__builtin__.{name}"] = getattr(builtins, name)
+    found["__builtin__.xrange"] = range
+    for name in _PATHS:
+        for module in ("pathlib", "pathlib._local"):
+            found[f"{module}.{name}"] = getattr(pathlib, name)
+    return found
+
+
+class _UserClass:
+    """Stands for a class that this process has imported, so that a file cannot change it.
+
+    Members of enums and named tuples are created, without calling the class; other objects are refused.
+
+    Args:
+        cls: The class.
+    """
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+
+    def __call__(self, *args: Any) -> Any:
+        cls: Any = self._cls
+        if isinstance(cls, enum.EnumMeta):
+            return self._member(*args)
+        if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
+            return tuple.__new__(cls, args)
+        raise RefusedError(f"GLOBAL {cls.__module__}.{cls.__qualname__} is a class whose objects are not plain data.")
+
+    def __repr__(self) -> str:
+        return repr(self._cls)
+
+    def _member(self, value: Any) -> Any:
+        members: Any = self._cls
+        for member in members.__members__.values():
+            if type(member.value) is type(value) and member.value == value:
+                return member
+        if issubclass(self._cls, enum.Flag) and type(value) is int:
+            return self._cls(value)  # a combination of flags
+        raise RefusedError(f"GLOBAL {self._cls.__qualname__} has no member with the value {value!r:.100}.")
+
+    def attribute(self, name: str) -> Any:
+        """Return a member of an enum, or what stands for a nested class."""
+        if isinstance(self._cls, enum.EnumMeta) and name in self._cls.__members__:
+            return self._cls.__members__[name]
+        return _stand_in(self._cls.__module__, f"{self._cls.__qualname__}.{name}")
+
+
+def _stand_in(module: str, name: str) -> _UserClass:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    if isinstance(found, type):
+        return _UserClass(found)
+    hint = "" if module in sys.modules else f" {module} has not been imported: import it first if it defines an enum."
+    raise RefusedError(f"GLOBAL {module}.{name} is not plain data.{hint}")
+
+
+def unreadable_classes(value: Any) -> set[type]:
+    """Return the classes of a state's values that `load_state` would refuse.
+
+    Args:
+        value: The state.
+    """
+    allowed = (*_LEAVES, *(each for each in torch.serialization.get_safe_globals() if isinstance(each, type)))
+    found, seen, pending = set(), set(), [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, allowed) or (isinstance(each, type) and each in plain_classes().values()):
+            continue
+        if type(each) not in _CONTAINERS and not (isinstance(each, tuple) and hasattr(each, "_fields")):
+            found.add(type(each))
+        elif id(each) not in seen:
+            seen.add(id(each))
+            items = [*each, *each.values(), getattr(each, "default_factory", None)] if isinstance(each, dict) else each
+            pending += [item for item in items if type(item) not in _ATOMS]
+    return found

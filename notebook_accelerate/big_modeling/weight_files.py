@@ -20,15 +20,17 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from notebook_accelerate.big_modeling.plain_pickle import PlainUnpickler, RefusedError, load_plain
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.big_modeling.tensor_sources import FileSource
 from notebook_accelerate.big_modeling.untrusted_files import (
     MALFORMED,
     UNREADABLE,
     ZIP_BEGIN,
+    PlainUnpickler,
+    RefusedError,
     broken_file,
     check_expansion,
+    load_plain,
     naming_file,
     read_json,
 )

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
+from notebook_accelerate.big_modeling.checkpoint_shards import weights_on_disk
 from notebook_accelerate.big_modeling.module_tensors import get_state_dict_offloaded_model, has_offloaded_params
-from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.weight_files import inside, plain_data_only, read_index, read_torch
 from notebook_accelerate.checkpointing.single_files import (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.big_modeling.plain_pickle import unreadable_classes
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
+from notebook_accelerate.big_modeling.untrusted_files import unreadable_classes
 from notebook_accelerate.checkpointing import rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_layout import CHECKPOINTS_FOLDER, Manifest, is_numbered, number_of
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget

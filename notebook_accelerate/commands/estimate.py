@@ -57,7 +57,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
     Training is None for integers.
     """
-    from notebook_accelerate.big_modeling.module_sizes import calculate_maximum_sizes
+    from notebook_accelerate.big_modeling.module_tree import calculate_maximum_sizes
 
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     total, (largest, _) = calculate_maximum_sizes(model)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from notebook_accelerate.big_modeling.sharded_sizes import EXPERTS
+from notebook_accelerate.big_modeling.estimate import EXPERTS
 from notebook_accelerate.hardware.versions import is_torch_version
 from notebook_accelerate.strategies.module_queries import model_has_dtensor, retie, tied_names
 from notebook_accelerate.strategies.sharding.sharded_strategy import SplitLayersStrategy

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.big_modeling.dispatching import (
+    from notebook_accelerate.big_modeling.module_hooks import (
         SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
     )
     from notebook_accelerate.config.constants import *

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         get_balanced_memory as get_balanced_memory,
         get_max_memory as get_max_memory,
     )
-    from notebook_accelerate.big_modeling.module_sizes import (
+    from notebook_accelerate.big_modeling.module_tree import (
         calculate_maximum_sizes as calculate_maximum_sizes,
         compute_module_sizes as compute_module_sizes,
         compute_module_total_buffer_size as compute_module_total_buffer_size,

@@ -19,12 +19,12 @@ OF_THIS_PACKAGE = frozenset(
 """Set on users' objects here; Accelerate's clients read some of them."""
 _OF_OTHERS = {
     # Transformers' models.
-    "big_modeling.module_sizes": {"_no_split_modules"},
+    "big_modeling.module_tree": {"_no_split_modules"},
     "big_modeling.module_tensors": {"_tie_weights"},
     "config.fsdp_plugin": {"_no_split_modules"},
     "inference": {"_no_split_modules"},
     # Python's own unpickler, fsspec, numpy (what pickles of arrays name), rich, Lightning, IPython, Habana.
-    "big_modeling.plain_pickle": {"_Unpickler"},
+    "big_modeling.untrusted_files": {"_Unpickler"},
     "big_modeling.remote_paths": {"_strip_protocol"},
     "big_modeling.weight_files": {"_core", "_reconstruct"},
     "hardware.feature_checks": {"_get_device_type"},

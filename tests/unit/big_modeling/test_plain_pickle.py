@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accelerate.big_modeling import plain_pickle, weight_files
+from notebook_accelerate.big_modeling import untrusted_files, weight_files
 from notebook_accelerate.errors import CheckpointError
 
 
@@ -74,7 +74,7 @@ def test_plain_data_is_read(what: str, tmp_path: Path) -> None:
     assert type(found["value"]) is type(DATA[what])
     assert repr(found["value"]) == repr(DATA[what])
     assert found["beside"].tolist() == [0, 1, 2]
-    assert plain_pickle.unreadable_classes(DATA[what]) == set()
+    assert untrusted_files.unreadable_classes(DATA[what]) == set()
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -82,13 +82,13 @@ def test_pickles_of_each_protocol_are_read(protocol: int) -> None:
     values = {name: value for name, value in DATA.items() if name not in {"torch", "numpy"}}
     values["ordered"] = [1]
     known = {"torch.Size": torch.Size, "_codecs.encode": weight_files.codecs.encode}
-    assert plain_pickle.load_plain(io.BytesIO(pickle.dumps(values, protocol)), known) == values
+    assert untrusted_files.load_plain(io.BytesIO(pickle.dumps(values, protocol)), known) == values
 
 
 def test_members_by_their_name_are_read() -> None:
     """Python 3.11.0 pickles members so, and `enum.pickle_by_enum_name` since."""
     member = _reduced(getattr, (Kind, "LARGE"))
-    assert plain_pickle.load_plain(io.BytesIO(pickle.dumps(member, 2)), {}) is Kind.LARGE
+    assert untrusted_files.load_plain(io.BytesIO(pickle.dumps(member, 2)), {}) is Kind.LARGE
 
 
 class _Reduced:
@@ -192,12 +192,12 @@ RAW: dict[str, bytes] = {
 def test_pickles_that_no_pickler_writes_are_refused(what: str) -> None:
     before = dict(vars(PurePosixPath))
     with pytest.raises((pickle.UnpicklingError, *weight_files.MALFORMED)):
-        plain_pickle.load_plain(io.BytesIO(b"\x80\x04" + RAW[what]), {})
+        untrusted_files.load_plain(io.BytesIO(b"\x80\x04" + RAW[what]), {})
     assert dict(vars(PurePosixPath)) == before
 
 
 def test_a_large_index_takes_no_memory() -> None:
-    assert plain_pickle.load_plain(io.BytesIO(b"\x80\x04]r\xff\xff\xff\xff."), {}) == []
+    assert untrusted_files.load_plain(io.BytesIO(b"\x80\x04]r\xff\xff\xff\xff."), {}) == []
 
 
 @pytest.mark.filterwarnings("ignore:'torch.load' received a zip file")
@@ -212,7 +212,7 @@ def test_a_program_of_torchscript_is_refused(tmp_path: Path) -> None:
 def test_classes_that_are_not_read_are_named() -> None:
     state = {"a": [Marking], "b": {"c": collections.deque([Outer()])}, "d": collections.defaultdict(Pair._make)}
     state["itself"] = state  # type: ignore[assignment]
-    assert plain_pickle.unreadable_classes(state) == {type, Outer, type(Pair._make)}
+    assert untrusted_files.unreadable_classes(state) == {type, Outer, type(Pair._make)}
 
 
 @pytest.mark.parametrize("reader", ["torch.load", "metadata"])

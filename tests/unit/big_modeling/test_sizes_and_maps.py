@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from notebook_accelerate import (
+    big_modeling,
     cpu_offload,
     disk_offload,
+    dispatch_model,
     infer_auto_device_map,
     init_empty_weights,
     init_on_device,
@@ -328,3 +330,12 @@ def test_time_is_linear_in_the_number_of_modules() -> None:
 
     seconds(1000)
     assert seconds(16000) < 10 * seconds(4000)  # four times as many; a quadratic walk takes sixteen times as long
+
+
+def test_a_replaced_check_is_the_one_that_dispatching_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers does this while it loads models whose maps leave parameters out on purpose.
+    monkeypatch.setattr(big_modeling, "check_device_map", lambda *_: None)
+    dispatch_model(ThreeLayers(), {"linear1": "cpu"})
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="does not give any device"):
+        dispatch_model(ThreeLayers(), {"linear1": "cpu"})

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import load_checkpoint_in_model
-from notebook_accelerate.big_modeling import remote_files
+from notebook_accelerate.big_modeling import checkpoint_shards
 from notebook_accelerate.big_modeling.remote_paths import RemotePath, path_of
 from notebook_accelerate.checkpointing import load, read_weights, save
 from notebook_accelerate.config.cluster import ProjectConfiguration
@@ -141,10 +141,10 @@ def test_an_index_that_leaves_its_folder_is_refused(url: str, tmp_path: Path, mo
     assert isinstance(index, RemotePath)
     index.write_text(json.dumps({"weight_map": {"w": "../../x.safetensors"}}))
     with pytest.raises(CheckpointError, match="outside the folder"):
-        remote_files.weights_on_disk(index)
+        checkpoint_shards.weights_on_disk(index)
     index.write_text("{}")
     with pytest.raises(BrokenCheckpointError, match="weight_map"):
-        remote_files.weights_on_disk(index)
+        checkpoint_shards.weights_on_disk(index)
 
 
 @pytest.mark.parametrize("safe", [True, False])
