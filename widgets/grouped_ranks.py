@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report.findings import few_names
 from notebook_accelerate.launch.report.rank_rows import (
     SHOWN_NODES,
     SHOWN_RANKS,
     by_node,
+    few_names,
     node_name,
     state_counts,
 )

@@ -14,7 +14,7 @@ import ipywidgets
 from notebook_accelerate import launch
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.output.rank_lines import published_under
-from notebook_accelerate.launch.report import findings
+from notebook_accelerate.launch.report import rank_rows
 from notebook_accelerate.launch.report.rank_rows import MANY
 from notebook_accelerate.launch.resumption import newest_checkpoint
 from notebook_accelerate.launch.state import failures
@@ -350,12 +350,12 @@ def _paused(run: Run) -> Iterator[ActionRow]:
 
 
 def _not_finite(run: Run) -> Iterator[ActionRow]:
-    if text := findings.not_finite(run):
+    if text := rank_rows.not_finite(run):
         yield ActionRow(key="finite", text=text, actions=() if run.ended is not None else (DEBUG,), tone="bad")
 
 
 def _warnings(run: Run) -> Iterator[ActionRow]:
-    for index, text in enumerate(findings.latest_warnings(run)):
+    for index, text in enumerate(rank_rows.latest_warnings(run)):
         yield ActionRow(key=f"warning {index}", text=text, tone="warn")
 
 

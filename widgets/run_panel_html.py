@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report import device_rows
+from notebook_accelerate.launch.report import rank_rows
 from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_name
 from notebook_accelerate.launch.report.run_report import (
     config_rows,
@@ -121,7 +121,7 @@ def ranks(now: RunSnapshot, loss: str) -> Markup:
 
 def devices(now: RunSnapshot) -> Markup:
     """Return the table of the ranks' devices; "" before a rank has used one."""
-    rows = device_rows.rows(now.ranks, {rank.rank: rank.devices for rank in now.ranks})
+    rows = rank_rows.rows(now.ranks, {rank.rank: rank.devices for rank in now.ranks})
     if len(rows) < 2:
         return Markup()
     titles, *found = rows
@@ -135,7 +135,7 @@ def devices(now: RunSnapshot) -> Markup:
     return element("div", table, class_="na-scroll")
 
 
-_DEVICE_NUMBERS = {"devices", "use", "mean use", "allocated", "reserved", "peak", "highest peak", *device_rows.IN_USE}
+_DEVICE_NUMBERS = {"devices", "use", "mean use", "allocated", "reserved", "peak", "highest peak", *rank_rows.IN_USE}
 _CLASSES = {"late": "na-late", "dead": "na-dead", "": ""}
 
 

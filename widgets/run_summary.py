@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report.findings import few_names, stragglers
-from notebook_accelerate.launch.report.rank_rows import own_seconds, step_time
+from notebook_accelerate.launch.report.rank_rows import few_names, own_seconds, step_time, stragglers
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run

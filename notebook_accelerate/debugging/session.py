@@ -1,18 +1,21 @@
-"""Debugging of a run from the kernel: stacks, evaluation, pauses and breakpoints."""
+"""Debugging of a run from the kernel: stacks, evaluation, pauses and breakpoints; the requests to its ranks."""
 
 from __future__ import annotations
 
+import itertools
 import linecache
+import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
-from notebook_accelerate.debugging import diagnosis, stack_dumps
-from notebook_accelerate.debugging.diagnosis import Diagnosis, RankPosition
-from notebook_accelerate.debugging.rank_requests import RankRequests
-from notebook_accelerate.errors import AskError, NotebookAccelerateError
-from notebook_accelerate.telemetry import FrameInfo
+from notebook_accelerate.debugging.diagnosis import Diagnosis, RankPosition, diagnose
+from notebook_accelerate.debugging.process_stacks import ProcessStacks, parse_dump
+from notebook_accelerate.errors import AskError, ChannelClosedError, NotebookAccelerateError
+from notebook_accelerate.telemetry import Event, FrameInfo
+from notebook_accelerate.telemetry.channel import Sender
 from notebook_accelerate.telemetry.debug_protocol import (
     AskReply,
     AskRequest,
@@ -48,26 +51,7 @@ LIVE_SECONDS = 5.0
 ROUND_SECONDS = 1.5
 """Time to reach a step boundary; after it, the ranks that have reached one resume until their next one."""
 
-
-class Stacks(dict[int, tuple[FrameInfo, ...]]):
-    """The main thread's frames by rank, outermost first; the ``repr`` groups ranks with equal stacks."""
-
-    def __init__(self, stacks: Mapping[int, tuple[FrameInfo, ...]], name_place: Callable[[FrameInfo], str]) -> None:
-        super().__init__(stacks)
-        self._name_place = name_place
-
-    def __repr__(self) -> str:
-        folded: dict[tuple[FrameInfo, ...], list[int]] = {}
-        for rank, frames in self.items():
-            folded.setdefault(frames, []).append(rank)
-        lines: list[str] = []
-        for frames, ranks in folded.items():
-            lines.append(rank_names(ranks) + ":")
-            for frame in frames:
-                lines.append(f"  {self._name_place(frame)}, in {frame.function}")
-                if frame.source:
-                    lines.append(f"    {frame.source}")
-        return "\n".join(lines)
+R = TypeVar("R", bound=Reply)
 
 
 class Session:
@@ -101,7 +85,7 @@ class Session:
         if rank not in self.requests.open_ranks():
             return RankPosition(rank, state)
         seen = self.requests.capture_stacks(rank)
-        frames = next(iter(stack_dumps.parse(seen.dump).values()), ())
+        frames = next(iter(parse_dump(seen.dump).values()), ())
         frames = tuple(f._replace(source=linecache.getline(f.filename, f.lineno).strip()) for f in frames)
         note = seen.suspended or seen.problem or "it holds the GIL in native code and cannot reply"
         if seen.native:
@@ -110,7 +94,7 @@ class Session:
 
     def diagnose(self) -> Diagnosis:
         """Explain why the run is stuck."""
-        return diagnosis.diagnose(self.positions(), self._name_place)
+        return diagnose(self.positions(), self._name_place)
 
     def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:
         """Return the main thread's frames by rank."""
@@ -123,20 +107,13 @@ class Session:
             compile(expression, "<ask>", "eval")
         except SyntaxError as error:
             raise ValueError(f"{expression!r} is not an expression: {error.msg}") from None
-        wanted = self._wanted(ranks)
-        replies = self.requests.ask(wanted, lambda number: AskRequest(number, expression, frame or ""), timeout)
-        return {rank: self._value(rank, replies.get(rank)) for rank in wanted}
+        replies = self._ask(AskReply, lambda number: AskRequest(number, expression, frame or ""), ranks, timeout)
+        return {rank: self._value(rank, reply) for rank, reply in replies.items()}
 
     def sample(self, seconds: float, ranks: Iterable[int] | None, rate: float) -> dict[int, SampleReply | str]:
         """Sample the stacks of ranks; see ``Run.sample``. Return why for a rank that does not reply."""
-        wanted = self._wanted(ranks)
         limit = seconds + SAMPLE_REPLY_SECONDS
-        replies = self.requests.ask(wanted, lambda number: SampleRequest(number, seconds, rate), limit)
-        found: dict[int, SampleReply | str] = {}
-        for rank in wanted:
-            reply = replies.get(rank)
-            found[rank] = reply if isinstance(reply, SampleReply) else self._why_silent(rank)
-        return found
+        return self._ask(SampleReply, lambda number: SampleRequest(number, seconds, rate), ranks, limit)
 
     def profile(
         self, make: Callable[[int], ProfileRequest], ranks: Iterable[int] | None
@@ -150,22 +127,13 @@ class Session:
         wanted = self._wanted(ranks)
         live = self.requests.ask(wanted, StacksRequest, LIVE_SECONDS)
         replies = self.requests.ask(list(live), make, make(0).seconds + PROFILE_REPLY_SECONDS)
-        return {rank: self._profiled(rank, replies.get(rank)) for rank in wanted}
-
-    def _profiled(self, rank: int, reply: object) -> ProfileReply | str:
-        if not isinstance(reply, ProfileReply):
-            return self._why_silent(rank)
-        return reply.error or reply
+        return {rank: _or_its_error(reply) for rank, reply in self._replies(ProfileReply, wanted, replies).items()}
 
     def memory(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, MemoryReply | str]:
         """Return what the memory of ranks holds, or why it is not known; see ``Run.memory``."""
-        wanted = self._wanted(ranks)
-        replies = self.requests.ask(wanted, MemoryRequest, timeout)
-        found: dict[int, MemoryReply | str] = {}
-        for rank in wanted:
-            reply = replies.get(rank)
-            found[rank] = reply.error or reply if isinstance(reply, MemoryReply) else self._why_silent(rank)
-        return found
+        return {
+            rank: _or_its_error(reply) for rank, reply in self._ask(MemoryReply, MemoryRequest, ranks, timeout).items()
+        }
 
     def complete(self, text: str, rank: int, frame: str | None, timeout: float) -> list[str]:
         """Complete ``text`` with the names of a frame; see ``Run.complete``."""
@@ -173,9 +141,23 @@ class Session:
         reply = self.requests.ask([rank], lambda number: CompleteRequest(number, text, frame or ""), timeout).get(rank)
         return reply.matches if isinstance(reply, CompleteReply) else []
 
-    def _value(self, rank: int, reply: object) -> Any:
-        if not isinstance(reply, AskReply):
-            return AskError(f"rank {rank} did not reply: {self._why_silent(rank)}")
+    def _ask(
+        self, kind: type[R], make: Callable[[int], Request], ranks: Iterable[int] | None, timeout: float
+    ) -> dict[int, R | str]:
+        """Return the reply of each rank, or why there is none."""
+        wanted = self._wanted(ranks)
+        return self._replies(kind, wanted, self.requests.ask(wanted, make, timeout))
+
+    def _replies(self, kind: type[R], wanted: Iterable[int], replies: Mapping[int, Reply]) -> dict[int, R | str]:
+        found: dict[int, R | str] = {}
+        for rank in wanted:
+            reply = replies.get(rank)
+            found[rank] = reply if isinstance(reply, kind) else self._why_silent(rank)
+        return found
+
+    def _value(self, rank: int, reply: AskReply | str) -> Any:
+        if isinstance(reply, str):
+            return AskError(f"rank {rank} did not reply: {reply}")
         if reply.error:
             return AskError(f"rank {rank}: {reply.error}")
         if reply.payload:
@@ -247,6 +229,31 @@ class Session:
         return wanted
 
 
+class Stacks(dict[int, tuple[FrameInfo, ...]]):
+    """The main thread's frames by rank, outermost first; the ``repr`` groups ranks with equal stacks."""
+
+    def __init__(self, stacks: Mapping[int, tuple[FrameInfo, ...]], name_place: Callable[[FrameInfo], str]) -> None:
+        super().__init__(stacks)
+        self._name_place = name_place
+
+    def __repr__(self) -> str:
+        folded: dict[tuple[FrameInfo, ...], list[int]] = {}
+        for rank, frames in self.items():
+            folded.setdefault(frames, []).append(rank)
+        lines: list[str] = []
+        for frames, ranks in folded.items():
+            lines.append(rank_names(ranks) + ":")
+            for frame in frames:
+                lines.append(f"  {self._name_place(frame)}, in {frame.function}")
+                if frame.source:
+                    lines.append(f"    {frame.source}")
+        return "\n".join(lines)
+
+
+def _or_its_error(reply: ProfileReply | MemoryReply | str) -> Any:
+    return reply if isinstance(reply, str) else reply.error or reply
+
+
 class RemoteRepr(str):
     """The ``repr`` of a value that cannot be sent to the kernel."""
 
@@ -254,3 +261,148 @@ class RemoteRepr(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+# ---- requests and replies
+
+
+class RankRequests:
+    """The open requests of a run; usable on any thread except the supervisor's, which delivers the replies.
+
+    Attributes:
+        elsewhere: Why this notebook cannot send requests, as the text of an error; "" where it can.
+        relay: Called with the replies that nobody here waits for.
+        on_change: Called when a rank begins or ceases to accept requests, on the supervisor's thread.
+    """
+
+    def __init__(self) -> None:
+        self.elsewhere = ""
+        self.relay: Callable[[int, Reply], None] = lambda _rank, _reply: None
+        self.on_change: Callable[[], None] = lambda: None
+        self._numbers = itertools.count(secrets.randbelow(1 << 40))
+        self._changed = threading.Condition()
+        self._channels: dict[int, Sender] = {}
+        self._captures: dict[int, Callable[[], ProcessStacks]] = {}
+        self._replies: dict[tuple[int, int], Reply] = {}
+        self._awaited: dict[tuple[int, int], Sender | None] = {}
+
+    def open(self, rank: int, channel: Sender, capture_stacks: Callable[[], ProcessStacks]) -> None:
+        """Register a rank that has started.
+
+        Args:
+            rank: Its global index.
+            channel: Sends requests to it.
+            capture_stacks: Reads its stacks from outside.
+        """
+        with self._changed:
+            self._channels[rank], self._captures[rank] = channel, capture_stacks
+        self.on_change()
+
+    def close(self, rank: int) -> None:
+        """Remove a rank that has ended, and stop waiting for it."""
+        with self._changed:
+            self._channels.pop(rank, None)
+            self._captures.pop(rank, None)
+            self._changed.notify_all()
+        self.on_change()
+
+    def capture_stacks(self, rank: int) -> ProcessStacks:
+        """Read the stacks of a rank that cannot reply; they are empty where the rank has ended."""
+        with self._changed:
+            capture_stacks = self._captures.get(rank)
+        return capture_stacks() if capture_stacks is not None else ProcessStacks()
+
+    def open_ranks(self) -> list[int]:
+        """Return the ranks that accept requests, in order.
+
+        Raises:
+            ValueError: Another notebook steers the run.
+        """
+        self._check_here()
+        with self._changed:
+            return sorted(self._channels)
+
+    def deliver(self, rank: int, reply: Reply) -> None:
+        """Handle a reply; one that is not awaited here is relayed."""
+        with self._changed:
+            if (rank, reply.number) in self._awaited:
+                self._replies[rank, reply.number] = reply
+                self._changed.notify_all()
+                return
+        self.relay(rank, reply)
+
+    def forward(self, rank: int, events: Iterable[Event]) -> None:
+        """Send what another process asks of a rank; its replies are relayed. Does nothing if the rank has ended."""
+        with self._changed:
+            channel = self._channels.get(rank)
+        if channel is not None:
+            with suppress(ChannelClosedError):
+                channel.send(*events)
+
+    def ask(self, ranks: Iterable[int], make: Callable[[int], Request], timeout: float) -> dict[int, Reply]:
+        """Send a request to each rank and return the replies that arrive within ``timeout`` seconds.
+
+        Args:
+            ranks: The ranks.
+            make: Creates the request with a number.
+            timeout: Seconds to wait for all replies.
+        """
+        keys = set(self.send(ranks, make).items())
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._missing(keys) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._forget(keys)
+            return {rank: self._replies.pop((rank, number)) for rank, number in keys if (rank, number) in self._replies}
+
+    def send(self, ranks: Iterable[int], make: Callable[[int], Request]) -> dict[int, int]:
+        """Send a request to each living rank and return the numbers for ``collect``, by rank.
+
+        Raises:
+            ValueError: Another notebook steers the run.
+        """
+        self._check_here()
+        return {rank: number for rank in ranks if (number := self._send(rank, make)) is not None}
+
+    def collect(self, sent: dict[int, int], timeout: float) -> dict[int, Reply]:
+        """Wait up to ``timeout`` seconds for a reply to the ``sent`` requests, and return all that have arrived."""
+        with self._changed:
+            if not any(key in self._replies for key in sent.items()):
+                self._changed.wait(timeout)
+            found = {rank: self._replies.pop((rank, n)) for rank, n in sent.items() if (rank, n) in self._replies}
+            self._forget((rank, sent[rank]) for rank in found)
+            return found
+
+    def forget(self, sent: dict[int, int]) -> None:
+        """Stop waiting for replies to the ``sent`` requests."""
+        with self._changed:
+            self._forget(sent.items())
+
+    def _forget(self, keys: Iterable[tuple[int, int]]) -> None:
+        for key in keys:
+            self._awaited.pop(key, None)
+
+    def _check_here(self) -> None:
+        if self.elsewhere:
+            raise ValueError(self.elsewhere)
+
+    def _send(self, rank: int, make: Callable[[int], Request]) -> int | None:
+        with self._changed:
+            channel = self._channels.get(rank)
+            number = next(self._numbers)
+            self._awaited[rank, number] = channel
+        if channel is not None:
+            with suppress(ChannelClosedError):
+                channel.send(make(number))
+                return number
+        self._forget([(rank, number)])
+        return None
+
+    def _missing(self, keys: set[tuple[int, int]]) -> bool:
+        """Return whether a reply may still arrive: a rank that was started anew has another channel."""
+        return any(
+            key not in self._replies
+            and (channel := self._channels.get(key[0])) is not None
+            and channel is self._awaited.get(key)
+            for key in keys
+        )

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
-from typing import Any
+from math import ceil
+from statistics import median
 
-from notebook_accelerate.profiling.collective_waits import Call, Joined, calls_of, join
-from notebook_accelerate.profiling.facts import ProfileFacts, RankReader, find_waits
-from notebook_accelerate.profiling.op_table import LineSeconds, OpTime, line_table, op_table
-from notebook_accelerate.profiling.profile_findings import Finding, find
-from notebook_accelerate.profiling.sampled_lines import SampledLines, Where
-from notebook_accelerate.profiling.timeline import CATEGORIES, Step, Timeline, Track, Wait
+from notebook_accelerate.profiling.collective_waits import Joined, find_waits, join_collectives
+from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, RankReader
+from notebook_accelerate.profiling.tables import (
+    Line,
+    LineSeconds,
+    OpTime,
+    SampledLines,
+    Where,
+    line_table,
+    op_table,
+    size_text,
+)
+from notebook_accelerate.profiling.timeline import Merger, Timeline
 from notebook_accelerate.profiling.trace import RankTrace
+from notebook_accelerate.telemetry.rank_devices import rank_names
+
+LEAST_SHARE = 0.1
+"""Less of a step is not worth a sentence."""
+LEAST_LOADER, LEAST_WAIT, LEAST_SMALL = 0.15, 0.2, 0.4
+LEAST_SECONDS = 0.0005
+MANY_ITEMS, MANY_OPS, MANY_KERNELS = 16, 300, 500
 
 
 class Analysis:
@@ -51,7 +66,7 @@ class Analysis:
     @cached_property
     def findings(self) -> list[Finding]:
         """The sentences."""
-        return find(self.facts)
+        return apply_rules(self.facts)
 
     @cached_property
     def ops(self) -> list[OpTime]:
@@ -69,265 +84,362 @@ class Analysis:
         return Merger(self.traces, self._clocks, self.samples).merge(self.joined)
 
 
-# Merges the traces of ranks into one timeline.
-
-LEAST_WAIT = 20e-6
-"""Shorter waits, in seconds, are not drawn: clocks of processes differ by as much."""
-_STEP, _COLLECTIVE, _PYTHON = (CATEGORIES.index(name) for name in ("step", "collective", "python"))
+# ---- rules: facts in, sentences out; a rule that is not sure says nothing
 
 
-class Merger:
-    """Builds the timeline.
-
-    Args:
-        traces: The traces, in the order of ranks.
-        clocks: By rank, the run's time of its trace's 0, in seconds since the epoch.
-        lines: By rank, its samples.
-    """
-
-    def __init__(
-        self, traces: Sequence[RankTrace], clocks: Mapping[int, float], lines: Mapping[int, SampledLines]
-    ) -> None:
-        self._traces, self._clocks, self._lines = traces, clocks, lines
-        begins = [clocks[trace.rank] + trace.start[0] / 1e6 for trace in traces if len(trace)]
-        self.timeline = Timeline(origin=min(begins, default=0.0))
-        self._names: dict[str, int] = {}
-        self._places: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def merge(self, joined: Sequence[Joined]) -> Timeline:
-        """Return the timeline with joined collectives as waits."""
-        for trace in self._traces:
-            self._add_rank(trace)
-        for each in joined:
-            self._add_waits(each)
-        timeline = self.timeline
-        timeline.names = list(self._names)
-        ends = [track.start[i] + track.duration[i] for track in timeline.tracks for i in range(len(track))]
-        timeline.span = max([*ends, *(step.end for step in timeline.steps)], default=0.0)
-        return timeline
-
-    def _name(self, name: str) -> int:
-        return self._names.setdefault(name, len(self._names))
-
-    def _add_rank(self, trace: RankTrace) -> None:
-        shift = (self._clocks[trace.rank] - self.timeline.origin) * 1e6
-        for number, (start, end) in enumerate(trace.steps()):
-            self.timeline.steps.append(Step(trace.rank, start + shift, end + shift, number + 1))
-        main = trace.main()
-        rows: dict[tuple[int, str], list[int]] = {(0, f"rank {trace.rank} · main thread"): []}
-        for event in range(len(trace)):
-            if trace.category[event] != _STEP:
-                rows.setdefault(self._track_of(trace, event, main), []).append(event)
-        lines = self._line_track(trace, shift)
-        for (_, name), events in sorted(rows.items(), key=lambda row: row[0]):
-            if events:
-                self._add_track(trace, name, events, shift)
-            if lines is not None and name.endswith("main thread"):
-                self.timeline.tracks.append(lines)
-
-    @staticmethod
-    def _track_of(trace: RankTrace, event: int, main: int) -> tuple[int, str]:
-        thread = trace.thread[event]
-        place = trace.threads[thread]
-        if thread == main:
-            return 0, f"rank {trace.rank} · main thread"
-        if place.device:
-            return 3, f"rank {trace.rank} · gpu stream {place.number}"
-        if trace.category[event] == _COLLECTIVE:
-            return 1, f"rank {trace.rank} · collectives"
-        return 2, f"rank {trace.rank} · thread {place.number}"
-
-    def _add_track(self, trace: RankTrace, name: str, events: Sequence[int], shift: float) -> None:
-        track = Track(trace.rank, name)
-        ends: list[float] = []
-        for event in events:
-            start = trace.start[event]
-            while ends and ends[-1] <= start:
-                ends.pop()
-            self._places[trace.rank, event] = (len(self.timeline.tracks), len(track))
-            _append(track, start + shift, trace.duration[event], self._name(trace.text(event)), len(ends),
-                    trace.category[event])  # fmt: skip
-            ends.append(trace.end(event))
-        self.timeline.tracks.append(track)
-
-    def _line_track(self, trace: RankTrace, shift: float) -> Track | None:
-        """Return a track of the lines that ran by the samples: equal ones in a row are one event."""
-        lines = self._lines.get(trace.rank)
-        if lines is None or not lines.times:
-            return None
-        track = Track(trace.rank, f"rank {trace.rank} · lines")
-        last = min(lines.times[-1], trace.last_end()) if len(trace) else lines.times[-1]
-        for index, begin, end in lines.spans(lines.times[0], last):
-            line = lines.line(index)
-            if line is None:
-                continue
-            name = self._name(line.place)
-            self.timeline.details.setdefault(name, line.source)
-            if len(track) and track.names[-1] == name and track.start[-1] + track.duration[-1] >= begin + shift - 1:
-                track.duration[-1] = end + shift - track.start[-1]
-            else:
-                _append(track, begin + shift, end - begin, name, 0, _PYTHON)
-        return track if track.start else None  # short steps may be over before their first sample
-
-    def _add_waits(self, joined: Joined) -> None:
-        last = joined.last
-        target = self._places[last, joined.calls[last].event]
-        for rank, seconds in joined.waits().items():
-            if seconds >= LEAST_WAIT:
-                self.timeline.waits.append(Wait(*self._places[rank, joined.calls[rank].event], *target))
-
-
-def _append(track: Track, start: float, duration: float, name: int, depth: int, category: int) -> None:
-    track.start.append(start)
-    track.duration.append(duration)
-    track.names.append(name)
-    track.depth.append(min(depth, 255))
-    track.category.append(category)
-
-
-def join_collectives(traces: Sequence[RankTrace], clocks: Mapping[int, float]) -> list[Joined]:
-    """Join the collectives of traces; where there are several groups, only those whose group is known."""
-    calls: dict[int, list[Call]] = {}
-    for trace in traces:
-        row = calls_of(trace, clocks[trace.rank])
-        calls[trace.rank] = [call for call in row if call.group] if trace.groups > 1 else row
-    return join(calls)
-
-
-# Writes a timeline as events of Chrome's trace format, by the rules of Perfetto's importer.
-#
-# It drops an event that overlaps another one of its thread without lying within it, and an arrow that ends before it
-# begins; it cuts times off to whole nanoseconds; and negative numbers are neither times nor threads to it.
-
-Row = dict[str, Any]
-
-
-class ChromeEvents:
-    """The events of a timeline: a process per rank, threads per track, arrows for waits.
-
-    Args:
-        timeline: The timeline.
-    """
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._threads = count(1)
-        self._waiting = {place for wait in timeline.waits for place in (wait[:2], wait[2:])}
-        self._placed: dict[tuple[int, int], int] = {}
-        """By track and event, the thread of the events that arrows join."""
-        starts = [min(track.start, default=0.0) for track in timeline.tracks]
-        self._origin = round(1000 * min([0.0, *starts, *(step.start for step in timeline.steps)]))
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the events, those of a thread in the order of their start."""
-        timeline = self._timeline
-        ranks = {step.rank for step in timeline.steps} | {track.rank for track in timeline.tracks}
-        for rank in sorted(ranks):
-            yield _name("process_name", rank, 0, f"rank {rank}")
-            yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-            yield from self._steps(rank)
-            for number, track in enumerate(timeline.tracks):
-                if track.rank == rank:
-                    yield from self._track(number, track)
-        for number, wait in enumerate(timeline.waits):
-            yield from self._arrow(number, wait)
-
-    def _steps(self, rank: int) -> Iterator[Row]:
-        thread = next(self._threads)
-        yield _name("thread_name", rank, thread, "steps")
-        for step in self._timeline.steps:
-            if step.rank == rank:
-                begin, end = round(step.start * 1000), round(step.end * 1000)
-                yield self._event(f"step {step.number}", "step", rank, thread, begin, end)
-
-    def _track(self, number: int, track: Track) -> Iterator[Row]:
-        timeline, lanes = self._timeline, Lanes(track)
-        name = track.name.partition(" · ")[2]
-        threads = [next(self._threads) for _ in range(lanes.count)]
-        for lane, thread in enumerate(threads):
-            yield _name("thread_name", track.rank, thread, f"{name} ({lane + 1})" if lane else name)
-        for event in range(len(track)):
-            thread = threads[lanes.lane[event]]
-            if (number, event) in self._waiting:
-                self._placed[number, event] = thread
-            yield self._event(
-                timeline.names[track.names[event]], timeline.categories[track.category[event]], track.rank, thread,
-                lanes.start[event], lanes.end[event],
-            )  # fmt: skip
-
-    def _arrow(self, number: int, wait: Wait) -> Iterator[Row]:
-        """Yield the two ends: the event that waits, which begins first, and the last one to enter the collective."""
-        for phase, place in (("s", wait[:2]), ("f", wait[2:])):
-            track = self._timeline.tracks[place[0]]
-            yield {
-                "ph": phase, "id": number, "name": "waits for", "cat": "wait", "bp": "e", "pid": track.rank,
-                "tid": self._placed[place], "ts": self._microseconds(round(track.start[place[1]] * 1000)),
-            }  # fmt: skip
-
-    def _event(self, name: str, category: str, rank: int, thread: int, begin: int, end: int) -> Row:
-        return {
-            "ph": "X", "name": name, "cat": category, "pid": rank, "tid": thread, "ts": self._microseconds(begin),
-            "dur": _microseconds(end - begin),
-        }  # fmt: skip
-
-    def _microseconds(self, time: int) -> float:
-        """Return a time in nanoseconds as microseconds since the first event, or since 0 where that is later."""
-        return _microseconds(time - self._origin)
-
-
-class Lanes:
-    """The events of a track in whole nanoseconds, on as many threads as it takes for each to lie within another or not.
-
-    A track has one thread, unless events of several threads are on it, as collectives are.
-
-    Args:
-        track: The track.
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about a profile.
 
     Attributes:
-        start: By event, its start.
-        end: By event, its end; durations are of single precision, and an end may lie a little beyond the next start.
-        lane: By event, the number of its thread.
-        count: The number of threads.
+        rule: The rule, as "slow_loader".
+        sentence: What was found, and what to try.
+        ranks: The ranks it is about.
+        lines: The lines of the user's code, as far as they are known.
+        seconds: The time per step that it is about; 0.0 for memory.
     """
 
-    def __init__(self, track: Track) -> None:
-        self.start = [round(each * 1000) for each in track.start]
-        self.end = [round((a + b) * 1000) for a, b in zip(track.start, track.duration, strict=True)]
-        self._open: list[list[int]] = [[]]
-        self.lane = [self._place(event) for event in range(len(track))]
-        self.count = len(self._open)
+    rule: str
+    sentence: str
+    ranks: tuple[int, ...]
+    lines: tuple[str, ...] = ()
+    seconds: float = 0.0
 
-    def _place(self, event: int) -> int:
-        for lane, stack in enumerate(self._open):
-            self._close(stack, self.start[event])
-            if self._fits(stack, event):
-                stack.append(event)
-                return lane
-        self._open.append([event])
-        return len(self._open) - 1
-
-    def _inexact(self, event: int) -> int:
-        """Return by how much an event's end may be wrong."""
-        return 1 + (self.end[event] - self.start[event] >> 22)
-
-    def _close(self, stack: list[int], now: int) -> None:
-        while stack and self.end[stack[-1]] <= now + self._inexact(stack[-1]):
-            last = stack.pop()
-            self.end[last] = max(self.start[last], min(self.end[last], now))
-
-    def _fits(self, stack: list[int], event: int) -> bool:
-        if not stack or self.end[event] <= self.end[stack[-1]]:
-            return True
-        if self.end[event] - self.end[stack[-1]] > self._inexact(event) + self._inexact(stack[-1]):
-            return False
-        self.end[event] = self.end[stack[-1]]
-        return True
+    def __str__(self) -> str:
+        return self.sentence
 
 
-def _name(kind: str, rank: int, thread: int, name: str) -> Row:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
+def apply_rules(facts: ProfileFacts) -> list[Finding]:
+    """Return the findings, those that take most time first."""
+    ranks = [each for each in facts.ranks if each.steps and each.step > 0]
+    found = [finding for rule in RULES for finding in rule(ranks)]
+    reading = {rank for each in found if each.rule == "reads_of_values" for rank in each.ranks}
+    # The operations between two reads are small too: the reads are what to change.
+    found = [each for each in found if each.rule != "small_operations" or not reading.issuperset(each.ranks)]
+    found += slowest_rank(ranks, facts, found)
+    return sorted(found, key=lambda finding: -finding.seconds)
 
 
-def _microseconds(nanoseconds: int) -> float:
-    """Return microseconds with a quarter of a nanosecond more: cut off, they are these nanoseconds and not one less."""
-    return round(nanoseconds / 1000 + 0.00025, 5)
+def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Ranks wait for their DataLoader."""
+
+    def costly(each: RankFacts) -> bool:
+        waiting = min(each.loader, each.idle)
+        if each.loader_processes:  # which wait for a processor as long as the main thread does
+            waiting *= each.running / each.step
+        return waiting >= max(LEAST_LOADER * each.step, LEAST_SECONDS)
+
+    found = []
+    slow = [each for each in ranks if costly(each)]
+    for group in _alike(slow, lambda each: each.loader / each.step):
+        first = max(group, key=lambda each: each.loader)
+        rest = max(first.step - first.loader, 0.05 * first.step)
+        workers = min(64, ceil(first.loader / rest))
+        if first.loader_processes:
+            more = ceil(10 * first.step / rest) / 10  # they deliver a batch in each step; it could be one in each rest
+            remedy = f"its worker processes do not keep up; about {more:g} times as many would"
+        else:
+            remedy = f"num_workers={workers} in the DataLoader would hide it"
+        text = (
+            f"{_of(group, 'data loading')} takes {_percent(first.loader / first.step)} of each step "
+            f"({_time(first.loader)}); {remedy}"
+        )
+        found.append(Finding("slow_loader", text, _numbers(group), (), min(first.loader, first.idle)))
+    return found
+
+
+def unbalanced_batches(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """One rank computes longer than the others, and the others wait."""
+    if len(ranks) < 2 or any(each.ops == 0 for each in ranks):
+        return []
+    slowest = max(ranks, key=lambda each: each.compute)
+    others = [each for each in ranks if each is not slowest]
+    usual = median(each.compute for each in others)
+    if slowest.compute - usual < LEAST_SHARE * slowest.step or slowest.compute < 1.25 * usual:
+        return []
+    rows = median(each.rows for each in others)
+    if not slowest.rows or slowest.rows < 1.15 * rows:
+        return []
+    text = (
+        f"rank {slowest.rank} computes {_time(slowest.compute)} per step, {_others(others)} {_time(usual)}: its "
+        f"batches have {slowest.rows:.0f} rows, the others' {rows:.0f}; give all ranks batches of one size"
+    )
+    return [Finding("unbalanced_batches", text, (slowest.rank,), (), slowest.compute - usual)]
+
+
+def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequence[Finding]) -> list[Finding]:
+    """Report a slow rank if other rules explain less than half of the waiting time.
+
+    A barrier is where ranks wait, and not why.
+    """
+    causes = [each for each in others if each.rule != "barriers"]
+    found = []
+    for wait in facts.waits:
+        known = {each.rank: each for each in ranks}
+        culprit = known.get(wait.culprit)
+        longest = max(wait.seconds.values(), default=0.0)
+        if culprit is None or wait.steady < 0.66:
+            continue
+        if any(wait.culprit in each.ranks and each.seconds >= 0.5 * longest for each in causes):
+            continue
+        if longest < LEAST_WAIT * culprit.step or longest < 2 * LEAST_SECONDS:
+            continue
+        if culprit.delay * culprit.step > 0.5 * longest or (wait.line is None and wait.computing < 0.5):
+            continue  # it did not get a processor; or nothing tells what it does
+        line = (wait.line.text(),) if wait.line is not None else ()
+        doing = f", which is at {wait.line.text()}" if wait.line is not None else ", which computes"
+        waiting = sorted(wait.seconds)
+        every = len(waiting) == len(ranks) - 1 > 1 and len(ranks) >= facts.world
+        names = "all other ranks wait" if every else _waiting(waiting)
+        text = f"{names} {_time(longest)} per step for rank {wait.culprit} in {wait.label}{doing}"
+        found.append(Finding("slowest_rank", text, (wait.culprit,), line, longest))
+    return found
+
+
+def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """The function reads values with ``item()`` often, or waits for the device in it."""
+
+    def cost(each: RankFacts) -> float:
+        return min(each.synchronizing, each.idle) if each.kernels else each.item_seconds
+
+    def costly(each: RankFacts) -> bool:
+        often = each.items >= 1 if each.kernels else each.items >= MANY_ITEMS
+        return often and cost(each) >= LEAST_SHARE * each.running
+
+    if not any(costly(each) for each in ranks):
+        return []
+    found = []
+    for group in _together([each for each in ranks if each.items >= (1 if each.kernels else MANY_ITEMS)]):
+        first = max(group, key=cost)
+        many = f"{first.items:.0f} calls" if first.items >= 1.5 else "1 call"
+        waits = "waiting for the device" if first.kernels else "each of which stops the training for one number"
+        text = (
+            f"{_names(group)} {'takes' if len(group) == 1 else 'take'} {_percent(cost(first) / first.running)} of each "
+            f"step in {many} of item(), {waits}{_at(first.item_line)}; keep the tensors, and read them "
+            "once per epoch or every 100 steps"
+        )
+        found.append(Finding("reads_of_values", text, _numbers(group), _lines([first.item_line]), cost(first)))
+    return found
+
+
+def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Most of a step is the launching of small operations."""
+
+    def many(each: RankFacts) -> bool:
+        if each.kernels:
+            return each.kernels >= MANY_KERNELS and each.kernel_seconds / each.kernels < 10e-6
+        return each.small_ops >= MANY_OPS and each.small_ops >= 0.7 * each.ops
+
+    def costly(each: RankFacts) -> bool:
+        if each.kernels:
+            return each.kernel_seconds < 0.5 * each.step
+        return each.small_seconds >= LEAST_SMALL * each.running
+
+    found = []
+    launching = [each for each in ranks if many(each) and not each.compiled]
+    for group in _together(launching if any(costly(each) for each in launching) else []):
+        first = max(group, key=lambda each: each.small_seconds)
+        count, seconds, whole = (
+            (first.kernels, first.step - first.kernel_seconds, first.step)
+            if first.kernels
+            else (first.small_ops, first.small_seconds, first.running)
+        )
+        text = (
+            f"{_percent(seconds / whole)} of each step of {_names(group)} is {count:,.0f} launches of small "
+            f"{'kernels' if first.kernels else 'operations'}: try torch.compile, or larger batches"
+        )
+        found.append(Finding("small_operations", text, _numbers(group), (), seconds))
+    return found
+
+
+def barriers(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Report barriers in each step. The last rank to enter waits for no other: its time is the barrier's own."""
+    group = [each for each in ranks if each.barriers >= 0.9 and each.barrier_seconds >= 0.01 * each.step]
+    if not group:
+        return []
+    first = min(group, key=lambda each: each.barrier_seconds)
+    number = "a barrier" if first.barriers < 1.5 else f"{first.barriers:.0f} barriers"
+    line = next((each.barrier_line for each in group if each.barrier_line is not None), None)
+    text = (
+        f"{_names(group)} {'meets' if len(group) == 1 else 'meet'} in {number} in each step"
+        f"{_at(line)}, {_time(first.barrier_seconds)}: the all_reduce of the gradients waits for all ranks already; "
+        "leave the barrier out"
+    )
+    return [Finding("barriers", text, _numbers(group), _lines([line]), first.barrier_seconds)]
+
+
+def growing_graphs(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """A variable holds more tensors with their graphs after each step."""
+    found = []
+    for name in dict.fromkeys(name for each in ranks for name, _, _ in each.grown):
+        group = [each for each in ranks if any(name == other for other, _, _ in each.grown)]
+        count, growth = next((count, growth) for other, count, growth in group[0].grown if other == name)
+        memory = f", {size_text(group[0].memory_growth)} per step" if group[0].memory_growth else ""
+        each = growth / max(1, group[0].steps)
+        text = (
+            f"{name} on {rank_names(list(_numbers(group)))} keeps the graph of every step: {count:,} tensors or nodes, "
+            f"{each:.0f} more with each{memory}; add loss.detach(), or loss.item(), to it"
+        )
+        found.append(Finding("growing_graphs", text, _numbers(group), (name,)))
+    return found
+
+
+def retained_activations(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """A variable keeps activations between steps."""
+    found = []
+    for name in dict.fromkeys(name for each in ranks for name, _ in each.retained):
+        group = [each for each in ranks if any(name == other for other, _ in each.retained)]
+        size = max(size for each in group for other, size in each.retained if other == name)
+        if size >= 1 << 20:
+            text = (
+                f"{name} on {rank_names(list(_numbers(group)))} keeps {size_text(size)} of activations after backward, "
+                "through the next step: store detached copies, or delete it; without retain_graph=True the graph is "
+                "freed"
+            )
+            found.append(Finding("retained_activations", text, _numbers(group), (name,)))
+    return found
+
+
+def full_precision(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Reduced precision was asked for, and matrix products run in float32."""
+
+    def wrong(each: RankFacts) -> bool:
+        whole = sum(each.matrix.values())
+        asked = each.asked.get("mixed_precision") in ("bf16", "fp16", "fp8")
+        return asked and whole >= 0.02 * each.step and each.matrix.get("float", 0.0) >= 0.5 * whole
+
+    found = []
+    for group in _together([each for each in ranks if wrong(each)]):
+        first = group[0]
+        share = first.matrix["float"] / sum(first.matrix.values())
+        text = (
+            f"{_percent(share)} of the time of matrix products on {rank_names(list(_numbers(group)))} is in float32, "
+            f"though mixed_precision={first.asked['mixed_precision']!r} was asked for: call the model that prepare() "
+            "has returned, or use accelerator.autocast()"
+        )
+        found.append(Finding("full_precision", text, _numbers(group), (), first.matrix["float"]))
+    return found
+
+
+def logging_storm(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Printing and logging take much of each step."""
+    found = []
+    for group in _together([each for each in ranks if min(each.logging, each.idle) >= LEAST_SHARE * each.step]):
+        first = max(group, key=lambda each: each.logging)
+        text = (
+            f"{_of(group, 'printing and logging')} takes {_percent(first.logging / first.step)} of each step "
+            f"({_time(first.logging)}){_at(first.logging_line)}; write less often"
+        )
+        found.append(Finding("logging_storm", text, _numbers(group), _lines([first.logging_line]), first.logging))
+    return found
+
+
+def checkpoint_each_step(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """A checkpoint is saved in each step."""
+
+    def saves(each: RankFacts, share: float, steps: float) -> bool:
+        return min(each.saving, each.idle) >= share * each.step and each.steps > 1 and each.saving_steps >= steps
+
+    found = []
+    surely = any(saves(each, LEAST_SHARE, 0.66) for each in ranks)
+    for group in _together([each for each in ranks if surely and saves(each, LEAST_SHARE / 2, 0.34)]):
+        first = max(group, key=lambda each: each.saving)
+        text = (
+            f"{_names(group)} {'saves' if len(group) == 1 else 'save'} a checkpoint in each step, "
+            f"{_percent(first.saving / first.step)} of it ({_time(first.saving)}){_at(first.saving_line)}; save every "
+            "few hundred steps"
+        )
+        found.append(Finding("checkpoint_each_step", text, _numbers(group), _lines([first.saving_line]), first.saving))
+    return found
+
+
+def interpreter_lock(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Another Python thread holds the interpreter lock for much of the time."""
+    found = []
+    for each in ranks:
+        busy = [row for row in each.threads if row[1] >= 0.25 and not row[2].place.startswith("<")]
+        if not busy or each.blocked < LEAST_WAIT:
+            continue
+        name, share, line = max(busy, key=lambda row: row[1])
+        text = (
+            f"on rank {each.rank} the thread {name!r} takes {_percent(share)} of the processor time, in Python at "
+            f"{line.text()}: "
+            "it holds the interpreter lock, and the training waits; use a process"
+        )
+        found.append(Finding("interpreter_lock", text, (each.rank,), (line.text(),), min(share, 1.0) * each.step))
+    return found
+
+
+def not_compiled(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """A model was to be compiled, and no compiled code runs."""
+    group = [each for each in ranks if each.asked.get("compiled") and not each.compiled and each.ops + each.kernels]
+    if not group:
+        return []
+    asked = group[0].asked["compiled"]
+    text = (
+        f"no compiled code runs on {rank_names(list(_numbers(group)))}, though {asked} asks for it: call the compiled "
+        "model, not the one it was made from; TORCH_LOGS=recompiles,graph_breaks tells of others"
+    )
+    return [Finding("not_compiled", text, _numbers(group), (asked,))]
+
+
+RULES: tuple[Callable[[Sequence[RankFacts]], list[Finding]], ...] = (
+    slow_loader, unbalanced_batches, reads_of_values, small_operations, barriers, growing_graphs,
+    retained_activations, full_precision, logging_storm, checkpoint_each_step, interpreter_lock, not_compiled,
+)  # fmt: skip
+
+
+# ---- words
+
+
+def _numbers(group: Iterable[RankFacts]) -> tuple[int, ...]:
+    return tuple(each.rank for each in group)
+
+
+def _together(group: list[RankFacts]) -> list[list[RankFacts]]:
+    return [group] if group else []
+
+
+def _alike(group: list[RankFacts], of: Callable[[RankFacts], float]) -> list[list[RankFacts]]:
+    """Return ranks with about the same number together, others apart."""
+    groups: list[list[RankFacts]] = []
+    for each in sorted(group, key=lambda one: -of(one)):
+        if groups and of(groups[-1][0]) < 1.5 * of(each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return [sorted(each, key=lambda one: one.rank) for each in groups]
+
+
+def _names(group: Sequence[RankFacts]) -> str:
+    return rank_names([each.rank for each in group])
+
+
+def _of(group: Sequence[RankFacts], what: str) -> str:
+    return f"{_names(group)}'s {what}" if len(group) == 1 else f"the {what} of {_names(group)}"
+
+
+def _waiting(ranks: list[int]) -> str:
+    return f"{rank_names(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
+def _others(others: Sequence[RankFacts]) -> str:
+    return f"rank {others[0].rank}" if len(others) == 1 else "the other ranks"
+
+
+def _at(line: Line | None) -> str:
+    return f" at {line.text()}" if line is not None else ""
+
+
+def _lines(lines: Iterable[Line | None]) -> tuple[str, ...]:
+    return tuple(line.text() for line in lines if line is not None)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * min(share, 1.0):.0f} %"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.3g} ms"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from notebook_accelerate.profiling.timeline import CATEGORIES
-from notebook_accelerate.profiling.trace import RankTrace
+from notebook_accelerate.profiling.tables import Line, SampledLines, size_text
+from notebook_accelerate.profiling.trace import CATEGORIES, RankTrace
 
 MAX_SHIFT = 60
 """Ranks begin to record within so many collectives of each other."""
@@ -29,26 +30,101 @@ _BYTES = {
 
 
 @dataclass(frozen=True)
-class Call:
-    """A collective of one rank.
+class CollectiveWait:
+    """Ranks wait for the last rank in one collective of each step.
 
     Attributes:
-        event: Its index in the trace.
-        group: The process group, with its ranks; "" where it is not known.
-        operation: For example "all_reduce".
-        nbytes: The size of its input; 0 where it is not known.
-        start: Seconds since the epoch, by the run's clock.
-        end: The same.
-        number: Its number among those of the group, from 1; 0 where it is not known.
+        label: For example "all_reduce #7 (64 MB)".
+        culprit: The last rank.
+        seconds: By waiting rank, its waiting time per step, without the operations that it computes while it waits.
+        line: The line that the last rank executes during that time; None if unknown.
+        steady: The share of the steps in which this rank is the last.
+        computing: The share of that time in which the last rank computes operations.
     """
 
-    event: int
-    group: str
-    operation: str
-    nbytes: int
-    start: float
-    end: float
-    number: int = 0
+    label: str
+    culprit: int
+    seconds: Mapping[int, float]
+    line: Line | None
+    steady: float
+    computing: float = 0.0
+
+
+def find_waits(
+    traces: Mapping[int, RankTrace], clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
+    joined: Sequence[Joined],
+) -> list[CollectiveWait]:  # fmt: skip
+    """Return who waits for whom: for each last rank, the collective of each step in which the others wait longest."""
+    rows: dict[int, dict[int, tuple[float, Joined]]] = {}
+    for each in joined:
+        step = _step_of(traces[each.last], each.calls[each.last].event)
+        longest = max(each.waits().values(), default=0.0)
+        if step is not None and longest > rows.setdefault(each.last, {}).get(step, (0.0, each))[0]:
+            rows[each.last][step] = longest, each
+    busy = {rank: _Operations(trace) for rank, trace in traces.items()} if rows else {}
+    found = [_wait(rank, steps, traces, busy, clocks, lines) for rank, steps in rows.items() if steps]
+    return sorted(found, key=lambda wait: -max(wait.seconds.values(), default=0.0))
+
+
+def _step_of(trace: RankTrace, event: int) -> int | None:
+    """Return the step that called a collective. The kernel may run during a later step."""
+    launch = trace.launch_of(event)
+    at = trace.start[event if launch is None else launch]
+    return next((index for index, (start, end) in enumerate(trace.steps()) if start <= at < end), None)
+
+
+def _wait(
+    culprit: int, steps: Mapping[int, tuple[float, Joined]], traces: Mapping[int, RankTrace],
+    operations: Mapping[int, _Operations], clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
+) -> CollectiveWait:  # fmt: skip
+    count = max(1, len(traces[culprit].steps()))
+    seconds: dict[int, float] = {}
+    known: dict[Line, float] = {}
+    busy = whole = 0.0
+    for _, joined in steps.values():
+        entered = joined.calls[culprit].start
+        for rank, waited in joined.waits().items():
+            begin, end = joined.calls[rank].start - clocks[rank], entered - clocks[rank]
+            idle = waited - operations[rank].seconds(begin, end)
+            seconds[rank] = seconds.get(rank, 0.0) + max(0.0, idle) / count
+        first = min(call.start for call in joined.calls.values())
+        begin, end = first - clocks[culprit], entered - clocks[culprit]
+        busy, whole = busy + operations[culprit].seconds(begin, end), whole + end - begin
+        for index, a, b in lines[culprit].spans(begin * 1e6, end * 1e6):
+            if (line := lines[culprit].line(index)) is not None:
+                known[line] = known.get(line, 0.0) + b - a
+    label = max((joined for _, joined in steps.values()), key=lambda each: round(max(each.waits().values()), 5)).label()
+    line = max(known, key=lambda each: known[each], default=None)
+    return CollectiveWait(label, culprit, seconds, line, len(steps) / count, busy / max(1e-9, whole))
+
+
+class _Operations:
+    """The times in which a rank computes: kernels on its device, else the outermost operations of its main thread."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self._starts, self._ends = array("d"), array("d")
+        main, until = trace.main(), float("-inf")
+        kernels = [event for event in range(len(trace)) if trace.on_device(event)]
+        for event in kernels or range(len(trace)):
+            if kernels:
+                inside = not trace.is_collective_kernel(event)
+            else:
+                inside = trace.thread[event] == main and trace.text(event).startswith("aten::")
+            if inside and trace.end(event) > until:
+                self._starts.append(max(trace.start[event], until))
+                self._ends.append(until := trace.end(event))
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Return their seconds between two times, which are seconds of the trace's clock."""
+        begin, end, total = begin * 1e6, end * 1e6, 0.0
+        for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._starts)):
+            if self._starts[index] >= end:
+                break
+            total += max(0.0, min(self._ends[index], end) - max(self._starts[index], begin))
+        return total / 1e6
+
+
+# ---- joining the collectives of ranks
 
 
 @dataclass(frozen=True)
@@ -56,7 +132,7 @@ class Joined:
     """One collective of all ranks.
 
     Attributes:
-        number: Its number among those of the group, from 1.
+        number: Its number among the collectives of the group, from 1.
         calls: The call of each rank.
     """
 
@@ -80,12 +156,111 @@ class Joined:
         return f"{call.operation} #{self.number}{size}"
 
 
-def size_text(nbytes: float) -> str:
-    """Return a number of bytes as "64 MB"."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} bytes"
+def join_collectives(traces: Sequence[RankTrace], clocks: Mapping[int, float]) -> list[Joined]:
+    """Join the collectives of traces. If there are several groups, calls of an unknown group are left out."""
+    calls: dict[int, list[Call]] = {}
+    for trace in traces:
+        row = calls_of(trace, clocks[trace.rank])
+        calls[trace.rank] = [call for call in row if call.group] if trace.groups > 1 else row
+    return join(calls)
+
+
+def join(calls: Mapping[int, Sequence[Call]]) -> list[Joined]:
+    """Join the collectives of ranks that are in the same group: those with the same number.
+
+    Without numbers, collectives of ranks are the same if they have the same operation and size, at the same time; a
+    group whose ranks do not agree is left out.
+
+    Args:
+        calls: The calls of each rank, in order.
+    """
+    groups = sorted({call.group for row in calls.values() for call in row})
+    found: list[Joined] = []
+    for group in groups:
+        members = {rank: [call for call in row if call.group == group] for rank, row in calls.items()}
+        members = {rank: row for rank, row in members.items() if row}
+        if len(members) > 1:
+            found += _join_group(members)
+    return sorted(found, key=lambda joined: min(call.start for call in joined.calls.values()))
+
+
+def _join_group(members: Mapping[int, Sequence[Call]]) -> list[Joined]:
+    if all(call.number for row in members.values() for call in row):
+        numbered = {rank: {call.number: call for call in row} for rank, row in members.items()}
+        common = sorted(set.intersection(*(set(row) for row in numbered.values())))
+        pairs = ((number, {rank: row[number] for rank, row in numbered.items()}) for number in common)
+        return [Joined(number, calls) for number, calls in pairs if _alike(calls)]
+    first, *others = members
+    shifts = {first: 0}
+    for rank in others:
+        shift = _shift(members[first], members[rank])
+        if shift is None:
+            return []
+        shifts[rank] = shift
+    found = []
+    for index in range(len(members[first])):
+        row = {rank: _at(members[rank], index + shifts[rank]) for rank in members}
+        calls = {rank: call for rank, call in row.items() if call is not None}
+        if len(calls) == len(members) and _alike(calls):
+            found.append(Joined(index + 1, calls))
+    return found
+
+
+def _alike(calls: Mapping[int, Call]) -> bool:
+    return len({(call.operation, call.nbytes) for call in calls.values()}) == 1
+
+
+def _at(row: Sequence[Call], index: int) -> Call | None:
+    return row[index] if 0 <= index < len(row) else None
+
+
+def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
+    """Return by how many places a rank's sequence is ahead of the base's; None if they do not agree.
+
+    A collective ends on no rank before all have entered it.
+    """
+    best, most = None, 0.0
+    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
+        pairs = [(call, same) for index, call in enumerate(base) if (same := _at(other, index + shift)) is not None]
+        if len(pairs) < max(1, min(len(base), len(other)) // 2):
+            continue
+        agreeing = sum(_same(call, same) for call, same in pairs) / len(pairs)
+        if agreeing > most:
+            best, most = shift, agreeing
+        if most == 1:
+            break
+    return best if most >= LEAST_AGREEMENT else None
+
+
+def _same(one: Call, other: Call) -> bool:
+    overlap = max(one.start, other.start) <= min(one.end, other.end) + 0.001
+    return one.operation == other.operation and one.nbytes == other.nbytes and overlap
+
+
+# ---- the collectives of one rank
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of one rank.
+
+    Attributes:
+        event: Its index in the trace.
+        group: The process group, with its ranks; "" if unknown.
+        operation: For example "all_reduce".
+        nbytes: The size of its input; 0 if unknown.
+        start: Seconds since the epoch, by the run's clock.
+        end: The same.
+        number: Its number among the collectives of the group, from 1; 0 if unknown.
+    """
+
+    event: int
+    group: str
+    operation: str
+    nbytes: int
+    start: float
+    end: float
+    number: int = 0
 
 
 def calls_of(trace: RankTrace, clock: float) -> list[Call]:
@@ -170,75 +345,3 @@ def _nbytes(arguments: Mapping[str, Any]) -> int:
         if dims and all(isinstance(each, int) for each in dims):
             total += prod(dims) * _BYTES.get(str(kind), 0)
     return total
-
-
-def join(calls: Mapping[int, Sequence[Call]]) -> list[Joined]:
-    """Join the collectives of ranks that are in the same group: those with the same number.
-
-    Without numbers, collectives of ranks are the same if they have the same operation and size, at the same time; a
-    group whose ranks do not agree is left out.
-
-    Args:
-        calls: The calls of each rank, in order.
-    """
-    groups = sorted({call.group for row in calls.values() for call in row})
-    found: list[Joined] = []
-    for group in groups:
-        members = {rank: [call for call in row if call.group == group] for rank, row in calls.items()}
-        members = {rank: row for rank, row in members.items() if row}
-        if len(members) > 1:
-            found += _join_group(members)
-    return sorted(found, key=lambda joined: min(call.start for call in joined.calls.values()))
-
-
-def _join_group(members: Mapping[int, Sequence[Call]]) -> list[Joined]:
-    if all(call.number for row in members.values() for call in row):
-        numbered = {rank: {call.number: call for call in row} for rank, row in members.items()}
-        common = sorted(set.intersection(*(set(row) for row in numbered.values())))
-        pairs = ((number, {rank: row[number] for rank, row in numbered.items()}) for number in common)
-        return [Joined(number, calls) for number, calls in pairs if _alike(calls)]
-    first, *others = members
-    shifts = {first: 0}
-    for rank in others:
-        shift = _shift(members[first], members[rank])
-        if shift is None:
-            return []
-        shifts[rank] = shift
-    found = []
-    for index in range(len(members[first])):
-        row = {rank: _at(members[rank], index + shifts[rank]) for rank in members}
-        calls = {rank: call for rank, call in row.items() if call is not None}
-        if len(calls) == len(members) and _alike(calls):
-            found.append(Joined(index + 1, calls))
-    return found
-
-
-def _alike(calls: Mapping[int, Call]) -> bool:
-    return len({(call.operation, call.nbytes) for call in calls.values()}) == 1
-
-
-def _at(row: Sequence[Call], index: int) -> Call | None:
-    return row[index] if 0 <= index < len(row) else None
-
-
-def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
-    """Return by how many places a rank's sequence is ahead of the base's; None where they do not agree.
-
-    A collective ends on no rank before all have entered it.
-    """
-    best, most = None, 0.0
-    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
-        pairs = [(call, same) for index, call in enumerate(base) if (same := _at(other, index + shift)) is not None]
-        if len(pairs) < max(1, min(len(base), len(other)) // 2):
-            continue
-        agreeing = sum(_same(call, same) for call, same in pairs) / len(pairs)
-        if agreeing > most:
-            best, most = shift, agreeing
-        if most == 1:
-            break
-    return best if most >= LEAST_AGREEMENT else None
-
-
-def _same(one: Call, other: Call) -> bool:
-    overlap = max(one.start, other.start) <= min(one.end, other.end) + 0.001
-    return one.operation == other.operation and one.nbytes == other.nbytes and overlap

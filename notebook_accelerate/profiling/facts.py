@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,9 @@ from statistics import median
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.profiling.collective_waits import Joined
-from notebook_accelerate.profiling.op_table import recorded
-from notebook_accelerate.profiling.sampled_lines import Line, SampledLines
-from notebook_accelerate.profiling.timeline import CATEGORIES
-from notebook_accelerate.profiling.trace import RankTrace, is_logging, is_saving, is_waiting_for_batch
+from notebook_accelerate.profiling.collective_waits import CollectiveWait
+from notebook_accelerate.profiling.tables import Line, SampledLines, recorded
+from notebook_accelerate.profiling.trace import CATEGORIES, RankTrace, is_logging, is_saving, is_waiting_for_batch
 
 _LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME, _BACKWARD = (
     CATEGORIES.index(name) for name in ("loader", "optimizer", "collective", "step", "runtime", "backward")
@@ -41,27 +38,6 @@ MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convol
 OUTER = ("aten::linear", "aten::matmul", "aten::conv1d", "aten::conv2d", "aten::conv3d")
 """Operations that consist of those above, with the input as the module got it."""
 COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "CompiledFxGraph")
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Ranks wait for the last rank in one collective of each step.
-
-    Attributes:
-        label: For example "all_reduce #7 (64 MB)".
-        culprit: The last rank.
-        seconds: By waiting rank, its time per step without the operations that it computes meanwhile.
-        line: What the last rank does meanwhile; None where it is not known.
-        steady: The share of the steps in which this rank is the last.
-        computing: The share of that time in which the last rank computes operations.
-    """
-
-    label: str
-    culprit: int
-    seconds: Mapping[int, float]
-    line: Line | None
-    steady: float
-    computing: float = 0.0
 
 
 @dataclass
@@ -104,7 +80,7 @@ class RankFacts:
         delay: The share of the time that the main thread waited for a processor.
         grown: Tensors with graphs that variables hold: name, count, growth over all steps.
         retained: Activations that variables keep between steps: name, bytes.
-        memory_growth: Bytes per step that were allocated and not freed; 0 where allocations were not recorded.
+        memory_growth: Bytes per step that were allocated and not freed; 0 if allocations were not recorded.
         asked: What the training was asked for: "mixed_precision", "compiled".
     """
 
@@ -161,9 +137,9 @@ class ProfileFacts:
     """The facts of all ranks, and who waits for whom."""
 
     ranks: list[RankFacts]
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[CollectiveWait] = field(default_factory=list)
     world: int = 0
-    """The number of ranks of the training; 0 where it is not known."""
+    """The number of ranks of the training; 0 if unknown."""
 
 
 class RankReader:
@@ -443,54 +419,6 @@ class RankReader:
             self.facts.memory_growth = sum(growth) / len(growth)
 
 
-def find_waits(
-    traces: Mapping[int, RankTrace], clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
-    joined: Sequence[Joined],
-) -> list[Wait]:  # fmt: skip
-    """Return who waits for whom: for each last rank, the collective of each step in which the others wait longest."""
-    rows: dict[int, dict[int, tuple[float, Joined]]] = {}
-    for each in joined:
-        step = _step_of(traces[each.last], each.calls[each.last].event)
-        longest = max(each.waits().values(), default=0.0)
-        if step is not None and longest > rows.setdefault(each.last, {}).get(step, (0.0, each))[0]:
-            rows[each.last][step] = longest, each
-    busy = {rank: _Operations(trace) for rank, trace in traces.items()} if rows else {}
-    found = [_wait(rank, steps, traces, busy, clocks, lines) for rank, steps in rows.items() if steps]
-    return sorted(found, key=lambda wait: -max(wait.seconds.values(), default=0.0))
-
-
-def _step_of(trace: RankTrace, event: int) -> int | None:
-    """Return the step that called a collective. The kernel may run during a later step."""
-    launch = trace.launch_of(event)
-    at = trace.start[event if launch is None else launch]
-    return next((index for index, (start, end) in enumerate(trace.steps()) if start <= at < end), None)
-
-
-def _wait(
-    culprit: int, steps: Mapping[int, tuple[float, Joined]], traces: Mapping[int, RankTrace],
-    operations: Mapping[int, _Operations], clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
-) -> Wait:  # fmt: skip
-    count = max(1, len(traces[culprit].steps()))
-    seconds: dict[int, float] = {}
-    known: dict[Line, float] = {}
-    busy = whole = 0.0
-    for _, joined in steps.values():
-        entered = joined.calls[culprit].start
-        for rank, waited in joined.waits().items():
-            begin, end = joined.calls[rank].start - clocks[rank], entered - clocks[rank]
-            idle = waited - operations[rank].seconds(begin, end)
-            seconds[rank] = seconds.get(rank, 0.0) + max(0.0, idle) / count
-        first = min(call.start for call in joined.calls.values())
-        begin, end = first - clocks[culprit], entered - clocks[culprit]
-        busy, whole = busy + operations[culprit].seconds(begin, end), whole + end - begin
-        for index, a, b in lines[culprit].spans(begin * 1e6, end * 1e6):
-            if (line := lines[culprit].line(index)) is not None:
-                known[line] = known.get(line, 0.0) + b - a
-    label = max((joined for _, joined in steps.values()), key=lambda each: round(max(each.waits().values()), 5)).label()
-    line = max(known, key=lambda each: known[each], default=None)
-    return Wait(label, culprit, seconds, line, len(steps) / count, busy / max(1e-9, whole))
-
-
 def _union(trace: RankTrace, events: Sequence[int]) -> float:
     """Return the microseconds covered by at least one event. The events must be sorted by start."""
     total = until = 0.0
@@ -520,29 +448,3 @@ class _LaunchedKernels:
         starts, sums = self._starts[thread], self._sums[thread]
         first, last = bisect_left(starts, trace.start[event]), bisect_right(starts, trace.end(event))
         return sums[last] - sums[first] if last > first else trace.duration[event]
-
-
-class _Operations:
-    """The times in which a rank computes: kernels on its device, else the outermost operations of its main thread."""
-
-    def __init__(self, trace: RankTrace) -> None:
-        self._starts, self._ends = array("d"), array("d")
-        main, until = trace.main(), float("-inf")
-        kernels = [event for event in range(len(trace)) if trace.on_device(event)]
-        for event in kernels or range(len(trace)):
-            if kernels:
-                inside = not trace.is_collective_kernel(event)
-            else:
-                inside = trace.thread[event] == main and trace.text(event).startswith("aten::")
-            if inside and trace.end(event) > until:
-                self._starts.append(max(trace.start[event], until))
-                self._ends.append(until := trace.end(event))
-
-    def seconds(self, begin: float, end: float) -> float:
-        """Return their seconds between two times, which are seconds of the trace's clock."""
-        begin, end, total = begin * 1e6, end * 1e6, 0.0
-        for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._starts)):
-            if self._starts[index] >= end:
-                break
-            total += max(0.0, min(self._ends[index], end) - max(self._starts[index], begin))
-        return total / 1e6

@@ -17,7 +17,6 @@ from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.hardware import guarded_files
-from notebook_accelerate.profiling.timeline import CATEGORIES
 from notebook_accelerate.telemetry.channel import printable
 from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
@@ -28,6 +27,12 @@ MAX_RATIO = 64
 """How many times larger than its file an unpacked trace may be: they shrink to a tenth, or a thirtieth."""
 MIN_UNPACKED_BYTES = 32 << 20
 """The unpacked size that a trace of any size may have."""
+
+CATEGORIES = (
+    "op", "python", "collective", "kernel", "memory", "step", "loader", "forward", "backward", "optimizer",
+    "runtime", "checkpoint", "logging", "wait",
+)  # fmt: skip
+"""What an event can be; ``Track.category`` holds indices into it."""
 STEP = "ProfilerStep#"
 _CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _PLAIN = {
@@ -77,8 +82,8 @@ class RankTrace:
         memory: Allocations: time, bytes (negative: freed), address; those on accelerators where there are such.
         base: The time of the trace's 0, in seconds since the epoch.
         facts: What the rank has recorded besides: see ``worker.step_profiler``.
-        groups: The number of process groups; 0 where it is not known.
-        world: The number of ranks of the training; 0 where it is not known.
+        groups: The number of process groups; 0 if unknown.
+        world: The number of ranks of the training; 0 if unknown.
         members: The ranks of each process group by its name, as far as torch tells.
     """
 
@@ -343,7 +348,7 @@ def category_of(name: str, kind: str) -> str:
     return _PLAIN.get(kind, "op")
 
 
-# What a sampled stack of the main thread does, by the files and functions in it.
+# ---- what the main thread does in a sampled stack, by files and functions
 
 
 def is_logging(frames: list[FrameInfo]) -> bool:

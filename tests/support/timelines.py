@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from notebook_accelerate.profiling.timeline import CATEGORIES, Step, Timeline, Track, Wait
+from notebook_accelerate.profiling.timeline import EventWait, Step, Timeline, Track
+from notebook_accelerate.profiling.trace import CATEGORIES
 
 _OPS = ("aten::linear", "aten::addmm", "aten::relu", "aten::layer_norm", "aten::softmax", "aten::copy_", "aten::view")
 
@@ -95,7 +96,7 @@ def _reduced(
     ]
     for rank, each in enumerate(grouped):
         if rank != last:
-            timeline.waits.append(Wait(each.index, events[rank], grouped[last].index, events[last]))
+            timeline.waits.append(EventWait(each.index, events[rank], grouped[last].index, events[last]))
     return [end + 60.0 for _ in mains]
 
 

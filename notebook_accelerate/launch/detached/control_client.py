@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from notebook_accelerate.debugging.process_stacks import ProcessStacks
-from notebook_accelerate.debugging.rank_requests import RankRequests
+from notebook_accelerate.debugging.session import RankRequests
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.launch.detached import control_protocol as protocol

@@ -17,11 +17,9 @@ from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.launch.report.tables import LEFT, Markup, element, html_table, join, text_table
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
-from notebook_accelerate.profiling.analysis import Analysis, ChromeEvents
-from notebook_accelerate.profiling.memory_facts import PeakMemory, peak_of
-from notebook_accelerate.profiling.op_table import LineSeconds, OpTime
-from notebook_accelerate.profiling.profile_findings import Finding
-from notebook_accelerate.profiling.timeline import Timeline
+from notebook_accelerate.profiling.analysis import Analysis, Finding
+from notebook_accelerate.profiling.tables import LineSeconds, OpTime, PeakMemory, peak_of
+from notebook_accelerate.profiling.timeline import ChromeEvents, Timeline
 from notebook_accelerate.profiling.trace import RankTrace, read_trace
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.rank_devices import rank_names

@@ -1,9 +1,10 @@
-"""The ranks of a run as rows of a report: one per rank, or with many ranks one per node and per state."""
+"""The ranks and devices of a run as rows of tables, and sentences about what the run has shown."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from notebook_accelerate.launch.report.tables import Rows, byte_size
@@ -13,15 +14,16 @@ from notebook_accelerate.telemetry.step_time import PARTS
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.run_state import RankInfo, RunView
     from notebook_accelerate.telemetry import Store
+    from notebook_accelerate.telemetry.rank_devices import RankDevice
 
 
-MAX_NAMES = 72
+MAX_RANKS_CHARS = 72
 """Characters of the ranks in one row."""
 SLOWEST = 8
 """Of many ranks, the step times of this many are listed."""
 
 
-def tables(run: RunView) -> list[tuple[str, Rows]]:
+def rank_tables(run: RunView) -> list[tuple[str, Rows]]:
     """Return the tables of the ranks, with their captions."""
     infos = run.ranks
     if len(infos) <= MANY:
@@ -110,9 +112,9 @@ def own_seconds(store: Store, rank: int) -> float:
 def short_names(ranks: Iterable[int]) -> str:
     """Return "0–5, 8", cut after ``MAX_NAMES`` characters."""
     names = rank_names(ranks).partition(" ")[2]
-    if len(names) <= MAX_NAMES:
+    if len(names) <= MAX_RANKS_CHARS:
         return names
-    return names[: names.rindex(",", 0, MAX_NAMES) + 1] + " …"
+    return names[: names.rindex(",", 0, MAX_RANKS_CHARS) + 1] + " …"
 
 
 def _step(info: RankInfo) -> int | None:
@@ -186,3 +188,170 @@ def state_counts(ranks: Iterable[RankOnNode]) -> str:
 def severity(state: str) -> int:
     """Return a sort key for states: the worst is 0."""
     return _STATES.index(state) if state in _STATES else len(_STATES)
+
+
+# The devices of a run's ranks as rows: what each rank holds, and the use of the device by all processes.
+
+IN_USE = ("in use on the device", "in use on the devices")
+DEVICE_HEAD = ("device", "model", "use", "allocated", "reserved", "peak", IN_USE[0], "uuid")
+"""``allocated``, ``reserved`` and ``peak`` are the rank's; ``use`` and ``in use`` count all processes."""
+UUID_CHARS = 8
+"""Characters of an identity that tell the devices of a machine apart."""
+_ACTIVE = ("starting", "running")
+
+
+def device_rows(ranks: Sequence[RankOnNode], devices: Mapping[int, Sequence[RankDevice]]) -> Rows:
+    """Return a row per rank and device, or with many ranks one per node, below their titles; only the titles without.
+
+    Columns of which nothing is known are left out, such as those of the present after the run.
+
+    Args:
+        ranks: The ranks.
+        devices: The devices of each rank.
+    """
+    if len(ranks) > MANY:
+        found = _device_node_rows(ranks, devices)
+    else:
+        found = [["rank", *DEVICE_HEAD]]
+        found += [_device_row(rank, device) for rank in ranks for device in devices.get(rank.rank, ())]
+    columns = [column for column in zip(*found, strict=True) if set(column[1:]) != {"–"}]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _device_row(rank: RankOnNode, device: RankDevice) -> list[str]:
+    now = rank.state in _ACTIVE
+    sizes = [byte_size(size if now else None) for size in (device.allocated, device.reserved)]
+    percent, used = use_text(device.percent if now else None), byte_size(device.used if now else None)
+    uuid = device.uuid[:UUID_CHARS] or "–"
+    return [str(rank.rank), device.device, _model(device), percent, *sizes, byte_size(device.peak), used, uuid]
+
+
+def _device_node_rows(ranks: Sequence[RankOnNode], devices: Mapping[int, Sequence[RankDevice]]) -> Rows:
+    groups = by_node(ranks)
+    titles = ["node", "devices", "model", "mean use", "allocated", "reserved", "highest peak", IN_USE[1]]
+    found: Rows = [titles]
+    for members in groups.values():
+        held = [device for rank in members for device in devices.get(rank.rank, ())]
+        if not held:
+            continue
+        live = [device for rank in members if rank.state in _ACTIVE for device in devices.get(rank.rank, ())]
+        distinct = list({device.uuid or index: device for index, device in enumerate(live)}.values())
+        percents = [device.percent for device in distinct if device.percent is not None]
+        found.append([
+            node_name(members, several=len(groups) > 1),
+            str(len({device.uuid or index for index, device in enumerate(held)})),
+            ", ".join(dict.fromkeys(map(_model, held))),
+            use_text(sum(percents) / len(percents) if percents else None),
+            byte_size(_total(device.allocated for device in live)),
+            byte_size(_total(device.reserved for device in live)),
+            byte_size(max(device.peak for device in held)),
+            byte_size(_total(device.used for device in distinct)),
+        ])  # fmt: skip
+    return found
+
+
+def use_text(percent: float | None) -> str:
+    """Return a utilisation in percent as text."""
+    return "–" if percent is None else f"{percent:.0f} %"
+
+
+def _model(device: RankDevice) -> str:
+    return " · ".join(filter(None, (device.name, byte_size(device.total, "")))) or "–"
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+# Sentences about what a run has shown: numbers that are not finite, ranks that slow the others down, warnings.
+
+SLOW = 1.25
+"""A rank whose own work takes this many times the others' median is a straggler."""
+MAX_NAMED = 60
+"""Characters of the ranks in one sentence."""
+MAX_METRICS = 4
+"""Metrics that are named in one sentence."""
+MAX_WARNINGS = 5
+"""Warnings of a run that are listed: the last ones."""
+
+
+def findings(run: RunView) -> list[str]:
+    """Return the findings of a run, the most important first."""
+    own = {}
+    for info in run.ranks:
+        _, counted = step_time(run.store, info.rank)
+        if counted:
+            own[info.rank] = own_seconds(run.store, info.rank) / counted
+    _, slow = stragglers(own) if len(own) == len(run.ranks) else (set(), "")
+    return [text for text in (not_finite(run), slow, left_out(run), *latest_warnings(run)) if text]
+
+
+def latest_warnings(run: RunView) -> Sequence[str]:
+    """Return the last warnings of a run."""
+    return run.warnings[-MAX_WARNINGS:]
+
+
+def left_out(run: RunView) -> str:
+    """Return a sentence about the metrics and lines that the run has not kept; "" if it has all of them."""
+    lost = {rank: count for rank, count in list(run.store.dropped.items()) if count}
+    if not lost:
+        return ""
+    text = f"{sum(lost.values()):,} metrics and lines of {rank_names(sorted(lost))} are missing"
+    return f"{text}: there were too many of them, or they were not numbers. The newest were kept."
+
+
+def not_finite(run: RunView) -> str:
+    """Return a sentence about the metrics that are NaN or infinite now, and the step at which the first became so."""
+    groups: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for (name, rank), (step, value) in list(run.store.not_finite.items()):
+        kind = "NaN" if math.isnan(value) else "Infinite"
+        groups.setdefault((kind, step), {}).setdefault(name, []).append(rank)
+    if not groups:
+        return ""
+    kind, step = min(groups, key=lambda group: group[1])
+    found = groups[kind, step]
+    ranks = sorted({rank for each in found.values() for rank in each})
+    since = f" since step {step:,}" if step >= 0 else ""
+    where = f" on {rank_names(ranks)}" if len(ranks) < len(run.ranks) else " on all ranks" if len(ranks) > 1 else ""
+    return f"{kind}{since}{where}: {_few(sorted(found))}"
+
+
+def stragglers(own: Mapping[int, float]) -> tuple[set[int], str]:
+    """Return the ranks whose own work takes longer than the others', and a sentence with the evidence.
+
+    Args:
+        own: By rank, the seconds per step in which it cannot have waited for others.
+    """
+    if len(own) < 2:
+        return set(), ""
+    worst = max(own, key=lambda rank: own[rank])
+    others = sorted(seconds for rank, seconds in own.items() if rank != worst)
+    usual = others[len(others) // 2]
+    if own[worst] <= SLOW * usual or own[worst] - usual <= 1e-3:
+        return set(), ""
+    mine, theirs = _milliseconds(own[worst]), _milliseconds(usual)
+    found = {rank for rank, seconds in own.items() if seconds > SLOW * usual and seconds - usual > 1e-3}
+    if len(found) == 1:
+        return found, f"Rank {worst} is a straggler: {mine} of its own work per step, {theirs} on the other ranks."
+    text = f"{few_names(found)} are stragglers: up to {mine} of their own work per step, {theirs} on the other ranks."
+    return found, text
+
+
+def few_names(ranks: Iterable[int]) -> str:
+    """Return "Ranks 0–5, 8", or a shortened list such as "Ranks 3, 9, 17, 31 and 40 more"."""
+    ordered = sorted(ranks)
+    name = rank_names(ordered).capitalize()
+    if len(name) <= MAX_NAMED:
+        return name
+    shown = ordered[: MAX_NAMED // 10]
+    return f"{rank_names(shown).capitalize()} and {len(ordered) - len(shown)} more"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - MAX_METRICS
+    return ", ".join(names[:MAX_METRICS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:,.0f} ms"

@@ -10,7 +10,7 @@ from typing import Any
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.tables import LEFT, Markup, element, html_table, join, svg_text, text_table
-from notebook_accelerate.profiling.memory_facts import PeakMemory, what_fits
+from notebook_accelerate.profiling.tables import PeakMemory, what_fits
 from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply
 from notebook_accelerate.telemetry.memory_text import part_rows, size
 from notebook_accelerate.telemetry.rank_devices import rank_names
@@ -40,7 +40,7 @@ class LineTime:
     Attributes:
         place: File and line, as "Cell In[7], line 3".
         function: Its function.
-        source: The line's text; "" where it is not known.
+        source: The line's text; "" if unknown.
         shares: By rank, its share of the time that the rank was sampled, from 0 to 1.
     """
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.debugging import stack_dumps
+from notebook_accelerate.debugging import process_stacks
 from notebook_accelerate.errors import LaunchError, NotebookAccelerateError, WorkerError
 from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.launch.state.run_events import RunEnded
@@ -287,7 +287,7 @@ def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
 
 def _place(text: str) -> FrameInfo | None:
     """Return the innermost line of user code in the stack dump of a crash."""
-    for stack in stack_dumps.parse(text).values():
+    for stack in process_stacks.parse_dump(text).values():
         names = [frame.filename for frame in stack]
         begin = next((place for place, name in enumerate(names) if name.endswith("worker/entry.py")), None)
         if begin is not None:

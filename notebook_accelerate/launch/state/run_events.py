@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from notebook_accelerate.debugging.rank_requests import RankRequests
+from notebook_accelerate.debugging.session import RankRequests
 from notebook_accelerate.launch.state.prompts import PromptQueue
 from notebook_accelerate.telemetry import Event, RankFailure
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from notebook_accelerate.debugging.rank_requests import RankRequests
+from notebook_accelerate.debugging.session import RankRequests
 from notebook_accelerate.launch.processes.selecting import Signal
 from notebook_accelerate.launch.state.prompts import PromptQueue
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason

@@ -99,9 +99,9 @@ def test_questions_are_answered(waiting: Run, figure: Figure) -> None:
     assert waiting.ask("2 + 2", timeout=6) == {0: 4}
 
 
-@pytest.mark.skipif(process_stacks.command() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(process_stacks.py_spy_path() is None, reason="py-spy is not installed")
 def test_py_spy_reads_its_native_frames_in_time(waiting: Run, figure: Figure) -> None:
-    command = [str(process_stacks.command()), "dump", "--native", "--pid", str(waiting.ranks[0].pid)]
+    command = [str(process_stacks.py_spy_path()), "dump", "--native", "--pid", str(waiting.ranks[0].pid)]
     begin = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     seconds = time.perf_counter() - begin
@@ -110,7 +110,7 @@ def test_py_spy_reads_its_native_frames_in_time(waiting: Run, figure: Figure) ->
         pytest.skip("this machine does not let py-spy read other processes")
     assert done.returncode == 0, done.stderr
     assert "_wait_for_device" in done.stdout
-    assert seconds < process_stacks.SECONDS
+    assert seconds < process_stacks.PY_SPY_SECONDS
 
 
 def test_it_stops(waiting: Run, figure: Figure) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.debugging import process_stacks, stack_dumps
+from notebook_accelerate.debugging import process_stacks
 from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
@@ -35,10 +35,10 @@ Current thread 0x00007f02 [main] (most recent call first):
 
 
 def test_a_dump_is_read_with_the_signalled_thread_first() -> None:
-    threads = stack_dumps.parse(DUMP)
+    threads = process_stacks.parse_dump(DUMP)
     assert list(threads) == ["main", "0x00007f01"]
     assert [(frame.lineno, frame.function) for frame in threads["main"]] == [(0, "run"), (30, "train"), (12, "step")]
-    assert stack_dumps.parse("Fatal Python error: Aborted") == {}
+    assert process_stacks.parse_dump("Fatal Python error: Aborted") == {}
 
 
 def test_only_what_is_new_in_a_dump_file_is_read() -> None:
@@ -46,12 +46,12 @@ def test_only_what_is_new_in_a_dump_file_is_read() -> None:
         file.write(b"old\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
-        text = stack_dumps.read_new(file.fileno(), 4, 1.0)
+        text = process_stacks.read_new_bytes(file.fileno(), 4, 1.0)
         assert "old" not in text
-        assert stack_dumps.parse(text)[next(iter(stack_dumps.parse(text)))][-1].function == (
+        assert process_stacks.parse_dump(text)[next(iter(process_stacks.parse_dump(text)))][-1].function == (
             "test_only_what_is_new_in_a_dump_file_is_read"
         )
-        assert stack_dumps.read_new(file.fileno(), os.fstat(file.fileno()).st_size, 0.1) == ""
+        assert process_stacks.read_new_bytes(file.fileno(), os.fstat(file.fileno()).st_size, 0.1) == ""
 
 
 def _entry(number: int, name: str = "gloo:all_reduce", **more: Any) -> dict[str, Any]:
@@ -126,22 +126,26 @@ Thread 8 (idle): "agent"
 
 
 def test_py_spys_native_frames_are_read_outermost_first() -> None:
-    assert process_stacks.parse(SPIED) == ("train (cell.py:3)", "lock (ctypes.cpp:12)", "do_futex_wait (libc.so.6)")
-    assert process_stacks.parse("") == ()
+    assert process_stacks.parse_native(SPIED) == (
+        "train (cell.py:3)",
+        "lock (ctypes.cpp:12)",
+        "do_futex_wait (libc.so.6)",
+    )
+    assert process_stacks.parse_native("") == ()
 
 
 def test_a_missing_or_forbidden_py_spy_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_stacks, "command", lambda: None)
-    assert process_stacks.stack(os.getpid()) == ()
+    monkeypatch.setattr(process_stacks, "py_spy_path", lambda: None)
+    assert process_stacks.native_stack(os.getpid()) == ()
     monkeypatch.setattr(
-        process_stacks, "command", lambda: sys.executable
+        process_stacks, "py_spy_path", lambda: sys.executable
     )  # refuses the arguments, as a forbidden py-spy does
-    assert process_stacks.stack(os.getpid()) == ()
+    assert process_stacks.native_stack(os.getpid()) == ()
 
 
-@pytest.mark.skipif(process_stacks.command() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(process_stacks.py_spy_path() is None, reason="py-spy is not installed")
 def test_py_spy_sees_this_process_where_it_is_allowed_to() -> None:
-    stack = process_stacks.stack(os.getpid())
+    stack = process_stacks.native_stack(os.getpid())
     if not stack:
         pytest.skip(f"py-spy may not look at this process: {_refusal(os.getpid())}")
     assert ctypes is not None
@@ -157,9 +161,9 @@ train()
 """
 
 
-@pytest.mark.skipif(process_stacks.command() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(process_stacks.py_spy_path() is None, reason="py-spy is not installed")
 def test_py_spy_sees_native_code_that_holds_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_stacks, "SECONDS", 60.0)
+    monkeypatch.setattr(process_stacks, "PY_SPY_SECONDS", 60.0)
     with subprocess.Popen([sys.executable, "-c", _STUCK], stdout=subprocess.PIPE, text=True) as stuck:
         assert stuck.stdout is not None
         try:
@@ -176,7 +180,7 @@ def _seen(pid: int) -> tuple[str, ...]:
     """Return the stack once the process is in the native call: it says that it is about to."""
     frames: tuple[str, ...] = ()
     for _ in range(100):
-        frames = process_stacks.stack(pid)
+        frames = process_stacks.native_stack(pid)
         if not frames:
             pytest.skip(f"py-spy may not look at a child: {_refusal(pid)}")
         if "sleep" in frames[-1]:
@@ -186,7 +190,7 @@ def _seen(pid: int) -> tuple[str, ...]:
 
 
 def _refusal(pid: int) -> str:
-    command = [str(process_stacks.command()), "dump", "--native", "--pid", str(pid)]
+    command = [str(process_stacks.py_spy_path()), "dump", "--native", "--pid", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr.strip().partition("\n")[0] or f"exit {done.returncode}"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate.debugging.process_stacks import ProcessInspector, ProcessStacks
-from notebook_accelerate.debugging.rank_requests import RankRequests
+from notebook_accelerate.debugging.session import RankRequests
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.supervisor import command_queue

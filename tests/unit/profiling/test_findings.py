@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, Wait
-from notebook_accelerate.profiling.profile_findings import find
-from notebook_accelerate.profiling.sampled_lines import Line
+from notebook_accelerate.profiling.analysis import apply_rules
+from notebook_accelerate.profiling.collective_waits import CollectiveWait
+from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts
+from notebook_accelerate.profiling.tables import Line
 from notebook_accelerate.profiling.trace import is_logging
 
 LINE = Line("Cell In[3], line 7", "train", "loss.item()")
@@ -21,9 +22,9 @@ HEALTHY = RankFacts(
 DEVICE = {"kernels": 200.0, "kernel_seconds": 0.047}
 
 
-def sentences(*changes: dict[str, object], waits: tuple[Wait, ...] = ()) -> list[str]:
+def sentences(*changes: dict[str, object], waits: tuple[CollectiveWait, ...] = ()) -> list[str]:
     ranks = [replace(HEALTHY, rank=rank, **each) for rank, each in enumerate(changes)]  # type: ignore[arg-type]
-    return [each.sentence for each in find(ProfileFacts(ranks, list(waits)))]
+    return [each.sentence for each in apply_rules(ProfileFacts(ranks, list(waits)))]
 
 
 SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
@@ -174,7 +175,7 @@ def test_a_rule_is_silent_when_unsure(name: str) -> None:
 
 
 def test_who_waits_for_whom_is_said_where_nothing_else_explains_it() -> None:
-    wait = Wait("all_reduce #7 (64 MB)", 0, {1: 0.018, 2: 0.017}, LINE, steady=1.0)
+    wait = CollectiveWait("all_reduce #7 (64 MB)", 0, {1: 0.018, 2: 0.017}, LINE, steady=1.0)
     assert sentences({}, {}, {}, waits=(wait,)) == [
         (
             "all other ranks wait 18 ms per step for rank 0 in all_reduce #7 (64 MB), which is at Cell In[3], line 7: "
@@ -191,11 +192,11 @@ def test_who_waits_for_whom_is_said_where_nothing_else_explains_it() -> None:
         assert sentences({}, {}, {}, waits=(unsure,)) == []
     assert sentences({"delay": 0.9}, {}, {}, waits=(wait,)) == []  # it did not get a processor
     part = ProfileFacts([replace(HEALTHY, rank=rank) for rank in range(3)], [wait], world=8)
-    assert find(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # of the others nothing is known
+    assert apply_rules(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # of the others nothing is known
 
 
 def test_a_barrier_costs_what_the_last_rank_spends_in_it_and_does_not_explain_a_wait() -> None:
-    wait = Wait("all_reduce #7 (64 MB)", 0, {1: 0.018}, LINE, steady=1.0)
+    wait = CollectiveWait("all_reduce #7 (64 MB)", 0, {1: 0.018}, LINE, steady=1.0)
     changes = {"barriers": 1, "barrier_seconds": 0.0008}, {"barriers": 1, "barrier_seconds": 0.019}
     waiting, barrier = sentences(*changes, waits=(wait,))
     assert waiting.startswith("rank 1 waits 18 ms per step for rank 0")

@@ -20,7 +20,7 @@ import torch
 from notebook_accelerate import Accelerator, notebook_launcher, torch_internals
 from notebook_accelerate.launch import Profile, Run
 from notebook_accelerate.profiling.facts import RankReader
-from notebook_accelerate.profiling.sampled_lines import SampledLines
+from notebook_accelerate.profiling.tables import SampledLines
 from notebook_accelerate.profiling.trace import parse, read_trace
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.trace_names import KEY

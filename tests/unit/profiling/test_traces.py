@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.launch import Profile
-from notebook_accelerate.profiling.analysis import Analysis, ChromeEvents
+from notebook_accelerate.profiling.analysis import Analysis, slow_loader
 from notebook_accelerate.profiling.facts import RankFacts
-from notebook_accelerate.profiling.memory_facts import peak_of, what_fits
-from notebook_accelerate.profiling.profile_findings import slow_loader
-from notebook_accelerate.profiling.timeline import Step, Timeline, Track
+from notebook_accelerate.profiling.tables import peak_of, what_fits
+from notebook_accelerate.profiling.timeline import ChromeEvents, Step, Timeline, Track
 from notebook_accelerate.profiling.trace import RankTrace, parse, read_trace
 from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
 from tests.support import perfetto

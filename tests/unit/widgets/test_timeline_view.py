@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from notebook_accelerate.profiling.timeline import CATEGORIES, Timeline, Track, Wait
+from notebook_accelerate.profiling.timeline import EventWait, Timeline, Track
+from notebook_accelerate.profiling.trace import CATEGORIES
 from notebook_accelerate.widgets.profile_panel import SCRIPTS, TimelineView, encode
 from tests.support.timelines import training
 
@@ -83,7 +84,7 @@ def test_of_too_many_events_the_shortest_are_left_out_but_no_collective() -> Non
         track.depth.append(0)
         track.category.append(CATEGORIES.index("collective" if place == 50 else "op"))
     timeline.tracks = [track, track]
-    timeline.waits = [Wait(0, 50, 1, 50), Wait(0, 0, 1, 50)]
+    timeline.waits = [EventWait(0, 50, 1, 50), EventWait(0, 0, 1, 50)]
     sent = encode(timeline, limit=60)
     columns = _columns(sent)
     collectives = columns["category"] == CATEGORIES.index("collective")

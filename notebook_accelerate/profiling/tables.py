@@ -1,0 +1,313 @@
+"""What the tables of a profile show: operations, lines of the user's code, and memory."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from notebook_accelerate.errors import FrameInfo
+from notebook_accelerate.profiling.trace import CATEGORIES, RankTrace
+from notebook_accelerate.telemetry.tracebacks import is_user_code
+
+_STEP, _FORWARD = CATEGORIES.index("step"), CATEGORIES.index("forward")
+
+USED = 0.9
+"""The share of a device's memory that a training can use: the rest is fragmented, or the driver's."""
+MOST = 64
+_KEPT = ("parameters", "gradients", "optimizer state", "other tensors")
+
+MAX_GAP = 0.5e6
+"""Microseconds between two samples; a longer gap is not known to belong to a line."""
+
+Where = Callable[[FrameInfo], str]
+
+
+# ---- operations
+
+
+@dataclass
+class OpTime:
+    """The time of one operation, over all profiled steps.
+
+    Attributes:
+        name: Its name, as "aten::mm".
+        category: One of ``timeline.CATEGORIES``.
+        calls: How often it ran, by rank.
+        own: Seconds without those of the operations in it, by rank.
+        total: Seconds, by rank.
+        device: Whether it ran on a device.
+    """
+
+    name: str
+    category: str
+    calls: dict[int, int] = field(default_factory=dict)
+    own: dict[int, float] = field(default_factory=dict)
+    total: dict[int, float] = field(default_factory=dict)
+    device: bool = False
+
+
+def op_table(traces: Sequence[RankTrace]) -> list[OpTime]:
+    """Return the operations by their own time, the longest first."""
+    found: dict[tuple[str, bool], OpTime] = {}
+    for trace in traces:
+        own = own_times(trace)
+        begin, end = recorded(trace)
+        for event in range(len(trace)):
+            if trace.category[event] in (_STEP, _FORWARD) or not begin <= trace.start[event] <= end:
+                continue  # steps and forward passes consist of operations
+            name, device = trace.text(event), trace.threads[trace.thread[event]].device
+            row = found.get((name, device))
+            if row is None:
+                row = found[name, device] = OpTime(name, CATEGORIES[trace.category[event]], device=device)
+            row.calls[trace.rank] = row.calls.get(trace.rank, 0) + 1
+            row.own[trace.rank] = row.own.get(trace.rank, 0.0) + max(0.0, own[event]) / 1e6
+            row.total[trace.rank] = row.total.get(trace.rank, 0.0) + trace.duration[event] / 1e6
+    return sorted(found.values(), key=lambda row: -sum(row.own.values()))
+
+
+def own_times(trace: RankTrace) -> array[float]:
+    """Return the duration of each event without that of the events in it, in microseconds."""
+    own = array("d", trace.duration)
+    open_events: dict[int, list[int]] = {}
+    for event in range(len(trace)):
+        if trace.category[event] == _STEP:
+            continue
+        above = open_events.setdefault(trace.thread[event], [])
+        while above and trace.end(above[-1]) <= trace.start[event]:
+            above.pop()
+        if above:
+            own[above[-1]] -= min(trace.duration[event], trace.end(above[-1]) - trace.start[event])
+        above.append(event)
+    return own
+
+
+def recorded(trace: RankTrace) -> tuple[float, float]:
+    """Return the time that the complete steps take, else that of all events."""
+    steps = trace.steps()
+    if steps and trace.facts.get("steps", 1):
+        return steps[0][0], steps[-1][1]
+    if not len(trace):
+        return 0.0, 0.0
+    return trace.start[0], trace.last_end()
+
+
+# ---- lines, from the samples that were taken during the profile
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the user's code.
+
+    Attributes:
+        place: For example "Cell In[7], line 3".
+        function: Its function.
+        source: The line's text; "" if unknown.
+    """
+
+    place: str
+    function: str
+    source: str
+
+    def text(self) -> str:
+        """Return the place with the line's text."""
+        return f"{self.place}: {self.source}" if self.source else self.place
+
+
+class SampledLines:
+    """The samples of one rank on its trace's clock.
+
+    Args:
+        trace: The rank's trace.
+        where: Returns the location of a frame.
+    """
+
+    def __init__(self, trace: RankTrace, where: Where) -> None:
+        samples: Any = trace.facts.get("samples") or {}
+        self.frames = [FrameInfo(name, line, function, source) for name, line, function, source in
+                       samples.get("frames", ())]  # fmt: skip
+        self.stacks: list[list[int]] = [list(stack) for stack in samples.get("stacks", ())]
+        self.which: list[int] = list(samples.get("which", ()))
+        self.times = [nanoseconds / 1e3 - trace.base * 1e6 for nanoseconds in samples.get("times", ())]
+        self.blocked = float(samples.get("blocked", 0.0))
+        self.lock = float(samples.get("lock", 0.0))
+        self.cpu = float(samples.get("cpu", 0.0))
+        self.threads: list[Any] = list(samples.get("threads", ()))
+        self.seconds = float(samples.get("seconds", 0.0))
+        self.error = str(samples.get("error", ""))
+        self._where = where
+        self._lines = [self._line(stack) for stack in self.stacks]
+
+    def _line(self, stack: list[int]) -> Line | None:
+        frames = [self.frames[index] for index in stack]
+        found = next((frame for frame in reversed(frames) if is_user_code(frame.filename)), None)
+        return self.named(found) if found is not None else None
+
+    def named(self, frame: FrameInfo) -> Line:
+        """Return a frame as a line."""
+        return Line(self._where(frame), frame.function.rpartition(".")[2], frame.source)
+
+    def line(self, index: int) -> Line | None:
+        """Return the line of a sample."""
+        return self._lines[self.which[index]]
+
+    def spans(self, start: float, end: float) -> Iterable[tuple[int, float, float]]:
+        """Yield the samples whose time, since the sample before, lies between two times: sample, start, end."""
+        first = bisect_left(self.times, start)
+        for index in range(first, len(self.times)):
+            begin = self.times[index - 1] if index else self.times[index]
+            if begin >= end:
+                return
+            if self.times[index] - begin <= MAX_GAP:
+                yield index, max(begin, start), min(self.times[index], end)
+
+    def at(self, start: float, end: float) -> Line | None:
+        """Return the line that took most of the time between two times; None where no sample tells."""
+        totals: dict[Line, float] = {}
+        for index, begin, until in self.spans(start, end):
+            if (line := self.line(index)) is not None:
+                totals[line] = totals.get(line, 0.0) + until - begin
+        return max(totals, key=lambda each: totals[each], default=None)
+
+    def seconds_where(self, matches: Callable[[list[FrameInfo]], bool], start: float, end: float) -> float:
+        """Return the seconds in stacks that match, between two times."""
+        known: dict[int, bool] = {}
+        total = 0.0
+        for index, begin, until in self.spans(start, end):
+            which = self.which[index]
+            if which not in known:
+                known[which] = matches([self.frames[each] for each in self.stacks[which]])
+            if known[which]:
+                total += until - begin
+        return total / 1e6
+
+    def lines_where(self, matches: Callable[[list[FrameInfo]], bool]) -> list[Line]:
+        """Return the lines of the stacks that match, those with most time first."""
+        totals: dict[Line, int] = {}
+        for which in self.which:
+            line = self._lines[which]
+            if line is not None and matches([self.frames[each] for each in self.stacks[which]]):
+                totals[line] = totals.get(line, 0) + 1
+        return sorted(totals, key=lambda each: -totals[each])
+
+
+@dataclass(frozen=True)
+class LineSeconds:
+    """The time of one line of the user's code, with the functions of libraries that it called.
+
+    Attributes:
+        line: The line.
+        seconds: By rank.
+        shares: By rank, the share of the profiled time, from 0 to 1.
+    """
+
+    line: Line
+    seconds: Mapping[int, float]
+    shares: Mapping[int, float]
+
+    @property
+    def place(self) -> str:
+        """For example "Cell In[7], line 3"."""
+        return self.line.place
+
+    @property
+    def share(self) -> float:
+        """The mean share of all ranks."""
+        return sum(self.shares.values()) / max(1, len(self.shares))
+
+
+def line_table(traces: Sequence[RankTrace], lines: Mapping[int, SampledLines]) -> list[LineSeconds]:
+    """Return the lines of the user's code by time, the longest first."""
+    totals: dict[Line, dict[int, float]] = {}
+    spans = {trace.rank: [recorded(trace), *trace.sampled_steps()[len(trace.steps()) :]] for trace in traces}
+    for rank, sampled in lines.items():
+        for index, begin, end in (each for span in spans[rank] for each in sampled.spans(*span)):
+            if (line := sampled.line(index)) is not None:
+                row = totals.setdefault(line, dict.fromkeys(lines, 0.0))
+                row[rank] += (end - begin) / 1e6
+    length = {rank: max(1e-9, sum(end - start for start, end in each) / 1e6) for rank, each in spans.items()}
+    rows = [
+        LineSeconds(line, seconds, {rank: each / length[rank] for rank, each in seconds.items()})
+        for line, seconds in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -row.share)
+
+
+# ---- memory, from the allocations of a trace
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The allocations of one recorded step at its peak.
+
+    Attributes:
+        nbytes: Bytes above what was in use when the step began.
+        lines: The lines that have allocated them, by bytes; as far as samples tell.
+    """
+
+    nbytes: int
+    lines: list[tuple[Line, int]] = field(default_factory=list)
+
+
+def peak_of(trace: RankTrace, lines: SampledLines) -> PeakMemory:
+    """Return the peak of the recorded steps; 0 bytes where allocations were not recorded."""
+    start, end = recorded(trace)
+    total = best = 0
+    when = start
+    events = [row for row in trace.memory if start <= row[0] <= end]
+    for at, nbytes, _ in events:
+        total += nbytes
+        if total > best:
+            best, when = total, at
+    alive: dict[int, tuple[float, int]] = {}
+    for at, nbytes, address in events:
+        if at > when:
+            break
+        if nbytes > 0:
+            alive[address] = at, nbytes
+        else:
+            alive.pop(address, None)
+    found: dict[Line, int] = {}
+    for at, nbytes in alive.values():
+        if (line := lines.at(at, at + 1)) is not None:
+            found[line] = found.get(line, 0) + nbytes
+    return PeakMemory(best, sorted(found.items(), key=lambda row: -row[1]))
+
+
+def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
+    """Return what would fit into the memory of a rank, a sentence each; empty where the activations are not known.
+
+    Args:
+        parts: Bytes by what they are.
+        capacity: The rank's memory.
+        ranks: The number of ranks, over which state can be sharded.
+    """
+    activations = parts.get("activations at the peak", 0)
+    if not activations or capacity <= 0:
+        return []
+    kept = sum(parts.get(name, 0) for name in _KEPT)
+    factor = (USED * capacity - kept) / activations
+    room = f"of {size_text(capacity)} per rank, {size_text(kept)} are in use between steps"
+    if factor >= 1.1:
+        return [
+            f"{room} and {size_text(activations)} more at the peak: batches {_as_many_times(factor)} as large would fit"
+        ]
+    state = sum(parts.get(name, 0) for name in _KEPT[:3])
+    sharded = (USED * capacity - (kept - state) - state / ranks) / activations
+    if ranks > 1 and sharded > factor:
+        return [f"{room}: with FSDP over {ranks} ranks, batches {_as_many_times(sharded)} as large would fit"]
+    return [f"{room}: smaller batches, activation checkpointing or offloading would fit"]
+
+
+def _as_many_times(factor: float) -> str:
+    return f"{min(factor, MOST):.1f} times" if factor < MOST else f"more than {MOST} times"
+
+
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes as "64 MB"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"
