@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from notebook_accelerate.config.plain_values import format_setting, hide_credentials
-from notebook_accelerate.launch.report.tables import number
+from notebook_accelerate.launch.report.markup import number
 from notebook_accelerate.widgets.run_summary import duration, status
 
 if TYPE_CHECKING:

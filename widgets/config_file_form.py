@@ -19,7 +19,7 @@ from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.plain_values import convert_bytes
 from notebook_accelerate.hardware import device_table
-from notebook_accelerate.launch.report.tables import Markup, element
+from notebook_accelerate.launch.report.markup import Markup, element
 from notebook_accelerate.widgets.forms import FormDraft, code_of, shown_code
 from notebook_accelerate.widgets.training_options import DYNAMO_KEYS, TrainingOptions
 

@@ -22,7 +22,7 @@ from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run, run_registr
 from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
-from notebook_accelerate.launch.report.tables import Markup, element, join
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets import config_file_form
 from notebook_accelerate.widgets.config_file_form import (
     RUN_VARIABLE,

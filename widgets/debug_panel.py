@@ -15,8 +15,8 @@ import ipywidgets
 from notebook_accelerate.config.plain_values import check_seconds
 from notebook_accelerate.debugging.session import Stacks
 from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.report.markup import Markup, element, html_table, join
 from notebook_accelerate.launch.report.rank_rows import MANY, short_names
-from notebook_accelerate.launch.report.tables import Markup, element, html_table, join
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.widgets.live_panel import LivePanel, close_all, ticker

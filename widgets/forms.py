@@ -18,7 +18,7 @@ import ipywidgets
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.launch_config import MIXED_PRECISIONS, OUTPUTS, RDZV_BACKENDS, START_METHODS
 from notebook_accelerate.config.plain_values import shown_value
-from notebook_accelerate.launch.report.tables import LEFT, Markup, element, html_table
+from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table
 from notebook_accelerate.widgets.fields import TEXT_FORMATS, Field, FieldError, fields_of, parse, summary, text_of
 from notebook_accelerate.widgets.panel_elements import alert, style_widget, widget_bundle, with_classes
 from notebook_accelerate.widgets.shared_models import SharedModels

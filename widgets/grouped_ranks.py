@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.report.markup import byte_size, number
 from notebook_accelerate.launch.report.rank_rows import (
     SHOWN_NODES,
     SHOWN_RANKS,
@@ -13,8 +14,9 @@ from notebook_accelerate.launch.report.rank_rows import (
     few_names,
     node_name,
     state_counts,
+    sum_known,
+    use_text,
 )
-from notebook_accelerate.launch.report.tables import byte_size, number
 
 if TYPE_CHECKING:
     from notebook_accelerate.widgets.run_summary import RankSnapshot, RunSnapshot
@@ -84,8 +86,8 @@ def rank_row(rank: RankSnapshot, *, gpu: bool) -> TableRow:
     last = rank.exit or _ago(rank.silence)
     behind = rank.behind if rank.step is not None else None
     cells = [_count(rank.step), _count(behind), rate(rank.rate), _number(rank.loss)]
-    cells += [usage(rank.cpu), byte_size(rank.memory)]
-    cells += [usage(rank.gpu), byte_size(rank.gpu_memory)] if gpu else []
+    cells += [use_text(rank.cpu), byte_size(rank.memory)]
+    cells += [use_text(rank.gpu), byte_size(rank.gpu_memory)] if gpu else []
     return TableRow(f"r{rank.rank}", str(rank.rank), kind, badge, rank.state, (*cells, last))
 
 
@@ -103,9 +105,9 @@ def node_row(ranks: Sequence[RankSnapshot], *, gpu: bool, several: bool) -> Tabl
     silence = max((rank.silence for rank in ranks if rank.silence is not None), default=None)
     behind = max(rank.behind for rank in ranks) if step is not None else None
     cells = [_count(step), _count(behind), rate(slowest), _number(_mean(rank.loss for rank in ranks))]
-    cells += [usage(_mean(rank.cpu for rank in ranks)), byte_size(_total(rank.memory for rank in ranks))]
+    cells += [use_text(_mean(rank.cpu for rank in ranks)), byte_size(sum_known(rank.memory for rank in ranks))]
     if gpu:
-        cells += [usage(_mean(rank.gpu for rank in ranks)), byte_size(_total(rank.gpu_memory for rank in ranks))]
+        cells += [use_text(_mean(rank.gpu for rank in ranks)), byte_size(sum_known(rank.gpu_memory for rank in ranks))]
     late = [rank.rank for rank in ranks if rank.late]
     badge = f"{few_names(late).lower()} late" if late else ""
     name, last = node_name(ranks, several=several), _ago(silence)
@@ -158,11 +160,6 @@ def rate(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def usage(percent: float | None) -> str:
-    """Return a usage in percent as text."""
-    return "–" if percent is None else f"{percent:.0f} %"
-
-
 def _count(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"
 
@@ -174,8 +171,3 @@ def _number(value: float | None) -> str:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _total(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

@@ -12,7 +12,7 @@ import ipywidgets
 
 from notebook_accelerate.config.plain_values import convert_bytes
 from notebook_accelerate.hardware import nvml
-from notebook_accelerate.launch.report.tables import Markup, element, join
+from notebook_accelerate.launch.report.markup import Markup, element, join
 
 if TYPE_CHECKING:
     from notebook_accelerate.hardware import HardwareInfo

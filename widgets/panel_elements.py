@@ -14,7 +14,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from notebook_accelerate.launch.report.tables import Markup, element
+from notebook_accelerate.launch.report.markup import Markup, element
 from notebook_accelerate.widgets.assets import asset
 
 

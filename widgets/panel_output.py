@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
 from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, leave_at_exit
-from notebook_accelerate.launch.report.tables import Markup, element, join
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.front_end import front_end, no_widgets

@@ -12,7 +12,7 @@ import numpy as np
 import traitlets
 
 from notebook_accelerate.launch.output.replaceable_outputs import Output, here
-from notebook_accelerate.launch.report.tables import Markup, element, join
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.widgets.assets import asset, script

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.launch.report.rank_rows import MANY, by_node
-from notebook_accelerate.launch.report.tables import Markup, byte_size, element, html_table, join, text_table
+from notebook_accelerate.launch.report.markup import Markup, byte_size, element, html_table, join, text_table
+from notebook_accelerate.launch.report.rank_rows import MANY, by_node, use_text
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
-from notebook_accelerate.widgets.grouped_ranks import has_gpu, head, node_row, usage
+from notebook_accelerate.widgets.grouped_ranks import has_gpu, head, node_row
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import problem, style_widget, with_classes
 from notebook_accelerate.widgets.run_summary import RunWatcher
@@ -63,7 +63,7 @@ class ResourceStrip(LivePanel):
         for rank in self._watcher.snapshot(self._clock()).ranks:
             sizes = (rank.memory, self.run.store.peak_memory.get(rank.rank), rank.gpu_memory)
             memory, peak, gpu_memory = map(byte_size, sizes)
-            rows.append([str(rank.rank), usage(rank.cpu), memory, peak, usage(rank.gpu), gpu_memory])
+            rows.append([str(rank.rank), use_text(rank.cpu), memory, peak, use_text(rank.gpu), gpu_memory])
         return rows
 
 
@@ -112,7 +112,7 @@ def _node_meters(ranks: Sequence[RankSnapshot]) -> Markup:
 def _rank_meter(rank: RankSnapshot, *, gpu: bool) -> Markup:
     used, memory = (rank.gpu, rank.gpu_memory) if gpu else (rank.cpu, rank.memory)
     text = f"rank {rank.rank}: " + ", ".join(f"{name} {value}" for name, value in _figures(rank))
-    return _meter(str(rank.rank), text, usage(used), byte_size(memory))
+    return _meter(str(rank.rank), text, use_text(used), byte_size(memory))
 
 
 def _meter(name: str, title: str, used: str, memory: str) -> Markup:
@@ -123,9 +123,9 @@ def _meter(name: str, title: str, used: str, memory: str) -> Markup:
 
 
 def _figures(rank: RankSnapshot) -> list[tuple[str, str]]:
-    figures = [("CPU", usage(rank.cpu)), ("memory", byte_size(rank.memory))]
+    figures = [("CPU", use_text(rank.cpu)), ("memory", byte_size(rank.memory))]
     if rank.devices:
-        figures += [("GPU", usage(rank.gpu)), ("GPU memory", byte_size(rank.gpu_memory))]
+        figures += [("GPU", use_text(rank.gpu)), ("GPU memory", byte_size(rank.gpu_memory))]
     return figures
 
 

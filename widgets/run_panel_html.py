@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import rank_rows
+from notebook_accelerate.launch.report.markup import Markup, byte_size, element, html_table, join
 from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_name
 from notebook_accelerate.launch.report.run_report import (
     config_rows,
@@ -14,7 +15,6 @@ from notebook_accelerate.launch.report.run_report import (
     errors_html,
     launch_rows,
 )
-from notebook_accelerate.launch.report.tables import Markup, byte_size, element, html_table, join
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets import grouped_ranks
 from notebook_accelerate.widgets.run_summary import HELD, duration
@@ -121,7 +121,7 @@ def ranks(now: RunSnapshot, loss: str) -> Markup:
 
 def devices(now: RunSnapshot) -> Markup:
     """Return the table of the ranks' devices; "" before a rank has used one."""
-    rows = rank_rows.rows(now.ranks, {rank.rank: rank.devices for rank in now.ranks})
+    rows = rank_rows.device_rows(now.ranks, {rank.rank: rank.devices for rank in now.ranks})
     if len(rows) < 2:
         return Markup()
     titles, *found = rows

@@ -14,7 +14,7 @@ import traitlets
 from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.report import svg_curves
-from notebook_accelerate.launch.report.tables import LEFT, Markup, element, html_table, join, text_table
+from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, text_table
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
 from notebook_accelerate.widgets.assets import asset, script
@@ -284,7 +284,7 @@ def _overlays(chosen: Sequence[ComparedRun]) -> Markup:
             for store in (run.store, run.store.automatic):
                 if name in store.metric_names():
                     first = svg_curves.tracks_of(store, name)[0]
-                    tracks.append(svg_curves.Track(label_of(run), first.x, first.y))
+                    tracks.append(svg_curves.Curve(label_of(run), first.x, first.y))
                     descriptions.append(f"{label_of(run)}: {svg_curves.description(store.series(name))}")
         images.append(svg_curves.image(name, tracks, "; ".join(descriptions)))
     return element("div", join(images, " ")) if images else Markup()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import mesh_diagram
-from notebook_accelerate.launch.report.tables import Markup, element, html_table, join, percent
+from notebook_accelerate.launch.report.markup import Markup, element, html_table, join, percent
 from notebook_accelerate.widgets.run_panel_html import NUMBER, swatch
 
 if TYPE_CHECKING:

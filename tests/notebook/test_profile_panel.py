@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.kernel import Kernel
 
 SETUP = """
-from notebook_accelerate.launch.report.tables import Markup
+from notebook_accelerate.launch.report.markup import Markup
 from notebook_accelerate.widgets import profile_panel
 from tests.support.timelines import training
 

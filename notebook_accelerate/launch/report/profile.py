@@ -15,7 +15,7 @@ from pathlib import Path
 
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.hardware import guarded_files
-from notebook_accelerate.launch.report.tables import LEFT, Markup, element, html_table, join, text_table
+from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, text_table
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
 from notebook_accelerate.profiling.analysis import Analysis, Finding
 from notebook_accelerate.profiling.tables import LineSeconds, OpTime, PeakMemory, peak_of

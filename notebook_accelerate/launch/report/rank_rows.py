@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from notebook_accelerate.launch.report.tables import Rows, byte_size
+from notebook_accelerate.launch.report.markup import Rows, byte_size
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.telemetry.step_time import PARTS
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.run_state import RankInfo, RunView
     from notebook_accelerate.telemetry import Store
     from notebook_accelerate.telemetry.rank_devices import RankDevice
-
 
 MAX_RANKS_CHARS = 72
 """Characters of the ranks in one row."""
@@ -73,6 +72,18 @@ def _state_rows(run: RunView, infos: Sequence[RankInfo]) -> Rows:
     return rows
 
 
+def _step(info: RankInfo) -> int | None:
+    return info.last_step if info.last_step is not None and info.last_step >= 0 else None
+
+
+def _range(steps: Iterable[int | None]) -> str:
+    known = [step for step in steps if step is not None]
+    return "–".join(dict.fromkeys(str(step) for step in (min(known), max(known)))) if known else ""
+
+
+# ---- step times
+
+
 def step_time_rows(run: RunView) -> Rows:
     """Return, per rank, milliseconds per step and the share of each part; only the head before the first event.
 
@@ -109,88 +120,7 @@ def own_seconds(store: Store, rank: int) -> float:
     return sum(event.own for event in store.step_times(rank))
 
 
-def short_names(ranks: Iterable[int]) -> str:
-    """Return "0–5, 8", cut after ``MAX_NAMES`` characters."""
-    names = rank_names(ranks).partition(" ")[2]
-    if len(names) <= MAX_RANKS_CHARS:
-        return names
-    return names[: names.rindex(",", 0, MAX_RANKS_CHARS) + 1] + " …"
-
-
-def _step(info: RankInfo) -> int | None:
-    return info.last_step if info.last_step is not None and info.last_step >= 0 else None
-
-
-def _range(steps: Iterable[int | None]) -> str:
-    known = [step for step in steps if step is not None]
-    return "–".join(dict.fromkeys(str(step) for step in (min(known), max(known)))) if known else ""
-
-
-# Ranks grouped by node, and their states in a few words.
-
-MANY = 16
-"""Of more ranks than this, views show a summary per node and the outliers; the other ranks are folded."""
-SHOWN_NODES = 16
-SHOWN_RANKS = 12
-_STATES = ("failed", "stopped", "starting", "running", "succeeded")
-"""In the order in which a summary lists them."""
-
-
-class RankOnNode(Protocol):
-    """The attributes of a rank that grouping reads."""
-
-    @property
-    def rank(self) -> int:
-        """Global index."""
-
-    @property
-    def state(self) -> str:
-        """Its state, such as running."""
-
-    @property
-    def node(self) -> int:
-        """Index of its machine."""
-
-    @property
-    def host(self) -> str:
-        """Name of that machine; "" for this one."""
-
-
-Rank = TypeVar("Rank", bound=RankOnNode)
-
-
-def by_node(ranks: Iterable[Rank]) -> dict[int, list[Rank]]:
-    """Return the ranks of each node, by its index."""
-    found: dict[int, list[Rank]] = {}
-    for rank in ranks:
-        found.setdefault(rank.node, []).append(rank)
-    return dict(sorted(found.items()))
-
-
-def node_name(ranks: Sequence[RankOnNode], *, several: bool) -> str:
-    """Return the name of a node, as "node 1 · worker-7".
-
-    Args:
-        ranks: The ranks of the node.
-        several: Whether there are other nodes.
-    """
-    host = ranks[0].host or ("this machine" if several else "")
-    number = f"node {ranks[0].node}" if several else "all ranks"
-    return f"{number} · {host}" if host else number
-
-
-def state_counts(ranks: Iterable[RankOnNode]) -> str:
-    """Return the number of ranks in each state, the worst first, as "1 failed, 7 running"."""
-    counts = Counter(rank.state for rank in ranks)
-    return ", ".join(f"{counts[state]:,} {state}" for state in sorted(counts, key=lambda s: (severity(s), s)))
-
-
-def severity(state: str) -> int:
-    """Return a sort key for states: the worst is 0."""
-    return _STATES.index(state) if state in _STATES else len(_STATES)
-
-
-# The devices of a run's ranks as rows: what each rank holds, and the use of the device by all processes.
+# ---- devices
 
 IN_USE = ("in use on the device", "in use on the devices")
 DEVICE_HEAD = ("device", "model", "use", "allocated", "reserved", "peak", IN_USE[0], "uuid")
@@ -242,10 +172,10 @@ def _device_node_rows(ranks: Sequence[RankOnNode], devices: Mapping[int, Sequenc
             str(len({device.uuid or index for index, device in enumerate(held)})),
             ", ".join(dict.fromkeys(map(_model, held))),
             use_text(sum(percents) / len(percents) if percents else None),
-            byte_size(_total(device.allocated for device in live)),
-            byte_size(_total(device.reserved for device in live)),
+            byte_size(sum_known(device.allocated for device in live)),
+            byte_size(sum_known(device.reserved for device in live)),
             byte_size(max(device.peak for device in held)),
-            byte_size(_total(device.used for device in distinct)),
+            byte_size(sum_known(device.used for device in distinct)),
         ])  # fmt: skip
     return found
 
@@ -259,12 +189,7 @@ def _model(device: RankDevice) -> str:
     return " · ".join(filter(None, (device.name, byte_size(device.total, "")))) or "–"
 
 
-def _total(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-# Sentences about what a run has shown: numbers that are not finite, ranks that slow the others down, warnings.
+# ---- what a run has shown, in sentences
 
 SLOW = 1.25
 """A rank whose own work takes this many times the others' median is a straggler."""
@@ -338,6 +263,87 @@ def stragglers(own: Mapping[int, float]) -> tuple[set[int], str]:
     return found, text
 
 
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - MAX_METRICS
+    return ", ".join(names[:MAX_METRICS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:,.0f} ms"
+
+
+# ---- ranks by node, and their states in a few words
+
+MANY = 16
+"""Of more ranks than this, views show a summary per node and the outliers; the other ranks are folded."""
+SHOWN_NODES = 16
+SHOWN_RANKS = 12
+_STATES = ("failed", "stopped", "starting", "running", "succeeded")
+"""In the order in which a summary lists them."""
+
+
+class RankOnNode(Protocol):
+    """The attributes of a rank that grouping reads."""
+
+    @property
+    def rank(self) -> int:
+        """Global index."""
+
+    @property
+    def state(self) -> str:
+        """Its state, such as running."""
+
+    @property
+    def node(self) -> int:
+        """Index of its machine."""
+
+    @property
+    def host(self) -> str:
+        """Name of that machine; "" for this one."""
+
+
+Rank = TypeVar("Rank", bound=RankOnNode)
+
+
+def by_node(ranks: Iterable[Rank]) -> dict[int, list[Rank]]:
+    """Return the ranks of each node, by its index."""
+    found: dict[int, list[Rank]] = {}
+    for rank in ranks:
+        found.setdefault(rank.node, []).append(rank)
+    return dict(sorted(found.items()))
+
+
+def node_name(ranks: Sequence[RankOnNode], *, several: bool) -> str:
+    """Return the name of a node, as "node 1 · worker-7".
+
+    Args:
+        ranks: The ranks of the node.
+        several: Whether there are other nodes.
+    """
+    host = ranks[0].host or ("this machine" if several else "")
+    number = f"node {ranks[0].node}" if several else "all ranks"
+    return f"{number} · {host}" if host else number
+
+
+def state_counts(ranks: Iterable[RankOnNode]) -> str:
+    """Return the number of ranks in each state, the worst first, as "1 failed, 7 running"."""
+    counts = Counter(rank.state for rank in ranks)
+    return ", ".join(f"{counts[state]:,} {state}" for state in sorted(counts, key=lambda s: (severity(s), s)))
+
+
+def severity(state: str) -> int:
+    """Return a sort key for states: the worst is 0."""
+    return _STATES.index(state) if state in _STATES else len(_STATES)
+
+
+def short_names(ranks: Iterable[int]) -> str:
+    """Return "0–5, 8", cut after ``MAX_NAMES`` characters."""
+    names = rank_names(ranks).partition(" ")[2]
+    if len(names) <= MAX_RANKS_CHARS:
+        return names
+    return names[: names.rindex(",", 0, MAX_RANKS_CHARS) + 1] + " …"
+
+
 def few_names(ranks: Iterable[int]) -> str:
     """Return "Ranks 0–5, 8", or a shortened list such as "Ranks 3, 9, 17, 31 and 40 more"."""
     ordered = sorted(ranks)
@@ -348,10 +354,7 @@ def few_names(ranks: Iterable[int]) -> str:
     return f"{rank_names(shown).capitalize()} and {len(ordered) - len(shown)} more"
 
 
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - MAX_METRICS
-    return ", ".join(names[:MAX_METRICS]) + (f" and {more} more" if more > 0 else "")
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:,.0f} ms"
+def sum_known(values: Iterable[int | None]) -> int | None:
+    """Return the sum of the values that are known; None if none of them is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.report import mesh_diagram, rank_rows, svg_curves
+from notebook_accelerate.launch.report.markup import Markup, Rows, byte_size, element, html_table, join, text_table
 from notebook_accelerate.launch.report.rank_rows import findings
-from notebook_accelerate.launch.report.tables import Markup, Rows, byte_size, element, html_table, join, text_table
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry.rank_devices import rank_names
 
@@ -89,8 +89,8 @@ class Report:
     def _tables(self) -> list[tuple[str, Rows]]:
         attempts, ranks, devices = self._attempt_rows(), self.run.ranks, self.run.store.devices
         tables = [
-            *rank_rows.tables(self.run),
-            ("Devices", rank_rows.rows(ranks, {rank.rank: devices.of_rank(rank.rank) for rank in ranks})),
+            *rank_rows.rank_tables(self.run),
+            ("Devices", rank_rows.device_rows(ranks, {rank.rank: devices.of_rank(rank.rank) for rank in ranks})),
             (METRICS, self._metric_rows()),
             (mesh_diagram.CAPTION, mesh_diagram.report_rows(mesh_diagram.latest_reports(self.run))),
             ("Step time", rank_rows.step_time_rows(self.run)),

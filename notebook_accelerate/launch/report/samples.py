@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
+from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, svg_text, text_table
 from notebook_accelerate.launch.report.profile import Profile
-from notebook_accelerate.launch.report.tables import LEFT, Markup, element, html_table, join, svg_text, text_table
 from notebook_accelerate.profiling.tables import PeakMemory, what_fits
 from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply
 from notebook_accelerate.telemetry.memory_text import part_rows, size

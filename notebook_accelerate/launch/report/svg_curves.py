@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.report import tables
-from notebook_accelerate.launch.report.tables import Markup, element, join, number, svg_text
+from notebook_accelerate.launch.report.markup import Markup, element, join, number, svg_drawing, svg_image, svg_text
 from notebook_accelerate.telemetry.downsampling import m4
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ INK, GRID = "#7a7a7a", "#808080"
 
 
 @dataclass(frozen=True)
-class Track:
+class Curve:
     """One line of an image.
 
     Attributes:
@@ -53,7 +52,7 @@ class Track:
     high: np.ndarray | None = None
 
 
-def tracks_of(store: Store, name: str, chosen: Sequence[int] = ()) -> list[Track]:
+def tracks_of(store: Store, name: str, chosen: Sequence[int] = ()) -> list[Curve]:
     """Return one downsampled track per rank that logged ``name``; with many ranks their envelope.
 
     Args:
@@ -66,17 +65,17 @@ def tracks_of(store: Store, name: str, chosen: Sequence[int] = ()) -> list[Track
     if envelope is not None:
         x = envelope.times - envelope.times[0] if math.isnan(envelope.steps[0]) else envelope.steps
         label = f"mean and range of {len(ranks)} ranks"
-        tracks.append(Track(label, x, envelope.mean, envelope.low, envelope.high))
+        tracks.append(Curve(label, x, envelope.mean, envelope.low, envelope.high))
         ranks = [rank for rank in chosen if rank in ranks][: MAX_TRACKS // 2]
     for rank in ranks:
         tail = store.tail(name, rank)
         x = tail.times - tail.times[0] if tail.steps[0] < 0 else tail.steps.astype(float)
         kept = m4(tail.values, POINTS)
-        tracks.append(Track(f"rank {rank}", x[kept], tail.values[kept]))
+        tracks.append(Curve(f"rank {rank}", x[kept], tail.values[kept]))
     return tracks
 
 
-def image(title: str, tracks: Sequence[Track], alt: str) -> Markup:
+def image(title: str, tracks: Sequence[Curve], alt: str) -> Markup:
     """Return the drawing as an ``img`` element.
 
     Args:
@@ -84,7 +83,7 @@ def image(title: str, tracks: Sequence[Track], alt: str) -> Markup:
         tracks: The lines.
         alt: The alternative text.
     """
-    return tables.svg_image(svg(title, tracks), WIDTH, HEIGHT, alt)
+    return svg_image(svg(title, tracks), WIDTH, HEIGHT, alt)
 
 
 def metric_image(store: Store, name: str, chosen: Sequence[int] = ()) -> Markup:
@@ -142,7 +141,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def svg(title: str, tracks: Sequence[Track]) -> Markup:
+def svg(title: str, tracks: Sequence[Curve]) -> Markup:
     """Return the drawing as SVG source.
 
     Args:
@@ -154,13 +153,13 @@ def svg(title: str, tracks: Sequence[Track]) -> Markup:
     coloured = [(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
     envelopes = [frame.envelope(track, colour) for track, colour in coloured]
     lines = [frame.line(track, colour, **_dashes(index)) for index, (track, colour) in enumerate(coloured)]
-    return tables.svg(WIDTH, HEIGHT, heading, *_legend(tracks), *frame.axes(), *envelopes, *lines)
+    return svg_drawing(WIDTH, HEIGHT, heading, *_legend(tracks), *frame.axes(), *envelopes, *lines)
 
 
 class _Frame:
     """The mapping from values to coordinates."""
 
-    def __init__(self, tracks: Sequence[Track]) -> None:
+    def __init__(self, tracks: Sequence[Curve]) -> None:
         self.x0, self.x1 = _bounds([track.x for track in tracks], 0.0)
         edges = [edge for track in tracks for edge in (track.low, track.high) if edge is not None]
         self.y0, self.y1 = _bounds([*(track.y for track in tracks), *edges], 0.06)
@@ -187,7 +186,7 @@ class _Frame:
         columns = ticks(self.x0, self.x1, 5)
         return parts + [svg_text(self.x(value), below, f"{value:,.10g}", INK, "middle") for value in columns]
 
-    def envelope(self, track: Track, colour: str) -> Markup:
+    def envelope(self, track: Curve, colour: str) -> Markup:
         if track.low is None or track.high is None:
             return Markup()
         edges = zip(track.x.tolist(), track.low.tolist(), track.high.tolist(), strict=True)
@@ -196,7 +195,7 @@ class _Frame:
         path = self._path(above + below) + "Z"
         return element("path", d=path, fill=colour, fill_opacity=".22") if inside else Markup()
 
-    def line(self, track: Track, colour: str, **attributes: str) -> Markup:
+    def line(self, track: Curve, colour: str, **attributes: str) -> Markup:
         pieces: list[list[tuple[float, float]]] = [[]]
         for x, y in zip(track.x.tolist(), track.y.tolist(), strict=True):
             if math.isfinite(y):
@@ -210,7 +209,7 @@ class _Frame:
             for ((x, y),) in (piece for piece in pieces if len(piece) == 1)
         ]
         line = element("path", d=path, fill="none", **stroke, **attributes) if path else Markup()
-        return tables.join([line, *dots])
+        return join([line, *dots])
 
 
 def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]:
@@ -236,7 +235,7 @@ MAX_NAMED = 8
 """Lines that the legend names: more names have no room beside the title."""
 
 
-def _legend(tracks: Sequence[Track]) -> list[Markup]:
+def _legend(tracks: Sequence[Curve]) -> list[Markup]:
     enveloped = any(track.low is not None for track in tracks)
     if len(tracks) < 2 and not enveloped:
         return []
@@ -333,7 +332,7 @@ def _draw(series: MetricSeries, ax: Axes) -> Axes:
     return ax
 
 
-def tracks(series: MetricSeries) -> list[Track]:
+def tracks(series: MetricSeries) -> list[Curve]:
     """Return one downsampled track per rank of a series; with more than eight ranks, their mean and range.
 
     Args:
@@ -349,12 +348,12 @@ def tracks(series: MetricSeries) -> list[Track]:
         np.minimum.at(low, where, series.values)
         np.maximum.at(high, where, series.values)
         mean = np.bincount(where, series.values) / np.bincount(where)
-        return [Track(f"mean and range of {len(ranks)} ranks", x, mean, low, high)]
+        return [Curve(f"mean and range of {len(ranks)} ranks", x, mean, low, high)]
     found = []
     for rank in ranks:
         own = series.ranks == rank
         kept = m4(series.values[own], POINTS)
-        found.append(Track(f"rank {rank}", places[own][kept], series.values[own][kept]))
+        found.append(Curve(f"rank {rank}", places[own][kept], series.values[own][kept]))
     return found
 
 

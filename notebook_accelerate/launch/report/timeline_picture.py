@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report import tables
+from notebook_accelerate.launch.report.markup import Markup, element, svg_drawing, svg_image, svg_text
 from notebook_accelerate.launch.report.svg_curves import INK, ticks
-from notebook_accelerate.launch.report.tables import Markup, element, svg_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +73,7 @@ def timeline_svg(timeline: Timeline) -> Markup:
         drawing = _drawing(timeline, rows, height, columns)
         if len(drawing) <= MAX_BYTES:
             break
-    return tables.svg_image(drawing, WIDTH, height, _description(timeline))
+    return svg_image(drawing, WIDTH, height, _description(timeline))
 
 
 def _rows(timeline: Timeline) -> list[_Row]:
@@ -119,7 +118,7 @@ def _drawing(timeline: Timeline, rows: Sequence[_Row], height: int, columns: int
         top += row.height
     ranks = {track.rank for track in timeline.tracks} | {step.rank for step in timeline.steps}
     note = f"{len(rows)} of {len(ranks)} ranks" if len(rows) < len(ranks) else ""
-    return tables.svg(WIDTH, height, *_legend(used, note), *parts)
+    return svg_drawing(WIDTH, height, *_legend(used, note), *parts)
 
 
 def _is_collective(track: Track) -> bool:

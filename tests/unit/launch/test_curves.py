@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from notebook_accelerate.launch.report import svg_curves
-from notebook_accelerate.launch.report.tables import number
+from notebook_accelerate.launch.report.markup import number
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
 
@@ -60,7 +60,7 @@ def test_the_alt_text_describes_the_curve() -> None:
 
 @pytest.mark.parametrize("values", [[0.001, 0.00099], [-123456.5, -123456.0], [0.0, 1.0], [1e300, 2e300]])
 def test_labels_fit_left_of_the_axis(values: list[float]) -> None:
-    track = svg_curves.Track("rank 0", np.arange(2.0), np.array(values))
+    track = svg_curves.Curve("rank 0", np.arange(2.0), np.array(values))
     root = ET.fromstring(str(svg_curves.svg("lr", [track])))
     found = [text for text in root.iter() if text.tag.endswith("text") and text.get("text-anchor") == "end"]
     assert len(found) >= 2

@@ -90,13 +90,13 @@ def test_rows_of_a_running_and_of_an_ended_rank() -> None:
     run = make_run(2)
     feed(run, *devices(0, 45.0, 2 * GIB), rank=0)
     figures = {0: run.store.devices.of_rank(0)}
-    head, row = rank_rows.rows(run.ranks, figures)
+    head, row = rank_rows.device_rows(run.ranks, figures)
     assert dict(zip(head, row, strict=True)) == {
         "rank": "0", "device": "cuda:0", "model": "Tesla T4 · 15.0 GiB", "use": "45 %", "allocated": "1.0 GiB",
         "reserved": "2.0 GiB", "peak": "1.0 GiB", "in use on the device": "2.2 GiB", "uuid": "00000000",
     }  # fmt: skip
     end(run)
-    assert rank_rows.rows(run.ranks, figures) == [
+    assert rank_rows.device_rows(run.ranks, figures) == [
         ["rank", "device", "model", "peak", "uuid"],
         ["0", "cuda:0", "Tesla T4 · 15.0 GiB", "1.0 GiB", "00000000"],
     ]
@@ -106,7 +106,7 @@ def test_many_ranks_have_a_row_per_node_in_which_a_shared_device_counts_once() -
     run = make_run(32, host_of=lambda rank: (rank // 16, f"host{rank // 16}"))
     for rank in range(32):
         feed(run, *devices(rank // 2, 40.0 + 20 * (rank >= 16), 2 * GIB), rank=rank)
-    rows = rank_rows.rows(run.ranks, {rank: run.store.devices.of_rank(rank) for rank in range(32)})
+    rows = rank_rows.device_rows(run.ranks, {rank: run.store.devices.of_rank(rank) for rank in range(32)})
     assert [row[:6] for row in rows[1:]] == [
         ["node 0 · host0", "8", "Tesla T4 · 15.0 GiB", "40 %", "16.0 GiB", "32.0 GiB"],
         ["node 1 · host1", "8", "Tesla T4 · 15.0 GiB", "60 %", "16.0 GiB", "32.0 GiB"],

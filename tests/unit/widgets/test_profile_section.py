@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from notebook_accelerate.launch.report.tables import Markup, element
+from notebook_accelerate.launch.report.markup import Markup, element
 from notebook_accelerate.widgets.profile_panel import TimelineView
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.support.runs import Clock, make_run

@@ -1,4 +1,4 @@
-"""Rows of cells as an HTML table and as aligned text."""
+"""HTML, SVG and text of reports and panels: elements whose texts are escaped, tables, drawings, and numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,53 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
+
+
+class Markup(str):
+    """HTML or SVG source, which `element` does not escape again."""
+
+    __slots__ = ()
+
+
+_VOID = frozenset({"img", "input"})
+
+
+def element(name: str, /, *content: str, **attributes: object) -> Markup:
+    """Return an element. Strings are escaped, `Markup` is inserted as it is.
+
+    Args:
+        name: The tag.
+        content: Texts and elements.
+        attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
+            Floats are rounded to two decimals; None and False leave the attribute out, True writes its name alone.
+    """
+    head = name
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        head += f" {_attribute_name(key)}"
+        if value is not True:
+            text = f"{round(value, 2):g}" if isinstance(value, float) else str(value)
+            head += f'="{escape(text)}"'
+    return Markup(f"<{head} />" if name in _VOID else f"<{head}>{join(content)}</{name}>")
+
+
+def join(content: Iterable[str], separator: str = "") -> Markup:
+    """Return texts and elements as one piece of markup.
+
+    Args:
+        content: Strings, which are escaped, and `Markup`.
+        separator: Markup between them.
+    """
+    return Markup(separator.join([part if isinstance(part, Markup) else escape(part) for part in content]))
+
+
+@cache
+def _attribute_name(key: str) -> str:
+    return key.removesuffix("_").replace("_", "-")
+
+
+# ---- tables, as HTML and as aligned text
 
 Rows = list[list[str]]
 Attributes = Mapping[str, object]
@@ -66,54 +113,12 @@ def text_table(rows: Sequence[Sequence[str]], *, rule: bool = False) -> str:
     return "\n".join(lines)
 
 
-# HTML and SVG elements: every text in them is escaped.
+# ---- drawings
 
 FONT = "system-ui, -apple-system, Segoe UI, sans-serif"
-_VOID = frozenset({"img", "input"})
 
 
-class Markup(str):
-    """HTML or SVG source, which `element` does not escape again."""
-
-    __slots__ = ()
-
-
-def element(name: str, /, *content: str, **attributes: object) -> Markup:
-    """Return an element. Strings are escaped, `Markup` is inserted as it is.
-
-    Args:
-        name: The tag.
-        content: Texts and elements.
-        attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
-            Floats are rounded to two decimals; None and False leave the attribute out, True writes its name alone.
-    """
-    head = name
-    for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        head += f" {_attribute_name(key)}"
-        if value is not True:
-            text = f"{round(value, 2):g}" if isinstance(value, float) else str(value)
-            head += f'="{escape(text)}"'
-    return Markup(f"<{head} />" if name in _VOID else f"<{head}>{join(content)}</{name}>")
-
-
-@cache
-def _attribute_name(key: str) -> str:
-    return key.removesuffix("_").replace("_", "-")
-
-
-def join(content: Iterable[str], separator: str = "") -> Markup:
-    """Return texts and elements as one piece of markup.
-
-    Args:
-        content: Strings, which are escaped, and `Markup`.
-        separator: Markup between them.
-    """
-    return Markup(separator.join([part if isinstance(part, Markup) else escape(part) for part in content]))
-
-
-def svg(width: int, height: int, *content: str) -> Markup:
+def svg_drawing(width: int, height: int, *content: str) -> Markup:
     """Return an SVG drawing.
 
     Args:
@@ -154,7 +159,7 @@ def svg_image(drawing: str, width: int, height: int, alt: str) -> Markup:
     return element("img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}")
 
 
-# Numbers as panels and reports show them.
+# ---- numbers
 
 
 def number(value: float, digits: int = 4) -> str:
