@@ -11,8 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.debugging.process_stacks import DUMP_SECONDS, ProcessStacks
-from notebook_accelerate.debugging.process_stacks import SECONDS as NATIVE_SECONDS
+from notebook_accelerate.debugging.process_stacks import DUMP_SECONDS, PY_SPY_SECONDS, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.host_cells import ForeignCells
 from notebook_accelerate.launch.hosts.remote import host as protocol
@@ -215,7 +214,7 @@ class HostConnection:
         self.send(protocol.CaptureStacksOrder(rank, number))
         answer = None
         with suppress(Empty):
-            answer = None if self.lost else replies.get(timeout=DUMP_SECONDS + NATIVE_SECONDS + 1.0)
+            answer = None if self.lost else replies.get(timeout=DUMP_SECONDS + PY_SPY_SECONDS + 1.0)
         self._captured.pop(number, None)
         if answer is None:
             return ProcessStacks()
