@@ -94,8 +94,6 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
     from notebook_accelerate.widgets.config_panel import configure as configure
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
 
 __version__ = "0.1.0"
 
@@ -105,3 +103,6 @@ def load_ipython_extension(shell: Any) -> None:
     from notebook_accelerate.magics import load
 
     load(shell)
+
+
+reexport(__name__)

@@ -16,15 +16,30 @@ from notebook_accelerate._collection import uncollected
 
 
 class _LazyModule(ModuleType):
-    """A module whose exports are not replaced by submodules of the same name: utils.tqdm is both."""
+    """A module that imports what it re-exports on first use, and passes what clients replace to its home."""
+
+    def __getattr__(self, name: str) -> Any:
+        homes, submodules = exports(self.__name__)
+        home = homes.get(name, f"{self.__name__}.{name}" if name in submodules else self.__name__)
+        if home == self.__name__:
+            raise AttributeError(f"module {home!r} has no attribute {name!r}")
+        with uncollected():
+            module = import_module(home)
+        value = getattr(module, name) if name in homes else module
+        vars(self)[name] = value
+        return value
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Importing a submodule sets it as an attribute of its package.
+        # Importing a submodule sets it as an attribute of its package. It must not hide an export: utils.tqdm is both.
         if isinstance(value, ModuleType) and name in self.__all__:
             return
         if name in exports(self.__name__).homes:
             replace_everywhere(import_module(exports(self.__name__).homes[name]), name, value)
         super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        homes, submodules = exports(self.__name__)
+        return sorted({*vars(self), *homes, *submodules})
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
         """Pickle by name, as cloudpickle does with plain modules: functions of cells refer to this package."""
@@ -58,46 +73,31 @@ def _modules_of_this_package() -> list[ModuleType]:
     ]
 
 
-def reexport(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a module that re-exports its type-checking imports.
+def reexport(module_name: str) -> None:
+    """Make a module re-export its type-checking imports, and list them and its own definitions in ``__all__``.
 
     Type checkers see ordinary imports; at run time the same lines, read from the source, are the table of names. (The
     package lazy_loader reads stub files for this.) Such a module reads::
 
         if TYPE_CHECKING:
             from notebook_accelerate.hardware.batch_size_search import release_memory as release_memory
-        else:
-            __getattr__, __dir__, __all__ = reexport(__name__)
+
+        reexport(__name__)
 
     ``from <this package> import submodule as submodule`` makes a submodule an attribute, which is not in ``__all__``;
-    ``import *`` re-exports what another such module does, or what an ordinary module defines.
+    ``import *`` re-exports what another such module does, or what an ordinary module defines. As for type checkers,
+    an import without ``as`` is for annotations only. Public definitions below the call are exports, too.
 
     Args:
         module_name: The module's ``__name__``.
-
-    Returns:
-        The functions and the list, in this order.
     """
-    homes, submodules = exports(module_name)
-    sys.modules[module_name].__class__ = _LazyModule
-
-    def load(name: str) -> Any:
-        if name not in homes and name not in submodules:
-            raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
-        with uncollected():
-            home = import_module(homes.get(name, f"{module_name}.{name}"))
-        value = getattr(home, name) if name in homes else home
-        setattr(sys.modules[module_name], name, value)
-        return value
-
-    def listing() -> list[str]:
-        return sorted({*vars(sys.modules[module_name]), *homes, *submodules})
-
-    return load, listing, sorted(homes)
+    module: Any = sys.modules[module_name]
+    module.__all__ = sorted(exports(module_name).homes)
+    module.__class__ = _LazyModule
 
 
 class Exports(NamedTuple):
-    """What a module re-exports: the module that defines each name, and its own submodules."""
+    """What a module exports: the module that defines each name, and its own submodules."""
 
     homes: dict[str, str]
     submodules: set[str]
@@ -105,18 +105,17 @@ class Exports(NamedTuple):
 
 @cache
 def exports(module_name: str) -> Exports:
-    """Read the imports under ``if TYPE_CHECKING:`` of a module that re-exports; of others, the names they define."""
+    """Read what a module exports from its source: its definitions, and what it re-exports if it calls `reexport`."""
     source = _source(module_name)
-    if "reexport(__name__)" not in source:
-        return Exports(dict.fromkeys(_DEFINITION.findall(source), module_name), set())
-    homes: dict[str, str] = {}
+    head, call, body = source.partition(_CALL)
+    homes = dict.fromkeys(_DEFINITION.findall(body if call else source), module_name)
     submodules: set[str] = set()
-    for statement in _type_checking_imports(source):
+    for statement in _type_checking_imports(head) if call else ():
         home = statement.module or ""
-        names = [alias.name for alias in statement.names]
+        names = [alias.name for alias in statement.names if alias.asname]
         if home == module_name:
             submodules.update(names)
-        elif names == ["*"]:
+        elif statement.names[0].name == "*":
             homes.update(exports(home).homes)
             if home.startswith(f"{module_name}."):
                 submodules.add(home.rpartition(".")[2])
@@ -125,7 +124,8 @@ def exports(module_name: str) -> Exports:
     return Exports(homes, submodules)
 
 
-# Matches at the start of a line: parsing hardware.feature_checks would take 4 ms.
+_CALL = "\nreexport(__name__)\n"
+# Matches at the start of a line: parsing all of utils.imports would take 4 ms.
 _DEFINITION = re.compile(r"^(?:class |def |(?=\w+ = ))([A-Za-z]\w*)", re.MULTILINE)
 
 

@@ -23,5 +23,5 @@ if TYPE_CHECKING:
         remove_hook_from_module as remove_hook_from_module,
         remove_hook_from_submodules as remove_hook_from_submodules,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

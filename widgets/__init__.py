@@ -18,5 +18,5 @@ if TYPE_CHECKING:
     from notebook_accelerate.widgets.run_panel import RunPanel as RunPanel
     from notebook_accelerate.widgets.runs_table import RunsTable as RunsTable
     from notebook_accelerate.widgets.training_options import TrainingOptions as TrainingOptions
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

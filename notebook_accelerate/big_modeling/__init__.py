@@ -31,5 +31,5 @@ if TYPE_CHECKING:
         cpu_offload_with_hook as cpu_offload_with_hook,
         offloaded_gradients as offloaded_gradients,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

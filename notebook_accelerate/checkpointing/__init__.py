@@ -44,5 +44,5 @@ if TYPE_CHECKING:
         SCHEDULER_NAME as SCHEDULER_NAME,
         WEIGHTS_NAME as WEIGHTS_NAME,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

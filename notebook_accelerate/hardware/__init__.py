@@ -8,5 +8,5 @@ from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.hardware.detection import HardwareInfo as HardwareInfo, detect as detect
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -63,5 +63,5 @@ if TYPE_CHECKING:
     from notebook_accelerate.tracking.vendors import (
         WandBTracker as WandBTracker,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -37,5 +37,5 @@ if TYPE_CHECKING:
     from notebook_accelerate.utils.tqdm import *
     from notebook_accelerate.utils.transformer_engine import *
     from notebook_accelerate.utils.versions import *
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

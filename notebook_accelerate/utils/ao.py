@@ -14,5 +14,5 @@ if TYPE_CHECKING:
         find_first_last_linear_layers as find_first_last_linear_layers,
         has_ao_layers as has_ao_layers,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

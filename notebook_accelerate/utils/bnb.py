@@ -16,5 +16,5 @@ if TYPE_CHECKING:
         quantize_and_offload_8bit as quantize_and_offload_8bit,
         replace_with_bnb_layers as replace_with_bnb_layers,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

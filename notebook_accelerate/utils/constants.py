@@ -11,5 +11,5 @@ if TYPE_CHECKING:
         SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
     )
     from notebook_accelerate.config.constants import *
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -25,5 +25,5 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.kwargs_handlers import ProfileKwargs as ProfileKwargs
     from notebook_accelerate.config.quantization_config import BnbQuantizationConfig as BnbQuantizationConfig
     from notebook_accelerate.config.cluster import *
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

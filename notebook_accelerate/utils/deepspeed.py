@@ -25,5 +25,5 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.deepspeed.initialize_arguments import (
         map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -25,5 +25,5 @@ if TYPE_CHECKING:
         set_numa_affinity as set_numa_affinity,
     )
     from notebook_accelerate.hardware.addresses import are_libraries_initialized as are_libraries_initialized
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

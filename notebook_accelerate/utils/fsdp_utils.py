@@ -25,5 +25,5 @@ if TYPE_CHECKING:
         save_fsdp_model as save_fsdp_model,
         save_fsdp_optimizer as save_fsdp_optimizer,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -8,5 +8,5 @@ from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.hardware.feature_checks import *
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -15,5 +15,5 @@ if TYPE_CHECKING:
         prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
         prepare_tpu as prepare_tpu,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

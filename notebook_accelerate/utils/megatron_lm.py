@@ -24,5 +24,5 @@ if TYPE_CHECKING:
         MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
         MegatronLMDummyScheduler as MegatronLMDummyScheduler,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

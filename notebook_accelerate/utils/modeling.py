@@ -54,5 +54,5 @@ if TYPE_CHECKING:
         get_grad_scaler as get_grad_scaler,
         get_mixed_precision_context_manager as get_mixed_precision_context_manager,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

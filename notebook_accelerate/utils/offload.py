@@ -16,5 +16,5 @@ if TYPE_CHECKING:
         offload_weight as offload_weight,
         save_offload_index as save_offload_index,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -44,5 +44,5 @@ if TYPE_CHECKING:
         verify_operation as verify_operation,
     )
     from notebook_accelerate.errors import DistributedOperationException as DistributedOperationException
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

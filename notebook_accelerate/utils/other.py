@@ -39,5 +39,5 @@ if TYPE_CHECKING:
         extract_model_from_parallel as extract_model_from_parallel,
         is_compiled_module as is_compiled_module,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -12,5 +12,5 @@ if TYPE_CHECKING:
         synchronize_rng_states as synchronize_rng_states,
     )
     from notebook_accelerate.state.seeding import set_seed as set_seed
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -11,5 +11,5 @@ if TYPE_CHECKING:
         install_tpu as install_tpu,
         install_xla as install_xla,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

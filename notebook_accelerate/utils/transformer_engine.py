@@ -13,5 +13,5 @@ if TYPE_CHECKING:
         convert_model as convert_model,
         has_transformer_engine_layers as has_transformer_engine_layers,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

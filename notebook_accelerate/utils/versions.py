@@ -12,5 +12,5 @@ if TYPE_CHECKING:
         compare_versions as compare_versions,
         is_torch_version as is_torch_version,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -21,8 +21,8 @@ FILES = {
     path.relative_to(ROOT).with_suffix("")
     for folder in ("notebook_accelerate", "widgets")
     for path in (ROOT / folder).rglob("*.py")
-    if "__all__ = reexport(__name__)\n" in path.read_text()
-} - {Path("notebook_accelerate/_lazy")}
+    if "\nreexport(__name__)\n" in path.read_text()
+}
 LAZY_MODULES = sorted(
     ".".join(path.parts).removesuffix(".__init__").replace("widgets", "notebook_accelerate.widgets") for path in FILES
 )

@@ -16,5 +16,5 @@ if TYPE_CHECKING:
         default_yaml_config_file as default_yaml_config_file,
         load_config_from_file as load_config_from_file,
     )
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

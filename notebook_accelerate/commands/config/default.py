@@ -12,5 +12,5 @@ if TYPE_CHECKING:
         default_json_config_file as default_json_config_file,
     )
     from notebook_accelerate.hardware.basic_config import write_basic_config as write_basic_config
-else:
-    __getattr__, __dir__, __all__ = reexport(__name__)
+
+reexport(__name__)

@@ -103,8 +103,7 @@ def test_a_missing_dependency_of_a_home_is_a_module_not_found_error(
         "if TYPE_CHECKING:\n"
         "    from lazy_package import other as other\n"
         "    from lazy_package.home import broken as broken\n"
-        "else:\n"
-        "    __getattr__, __dir__, __all__ = reexport(__name__)\n"
+        "reexport(__name__)\n"
     )
     (package / "home.py").write_text("import no_such_package_here")
     (package / "other.py").touch()
