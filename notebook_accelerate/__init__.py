@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         widgets as widgets,
     )
     from notebook_accelerate.accelerator import Accelerator as Accelerator
+    from notebook_accelerate.big_modeling.checkpoint_loading import load_checkpoint_in_model as load_checkpoint_in_model
+    from notebook_accelerate.big_modeling.device_map import infer_auto_device_map as infer_auto_device_map
     from notebook_accelerate.big_modeling import (
         cpu_offload as cpu_offload,
         cpu_offload_with_hook as cpu_offload_with_hook,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig as LaunchConfig
     from notebook_accelerate.config.parallelism_config import ParallelismConfig as ParallelismConfig
     from notebook_accelerate.data_loader import skip_first_batches as skip_first_batches
+    from notebook_accelerate.data_loader.shard_loader import synchronize_rng_states as synchronize_rng_states
     from notebook_accelerate.errors import (
         BrokenRunError as BrokenRunError,
         ChannelClosedError as ChannelClosedError,
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
         WorkerDiedError as WorkerDiedError,
         WorkerError as WorkerError,
     )
+    from notebook_accelerate.hardware.batch_size_search import find_executable_batch_size as find_executable_batch_size
     from notebook_accelerate.inference import prepare_pippy as prepare_pippy
     from notebook_accelerate.integrations.accelerate_alias import as_accelerate as as_accelerate
     from notebook_accelerate.launch import (
@@ -87,12 +91,6 @@ if TYPE_CHECKING:
         ProfileKwargs as ProfileKwargs,
     )
     from notebook_accelerate.utils.imports import is_rich_available as is_rich_available
-    from notebook_accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
-    from notebook_accelerate.utils.modeling import (
-        infer_auto_device_map as infer_auto_device_map,
-        load_checkpoint_in_model as load_checkpoint_in_model,
-    )
-    from notebook_accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
     from notebook_accelerate.widgets.config_panel import configure as configure
 
 __version__ = "0.1.0"

@@ -74,7 +74,7 @@ def _modules_of_this_package() -> list[ModuleType]:
 
 
 def reexport(module_name: str) -> None:
-    """Make a module re-export its type-checking imports, and list them and its own definitions in ``__all__``.
+    """Make a module re-export its type-checking imports, and list its exports in ``__all__``.
 
     Type checkers see ordinary imports; at run time the same lines, read from the source, are the table of names. (The
     package lazy_loader reads stub files for this.) Such a module reads::
@@ -86,7 +86,8 @@ def reexport(module_name: str) -> None:
 
     ``from <this package> import submodule as submodule`` makes a submodule an attribute, which is not in ``__all__``;
     ``import *`` re-exports what another such module does, or what an ordinary module defines. As for type checkers,
-    an import without ``as`` is for annotations only. Public definitions below the call are exports, too.
+    an import without ``as`` is not re-exported, and one outside the block, which the module itself uses, may be. Public
+    definitions below the call are exports, too.
 
     Args:
         module_name: The module's ``__name__``.
@@ -110,7 +111,7 @@ def exports(module_name: str) -> Exports:
     head, call, body = source.partition(_CALL)
     homes = dict.fromkeys(_DEFINITION.findall(body if call else source), module_name)
     submodules: set[str] = set()
-    for statement in _type_checking_imports(head) if call else ():
+    for statement in _imports(head) if call else ():
         home = statement.module or ""
         names = [alias.name for alias in statement.names if alias.asname]
         if home == module_name:
@@ -138,6 +139,8 @@ def _source(module_name: str) -> str:
     return source
 
 
-def _type_checking_imports(source: str) -> list[ast.ImportFrom]:
-    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
-    return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
+def _imports(source: str) -> list[ast.ImportFrom]:
+    found: list[ast.stmt] = []
+    for node in ast.parse(source).body:
+        found += node.body if isinstance(node, ast.If) else [node]
+    return [statement for statement in found if isinstance(statement, ast.ImportFrom)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware.feature_checks import is_tqdm_available
+from notebook_accelerate.hardware.versions import is_package
 from notebook_accelerate.state import PartialState
 
 # Frames between the caller of `info` and the logger: Python 3.11 and later do not count those of the logging module.
@@ -132,7 +132,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         ImportError: tqdm is not installed.
         ValueError: The first argument is a bool (Accelerate's old way to pass main_process_only).
     """
-    if not is_tqdm_available():
+    if not is_package("tqdm"):
         raise ImportError("tqdm is not installed: pip install tqdm")
     if args and isinstance(args[0], bool):
         raise ValueError(f"tqdm({args[0]}, ...) is not allowed; pass main_process_only={args[0]} as a keyword")

@@ -218,28 +218,6 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
     return found
 
 
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return an identifier of a tensor's memory: device, address and bytes of its storage.
-
-    Args:
-        tensor: The tensor.
-    """
-    if tensor.device.type == "meta":  # no memory, so no address: the object itself
-        return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
-
-
-def is_peft_model(model: Any) -> bool:
-    """Return whether a model is a `PeftModel`, without importing peft.
-
-    Args:
-        model: The model, wrapped or not.
-    """
-    model = getattr(model, "module", model)
-    return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft") for kind in type(model).__mro__)
-
-
 class _PerElement(dict[torch.dtype, Any]):
     """Bytes of one element by dtype; for floating dtypes at most those of the target dtype."""
 

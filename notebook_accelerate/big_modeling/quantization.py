@@ -26,7 +26,7 @@ from notebook_accelerate.big_modeling.module_tree import find_tensor, full_name,
 from notebook_accelerate.big_modeling.offload_folder import offload_weight, save_offload_index
 from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
 from notebook_accelerate.errors import CheckpointMismatchError
-from notebook_accelerate.hardware.feature_checks import is_bnb_available
+from notebook_accelerate.hardware.versions import is_package
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def load_and_quantize_model(
         ValueError: The model is on the meta device without `weights_location`, or the map needs an `offload_folder`.
         CheckpointError: The weights cannot be read, or are another model's.
     """
-    if not is_bnb_available():
+    if not is_package("bitsandbytes"):
         raise ImportError("Quantization needs bitsandbytes, which is not installed: pip install bitsandbytes")
     config = bnb_quantization_config
     kept = list(get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules)
@@ -324,19 +324,6 @@ def _quantized_like(linear: torch.nn.Linear, config: Any) -> torch.nn.Module:
             )
     made.requires_grad_(False)
     return made.train(linear.training)
-
-
-def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:
-    """Return whether a model has bitsandbytes' 4-bit layers.
-
-    Args:
-        model: The model.
-    """
-    return any(
-        kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
-        for module in model.modules()
-        for kind in type(module).__mro__
-    )
 
 
 def get_parameter_device(parameter: torch.nn.Module) -> torch.device:

@@ -6,7 +6,6 @@ A call moves all tensors of one dtype in one collective. In a world of one rank 
 from __future__ import annotations
 
 from notebook_accelerate.collectives.layouts import (
-    find_batch_size as find_batch_size,
     find_device as find_device,
     honor_type as honor_type,
     ignorant_find_batch_size as ignorant_find_batch_size,
@@ -15,26 +14,14 @@ from notebook_accelerate.collectives.layouts import (
     is_tensor_information as is_tensor_information,
     is_torch_tensor as is_torch_tensor,
     leaves_of as leaves_of,
-    listify as listify,
     map_children as map_children,
     recursively_apply as recursively_apply,
     with_tensors as with_tensors,
 )
 from notebook_accelerate.collectives.local_operations import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
-    convert_outputs_to_fp32 as convert_outputs_to_fp32,
 )
 from notebook_accelerate.collectives.gather_metrics import gather_for_metrics as gather_for_metrics
-from notebook_accelerate.collectives.local_operations import (
-    TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE,
-    TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT,
-    GatheredParameters as GatheredParameters,
-    chained_operation as chained_operation,
-    gather_tensor_shape as gather_tensor_shape,
-    get_shape as get_shape,
-    is_torch_xpu_tensor as is_torch_xpu_tensor,
-    verify_operation as verify_operation,
-)
 from notebook_accelerate.collectives.local_operations import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     child_of as child_of,
@@ -42,14 +29,12 @@ from notebook_accelerate.collectives.local_operations import (
     convert_to_fp32 as convert_to_fp32,
     get_data_structure as get_data_structure,
     initialize_tensors as initialize_tensors,
-    pad_input_tensors as pad_input_tensors,
     send_to_device as send_to_device,
     slice_tensors as slice_tensors,
 )
 from notebook_accelerate.collectives.operations import (
     broadcast as broadcast,
     broadcast_object_list as broadcast_object_list,
-    copy_tensor_to_devices as copy_tensor_to_devices,
     gather as gather,
     gather_object as gather_object,
     pad_across_processes as pad_across_processes,

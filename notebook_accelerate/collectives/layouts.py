@@ -408,41 +408,6 @@ def _with_tensors(node: Any, leaves: Iterator[torch.Tensor]) -> Any:
     return recursively_apply(lambda _: next(leaves), node)
 
 
-def listify(data: Any) -> Any:
-    """Convert every tensor of a nested structure to numbers in lists.
-
-    Args:
-        data: Nested containers of tensors; bfloat16, which other libraries lack, is converted through float32.
-    """
-
-    def numbers(tensor: torch.Tensor) -> Any:
-        tensor = tensor.detach().cpu()
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).tolist()
-
-    return recursively_apply(numbers, data)
-
-
-def find_batch_size(data: Any) -> int:
-    """Return the first dimension of the first tensor in a nested structure.
-
-    Args:
-        data: Nested containers of tensors.
-
-    Returns:
-        The size.
-
-    Raises:
-        ValueError: It contains no tensor with at least one dimension.
-    """
-    size = ignorant_find_batch_size(data)
-    if size is None:
-        raise ValueError(
-            f"no batch size in {type(data).__name__}: it contains no tensor with at least one dimension; pass a "
-            "batch of tensors, for instance torch.ones(batch_size, 3)"
-        )
-    return size
-
-
 def ignorant_find_batch_size(data: Any) -> int | None:
     """Return the first dimension of the first tensor in a nested structure; None if it contains none.
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from notebook_accelerate.collectives import shape_checks
-from notebook_accelerate.collectives.communicator import COMMUNICATORS
 from notebook_accelerate.collectives.layouts import (
     Nested,
     is_container,
@@ -19,8 +16,6 @@ from notebook_accelerate.collectives.layouts import (
     recursively_apply,
 )
 from notebook_accelerate.config.cluster import TensorInformation
-from notebook_accelerate.errors import DistributedOperationException
-from notebook_accelerate.state import PartialState
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -160,31 +155,6 @@ def _is_half(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in {torch.float16, torch.bfloat16}
 
 
-def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: int = 0) -> Nested:
-    """Pad the tensors of a batch with zeros so that it splits evenly between processes.
-
-    Args:
-        tensor: Nested containers of tensors.
-        batch_size: Size of the batch along `dim`; tensors of another size are kept.
-        num_processes: Number of parts that the batch is split into.
-        dim: The dimension that is split.
-
-    Returns:
-        The structure, each padded tensor a multiple of `num_processes` long.
-    """
-    missing = -batch_size % num_processes
-
-    def padded(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.ndim <= dim or leaf.shape[dim] != batch_size:
-            return leaf
-        shape = list(leaf.shape)
-        shape[dim] = missing
-        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)  # constant_pad_nd refuses sparse tensors
-
-    result: Nested = recursively_apply(padded, tensor, error_on_other_type=True) if missing else tensor
-    return result
-
-
 # Forwards that return float32; objects rather than closures, so that models can still be pickled.
 
 
@@ -204,125 +174,7 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
 
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputsToFp32:
-    """Make a forward return float32 instead of float16 or bfloat16.
-
-    Args:
-        model_forward: A function or a bound method.
-
-    Returns:
-        A callable with the same signature; it can be pickled if the original can.
-    """
-    return ConvertOutputsToFp32(model_forward)
-
-
 # Older helpers of `accelerate.utils.operations` that other libraries import.
 
-Operation = TypeVar("Operation", bound=Callable[..., Any])
-
-_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
-TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 """Numbers that represent dtypes between ranks."""
-TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = dict(enumerate(_DTYPES, start=1))
 """The dtype of each number."""
-
-
-def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Tell whether `tensor` is a tensor on an xpu device (an Intel GPU)."""
-    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
-
-
-def get_shape(data: Any) -> Any:
-    """Describe the shapes of a nested structure.
-
-    Args:
-        data: Nested containers of tensors.
-
-    Returns:
-        The structure, with a list of sizes in place of each tensor.
-    """
-    return recursively_apply(lambda tensor: list(tensor.shape), data)
-
-
-def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size | None, int | None]:
-    """Send the shape of a tensor that only one rank has to all ranks; every rank must call this.
-
-    Args:
-        tensor: The tensor, on one rank; None on the others.
-
-    Returns:
-        Its shape, and the number of its dtype in `TENSOR_TYPE_TO_INT`; None and None if no rank has one.
-    """
-    state = PartialState()
-    mine = None if tensor is None else (tensor.shape, TENSOR_TYPE_TO_INT[tensor.dtype])
-    gathered = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
-    return next((found for found in gathered if found is not None), (None, None))
-
-
-def verify_operation(function: Operation) -> Operation:
-    """Decorate a collective to check, in debug mode, that all ranks pass the same shapes.
-
-    Args:
-        function: A function whose first argument is a nested structure of tensors.
-
-    Returns:
-        The function; it raises `DistributedOperationException` if ranks pass different shapes.
-    """
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        state = PartialState()
-        if state.debug and state.num_processes > 1:
-            data = kwargs.get("tensor", args[0] if args else None)
-            shape_checks.check(getattr(function, "__name__", "operation"), data, state)
-        return function(*args, **kwargs)
-
-    return cast("Operation", checked)
-
-
-def chained_operation(function: Operation) -> Operation:
-    """Add the function's name to the errors of collectives that it calls.
-
-    Args:
-        function: A function that calls collectives.
-    """
-
-    @functools.wraps(function)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except DistributedOperationException as error:
-            name = f"{function.__module__}.{function.__name__}"
-            raise DistributedOperationException(f"while calling {name!r}: {error}") from error
-
-    return cast("Operation", named)
-
-
-@contextmanager
-def GatheredParameters(  # noqa: N802 - Accelerate's name
-    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
-) -> Iterator[None]:
-    """Gather parameters that DeepSpeed's ZeRO stage 3 sharded, for a block; every rank must enter it.
-
-    It does nothing for other parameters.
-
-    Args:
-        params: The parameters.
-        modifier_rank: The rank whose changes inside the block are sent to all ranks; None: changes are lost.
-        fwd_module: The module that uses them.
-        enabled: False does nothing.
-
-    Yields:
-        Nothing.
-    """
-    sharded = [item for item in (params if isinstance(params, (list, tuple)) else [params]) if hasattr(item, "ds_id")]
-    if not (enabled and sharded):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled):
-        yield

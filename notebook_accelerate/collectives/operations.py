@@ -367,30 +367,3 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         _check_rank("from_process", from_process, state)
         COMMUNICATORS[state.communicator].broadcast_object_list(object_list, from_process, state.device)
     return object_list
-
-
-def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Send a tensor of one rank to all, which need not know its shape; every rank must call this.
-
-    Args:
-        tensor: The tensor, on exactly one rank; None on the others.
-
-    Returns:
-        The tensor, on the rank's device.
-
-    Raises:
-        ValueError: No rank, or more than one, has a tensor.
-    """
-    state = PartialState()
-    row = COMMUNICATORS[state.communicator]
-    mine = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-    found = row.all_gather_object(mine, state.num_processes)
-    sources = [rank for rank, shape in enumerate(found) if shape is not None]
-    if len(sources) != 1:
-        raise ValueError(
-            f"copy_tensor_to_devices needs a tensor on exactly one rank; ranks {sources or 'none'} passed one: "
-            "copy_tensor_to_devices(tensor if accelerator.is_main_process else None)"
-        )
-    shape, dtype = found[sources[0]]
-    buffer = torch.empty(shape, dtype=dtype, device=state.device) if tensor is None else tensor.to(state.device)
-    return row.broadcast(buffer.contiguous(), sources[0]) if state.num_processes > 1 else buffer

@@ -196,10 +196,6 @@ def main() -> None:
     launch_command(launch_command_parser().parse_args())
 
 
-if __name__ == "__main__":
-    main()
-
-
 # Runs a script in a rank as the interpreter runs it: as ``__main__``, with its own ``sys.argv`` and ``sys.path``.
 
 
@@ -258,3 +254,7 @@ def _as_program(name: str, arguments: list[str], folder: str) -> Iterator[None]:
         if not sys.exc_info()[0]:  # after an error, frames and debuggers still need the script's module
             sys.modules["__main__"] = main
         sys.argv, sys.path[:] = argv, path
+
+
+if __name__ == "__main__":
+    main()

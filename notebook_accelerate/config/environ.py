@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any
 
 PREFIX = "ACCELERATE_"
 _TRUE = frozenset(("1", "true", "yes", "on", "y", "t"))
 _FALSE = frozenset(("0", "false", "no", "off", "n", "f"))
-_FORBIDDEN = frozenset(";\n<> ")
-
 KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET", "JPY_PARENT_PID", "JPY_SESSION_NAME")
 """Variables of the kernel alone: the processes that it starts do not have them, nor do their children."""
 
@@ -28,7 +23,6 @@ RESUMED = "NOTEBOOK_ACCELERATE_RESUMED"
 SERVED_STORE = "NOTEBOOK_ACCELERATE_SERVED_STORE"
 """Variable of rank 0 of a run on several machines: address and port at which it serves the process groups' store."""
 
-_T = TypeVar("_T", bound=Callable[..., Any])
 _ignored: ContextVar[bool] = ContextVar("ignored", default=False)
 
 
@@ -184,53 +178,6 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     return default
 
 
-def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the variable `key` as a truth value; see `flag`.
-
-    Args:
-        key: Name of the variable.
-        default: The value where it is unset.
-
-    Returns:
-        The truth value.
-    """
-    return flag(key, default)
-
-
-def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the variable `key` as text.
-
-    Args:
-        key: Name of the variable.
-        default: The value where it is unset.
-
-    Returns:
-        The text.
-    """
-    return os.environ.get(key, str(default))
-
-
-def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    """Return variables as lines ``NAME=value`` of an environment file.
-
-    Args:
-        current_env: Values by name.
-
-    Returns:
-        One line for each variable, with a newline. Names and values that are empty or contain a space, newline,
-        semicolon, < or > are left out with a warning.
-    """
-    lines = []
-    for name, value in current_env.items():
-        if not value or _FORBIDDEN & set(f"{name}{value}"):
-            warnings.warn(
-                f"{name}={value!r} is left out: it is empty or contains a space, newline, ';', '<' or '>'", stacklevel=2
-            )
-            continue
-        lines.append(f"{name}={value}\n")
-    return lines
-
-
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set environment variables inside a with block, and restore the earlier values afterwards, also on errors.
@@ -254,106 +201,6 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def clear_environment() -> Iterator[None]:
-    """Empty the environment inside a with block; restore it afterwards, without the variables set in the block."""
-    before = dict(os.environ)
-    os.environ.clear()
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def _kept_accelerate_variables() -> Iterator[None]:
-    before = _accelerate_variables()
-    try:
-        yield
-    finally:
-        _restore_accelerate_variables(before)
-
-
-def _accelerate_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
-
-
-def _restore_accelerate_variables(before: Mapping[str, str]) -> None:
-    for name in _accelerate_variables().keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-
-
-def purge_accelerate_environment(func_or_cls: _T) -> _T:
-    """Restore the ACCELERATE_* variables after the decorated function, or after each test of the decorated class.
-
-    Args:
-        func_or_cls: A function (also async); or a class, of which the methods that start with ``test`` are wrapped
-            with ``setUp``/``setup_method``, as are those of its subclasses.
-
-    Returns:
-        The wrapped function, or the class itself.
-    """
-    if not inspect.isclass(func_or_cls):
-        return cast("_T", _purged(func_or_cls))
-    _purge_methods(func_or_cls)
-    inherited = func_or_cls.__init_subclass__
-
-    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-        inherited(**kwargs)
-        _purge_methods(cls)
-
-    setattr(func_or_cls, "__init_subclass__", classmethod(init_subclass))  # noqa: B010 - no typed way to replace it
-    return func_or_cls
-
-
-def _purge_methods(cls: type) -> None:
-    """Wrap the tests that ``cls`` itself defines, and the methods that set variables up for them."""
-    if "run" not in vars(cls) and callable(getattr(cls, "run", None)) and hasattr(cls, "setUp"):
-        # unittest.TestCase.run spans setUp, the test and tearDown.
-        cls.run = _purged(cls.run)  # type: ignore[attr-defined]
-    for name, method in list(vars(cls).items()):
-        if name.startswith("test") and inspect.isfunction(method):
-            setattr(cls, name, _purged(method))
-    if "setup_method" in vars(cls):
-        _purge_setup(cls)
-
-
-def _purge_setup(cls: Any) -> None:
-    """Keep the variables before pytest's ``setup_method``; restore them after ``teardown_method``."""
-    setup, teardown = cls.setup_method, getattr(cls, "teardown_method", None)
-
-    @functools.wraps(setup)
-    def setup_method(self: Any, *args: Any) -> None:
-        self._variables_before = _accelerate_variables()
-        setup(self, *args)
-
-    def teardown_method(self: Any, *args: Any) -> None:
-        try:
-            if teardown is not None:
-                teardown(self, *args)
-        finally:
-            _restore_accelerate_variables(self._variables_before)
-
-    cls.setup_method, cls.teardown_method = setup_method, teardown_method
-
-
-def _purged(function: Any) -> Any:
-    # The context manager as a decorator would put a generator into the closure: no rank could receive the function.
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with _kept_accelerate_variables():
-            return function(*args, **kwargs)
-
-    @functools.wraps(function)
-    async def wrapped_async(*args: Any, **kwargs: Any) -> Any:
-        with _kept_accelerate_variables():
-            return await function(*args, **kwargs)
-
-    return wrapped_async if inspect.iscoroutinefunction(function) else wrapped
 
 
 def inheritable() -> dict[str, str]:

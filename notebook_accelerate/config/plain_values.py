@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,17 +31,6 @@ def convert_bytes(size: float) -> str:
     return f"{round(size, 2)} PB"
 
 
-def get_pretty_name(obj: Any) -> str:
-    """Return the qualified name of a class or function, or of an object's class.
-
-    Args:
-        obj: Anything.
-    """
-    if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
-        obj = type(obj)
-    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)
-
-
 def merge_dicts(source: MutableMapping[str, Any], destination: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Merge one nested dict into another, which is changed.
 
@@ -60,22 +48,6 @@ def merge_dicts(source: MutableMapping[str, Any], destination: MutableMapping[st
         else:
             destination[key] = value
     return destination
-
-
-def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return the attribute at a dotted path.
-
-    Args:
-        obj: The object where the path starts.
-        attr: The path, as ``model.layers.0``.
-
-    Returns:
-        The attribute.
-
-    Raises:
-        AttributeError: A part of the path does not exist.
-    """
-    return reduce(getattr, attr.split("."), obj)
 
 
 def format_setting(value: Any) -> str:

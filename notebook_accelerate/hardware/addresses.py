@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import platform
-import re
 import socket
 import struct
-import sys
-import warnings
-
-from packaging.version import parse
-
-from notebook_accelerate.config import environ
 
 BACKLOG = 4096
 
@@ -55,44 +47,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 # Ports, the version of the operating system's kernel, and loaded libraries.
 
-# With older kernels, waiting for the child of several ranks hangs: https://github.com/huggingface/accelerate/issues/1929
-_MIN_KERNEL = "5.5.0"
-_DEFAULT_PORT = 29500
 _LOOPBACK_SECONDS = 1.0
 _NOT_LOOPBACK = (errno.EADDRINUSE, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """Errors of a connection that do not show that the interface fails: there are no more ports or descriptors."""
-
-
-def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return which of the named libraries this process has imported.
-
-    Args:
-        library_names: Import names.
-    """
-    return [name for name in library_names if name in sys.modules]
-
-
-def check_os_kernel() -> None:
-    """Warn if the Linux kernel is older than 5.5, with which several ranks may hang."""
-    if platform.system() != "Linux":
-        return
-    found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
-    if found is not None and parse(found[0]) < parse(_MIN_KERNEL):
-        warnings.warn(
-            f"this Linux kernel is {found[0]}, and several ranks may hang with kernels before {_MIN_KERNEL}: update it",
-            stacklevel=2,
-        )
-
-
-def is_port_in_use(port: int | str | None = None) -> bool:
-    """Return whether a process listens on a port of this machine.
-
-    Args:
-        port: The port; None: MASTER_PORT, or 29500.
-    """
-    number = int(port) if port is not None else environ.integer("MASTER_PORT", _DEFAULT_PORT)
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(("127.0.0.1", number)) == 0
 
 
 def loopback_problem() -> str:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 from packaging.version import parse
 
-from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.hardware import device_counts, device_table, nvml, torch_build
-from notebook_accelerate.hardware.detection import detect
+from notebook_accelerate.hardware import nvml
 
 # GeForce 40 cards have no peer-to-peer access; drivers before this one report that they have, and hang.
 # Source: NVIDIA driver 550.40.07, release highlights.
@@ -46,21 +44,3 @@ def check_cuda_p2p_ib_support() -> bool:
         return True
     version = get_driver_version()
     return version is not None and parse(version) >= parse(_PEER_TO_PEER_DRIVER)
-
-
-def check_cuda_fp8_capability() -> bool:
-    """Return whether this process's first GPU supports fp8 (compute capability 8.9, or AMD's gfx94, gfx95, gfx12)."""
-    if not device_counts.count("cuda"):
-        return False
-    if torch_build.read().hip:
-        properties = device_table.row("cuda").call("get_device_properties", 0)
-        return str(properties.gcnArchName).startswith(("gfx94", "gfx95", "gfx12"))
-    gpu = nvml.visible_gpu(0)
-    return gpu is not None and gpu.capability >= (8, 9)
-
-
-def get_current_device_type() -> tuple[str, str]:
-    """Return the type of device that training uses on this machine, and its distributed type."""
-    row = device_table.row(detect().accelerator)
-    name = row.distributed_type if row.distributed_type != DistributedType.NO else DistributedType.MULTI_CPU
-    return row.type, name.value

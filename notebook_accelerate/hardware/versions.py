@@ -55,6 +55,11 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def is_torchao_available() -> bool:
+    """Return whether torchao is installed, in a version with float8 training."""
+    return is_package("torchao", minimum="0.6.1")
+
+
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare a package's version, or a version, with another.
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.precision.autocast import AutocastForward, restore_forward
-from notebook_accelerate.precision.autocast import Precision
-from notebook_accelerate.precision.precision_table import PRECISIONS, fp8_library, make_precision, register_precision
-from notebook_accelerate.precision.torch_autocast import Bf16Precision, Fp16Precision
-
-__all__ = [
-    "PRECISIONS",
-    "AutocastForward",
-    "Bf16Precision",
-    "Fp16Precision",
-    "Precision",
-    "fp8_library",
-    "make_precision",
-    "register_precision",
-    "restore_forward",
-]
+from notebook_accelerate.precision.autocast import (
+    AutocastForward as AutocastForward,
+    Bf16Precision as Bf16Precision,
+    Fp16Precision as Fp16Precision,
+    Precision as Precision,
+    restore_forward as restore_forward,
+)
+from notebook_accelerate.precision.precision_table import (
+    PRECISIONS as PRECISIONS,
+    fp8_library as fp8_library,
+    make_precision as make_precision,
+    register_precision as register_precision,
+)

@@ -1,4 +1,4 @@
-"""Wraps a model's forward in autocast, and restores it."""
+"""Full precision, and bf16 and fp16 with torch's own autocast."""
 
 from __future__ import annotations
 
@@ -11,53 +11,6 @@ import torch
 
 from notebook_accelerate.collectives import ConvertOutputsToFp32, convert_to_fp32
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs
-
-# Wraps a model's forward in autocast, and restores it.
-
-
-class AutocastForward(ConvertOutputsToFp32):
-    """A forward that runs under autocast and returns float32.
-
-    Args:
-        model_forward: The original.
-        settings: Arguments of `torch.autocast`.
-    """
-
-    def __init__(self, model_forward: Callable[..., Any], settings: dict[str, Any]) -> None:
-        super().__init__(model_forward)
-        self.settings = settings
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original under autocast, and convert what it returns."""
-        with torch.autocast(**self.settings):
-            outputs = self.model_forward(*args, **kwargs)
-        return convert_to_fp32(outputs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
-        return AutocastForward(copy.deepcopy(self.model_forward, memo), dict(self.settings))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Pickles as the original, which a process without this package can load. The copy is the original itself for a
-        # function; for a bound method, pickle has looked it up in the new object's class.
-        return copy.copy, (self.model_forward,)
-
-
-def restore_forward(model: torch.nn.Module) -> None:
-    """Restore the forward that a precision replaced; a model that was not wrapped is unchanged.
-
-    Args:
-        model: The model.
-    """
-    original = model.__dict__.pop("_original_forward", None)
-    if original is None:
-        return
-    if getattr(original, "__func__", None) is type(model).forward:
-        model.__dict__.pop("forward", None)
-    else:
-        model.forward = original
-
-
-# Full precision (float32), and the base class of the other precisions.
 
 
 class Precision:
@@ -149,3 +102,84 @@ class Precision:
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """Return a new loss scaler, or None if this precision needs none."""
         return None
+
+
+class Bf16Precision(Precision):
+    """bfloat16, which has the exponent range of float32: no loss scaling is needed."""
+
+    name: ClassVar[str] = "bf16"
+    compute_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
+
+
+class Fp16Precision(Precision):
+    """float16: losses are scaled up, and gradients down again, because gradients would underflow."""
+
+    name: ClassVar[str] = "fp16"
+    compute_dtype: ClassVar[torch.dtype | None] = torch.float16
+
+    def make_scaler(self) -> torch.amp.GradScaler | None:
+        """Return torch's `GradScaler` for the device, with the settings of `GradScalerKwargs`."""
+        options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+        return torch.amp.GradScaler(self.device_type, **options)
+
+
+def require_cuda(library: str, device_type: str) -> None:
+    """Check the device of an fp8 library that needs an NVIDIA GPU.
+
+    Args:
+        library: Its name, for the error.
+        device_type: Type of the computing device.
+
+    Raises:
+        ValueError: The device is not a GPU.
+    """
+    if device_type != "cuda":
+        raise ValueError(
+            f"{library} computes in fp8 on NVIDIA GPUs, but this rank's device is {device_type}; pass "
+            "kwargs_handlers=[AORecipeKwargs()], which emulates fp8 on other devices, or mixed_precision='bf16'"
+        )
+
+
+# ---- forwards under autocast
+
+
+class AutocastForward(ConvertOutputsToFp32):
+    """A forward that runs under autocast and returns float32.
+
+    Args:
+        model_forward: The original.
+        settings: Arguments of `torch.autocast`.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any], settings: dict[str, Any]) -> None:
+        super().__init__(model_forward)
+        self.settings = settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original under autocast, and convert what it returns."""
+        with torch.autocast(**self.settings):
+            outputs = self.model_forward(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
+        return AutocastForward(copy.deepcopy(self.model_forward, memo), dict(self.settings))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickles as the original, which a process without this package can load. The copy is the original itself for a
+        # function; for a bound method, pickle has looked it up in the new object's class.
+        return copy.copy, (self.model_forward,)
+
+
+def restore_forward(model: torch.nn.Module) -> None:
+    """Restore the forward that a precision replaced; a model that was not wrapped is unchanged.
+
+    Args:
+        model: The model.
+    """
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    if getattr(original, "__func__", None) is type(model).forward:
+        model.__dict__.pop("forward", None)
+    else:
+        model.forward = original

@@ -1,4 +1,4 @@
-"""fp8 with torchao: linear layers compute their products in fp8 and keep their weights in full precision."""
+"""fp8 with torchao, Transformer Engine or MS-AMP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,14 +15,14 @@ from torch import nn
 
 from notebook_accelerate.config.enums import FP8BackendType
 from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from notebook_accelerate.hardware.feature_checks import torchao_required
-from notebook_accelerate.precision.torch_autocast import Bf16Precision, require_cuda
+from notebook_accelerate.hardware.versions import is_torchao_available
+from notebook_accelerate.precision.autocast import Bf16Precision, require_cuda
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 
-# fp8 with torchao: linear layers compute their products in fp8 and keep their weights in full precision.
+# ---- torchao: linear layers compute their products in fp8 and keep their weights in full precision
 
 _MULTIPLE = 16
 """torch's fp8 product requires dimensions that are multiples of this."""
@@ -65,9 +64,8 @@ class AOPrecision(Bf16Precision):
             emulate=recipe.config.emulate or self.device_type == "cpu",
         )
         if not has_ao_layers(model):
-            # By the name that axolotl replaces to keep the routers of mixtures of experts in high precision.
-            convert = import_module("notebook_accelerate.accelerator").convert_model_to_fp8_ao
-            convert(model, config, recipe.module_filter_func)
+            # axolotl replaces this function to keep the routers of mixtures of experts in high precision.
+            convert_model_to_fp8_ao(model, config, recipe.module_filter_func)
 
     def after_step(self, model: nn.Module) -> None:
         """Compute the scales of all weights that FSDP 2 gathers in fp8, in one reduction; every rank must call this.
@@ -131,7 +129,6 @@ def has_ao_layers(model: nn.Module) -> bool:
     )
 
 
-@torchao_required
 def convert_model_to_fp8_ao(
     model: nn.Module,
     config: Float8LinearConfig | None = None,
@@ -151,6 +148,8 @@ def convert_model_to_fp8_ao(
     Raises:
         ImportError: torchao is missing.
     """
+    if not is_torchao_available():
+        raise ImportError("convert_model_to_fp8_ao needs torchao, which is not installed: pip install 'torchao>=0.6.1'")
     from torchao.float8 import convert_to_float8_training
 
     if module_filter_func is None:
@@ -159,7 +158,7 @@ def convert_model_to_fp8_ao(
     convert_to_float8_training(model, module_filter_fn=module_filter_func, config=config)
 
 
-# fp8 with NVIDIA's Transformer Engine: its layers replace torch's, and its autocast wraps the forward.
+# ---- NVIDIA's Transformer Engine: its layers replace torch's, and its autocast wraps the forward
 #
 # API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 
@@ -326,7 +325,7 @@ def _recipe(handler: Any) -> Any:
     )
 
 
-# fp8 with Microsoft's MS-AMP: weights, gradients and optimizer states in fp8.
+# ---- Microsoft's MS-AMP: weights, gradients and optimizer states in fp8
 #
 # API: https://azure.github.io/MS-AMP/docs/user-tutorial/usage
 
@@ -377,3 +376,9 @@ class MSAMPPrecision(Bf16Precision):
             models[0].to(self.device_type), optimizers[0], opt_level=self.fp8_recipe.opt_level
         )
         return [model], [optimizer]
+
+
+FP8_PRECISIONS: dict[str, type[AOPrecision | TEPrecision | MSAMPPrecision]] = {
+    precision.backend.value: precision for precision in (AOPrecision, TEPrecision, MSAMPPrecision)
+}
+"""The precision of each library, by `FP8BackendType`."""

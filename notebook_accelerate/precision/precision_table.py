@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from notebook_accelerate.hardware.feature_checks import is_torchao_available, is_transformer_engine_available
-from notebook_accelerate.precision.autocast import Precision
-from notebook_accelerate.precision.torch_autocast import Bf16Precision, Fp16Precision
+from notebook_accelerate.hardware.versions import is_package, is_torchao_available
+from notebook_accelerate.precision.autocast import Bf16Precision, Fp16Precision, Precision
 
 PrecisionFactory = Callable[..., Precision]
 
+_LIBRARIES = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAMPRecipeKwargs: "MSAMP"}
+"""The fp8 library of each recipe, as in `FP8BackendType`."""
+
 
 def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> Precision:
-    module, name = _FP8[fp8_library(device_type, fp8_recipe)]
-    factory = getattr(importlib.import_module(f"notebook_accelerate.precision.{module}"), name)
-    return factory(device_type, autocast_handler, scaler_handler, fp8_recipe)  # type: ignore[no-any-return]
+    from notebook_accelerate.precision.fp8 import FP8_PRECISIONS
+
+    chosen = FP8_PRECISIONS[fp8_library(device_type, fp8_recipe)]
+    return chosen(device_type, autocast_handler, scaler_handler, fp8_recipe)
 
 
 def fp8_library(device_type: str, recipe: Any) -> str:
@@ -36,13 +38,13 @@ def fp8_library(device_type: str, recipe: Any) -> str:
     """
     if isinstance(recipe, FP8RecipeKwargs):
         return str(recipe.backend)
-    for kind, backend in ((AORecipeKwargs, "AO"), (TERecipeKwargs, "TE"), (MSAMPRecipeKwargs, "MSAMP")):
+    for kind, library in _LIBRARIES.items():
         if isinstance(recipe, kind):
-            return backend
-    requested = environ.choice("ACCELERATE_FP8_BACKEND", [name.lower() for name in _FP8])
+            return library
+    requested = environ.choice("ACCELERATE_FP8_BACKEND", [library.lower() for library in _LIBRARIES.values()])
     if requested is not None:
         return requested.upper()
-    if device_type == "cuda" and is_transformer_engine_available():
+    if device_type == "cuda" and is_package("transformer_engine"):
         return "TE"
     if is_torchao_available():
         return "AO"
@@ -52,13 +54,6 @@ def fp8_library(device_type: str, recipe: Any) -> str:
         "mixed_precision='bf16'"
     )
 
-
-_FP8 = {
-    "AO": ("torchao_fp8", "AOPrecision"),
-    "TE": ("transformer_engine_fp8", "TEPrecision"),
-    "MSAMP": ("msamp_fp8", "MSAMPPrecision"),
-}
-"""Module and class for each library, by `FP8BackendType`."""
 
 PRECISIONS: dict[str, PrecisionFactory] = {"no": Precision, "bf16": Bf16Precision, "fp16": Fp16Precision, "fp8": _fp8}
 """Factories by the name in `mixed_precision`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from notebook_accelerate.config import environ
@@ -66,28 +65,6 @@ RANK_VARIABLES = {
 }
 
 
-@dataclass
-class CPUInformation:
-    """Rank and world size of a process on a CPU."""
-
-    rank: int = 0
-    """Index among all ranks."""
-    world_size: int = 1
-    """Number of ranks."""
-    local_rank: int = 0
-    """Index among this machine's ranks."""
-    local_world_size: int = 1
-    """Number of ranks on this machine."""
-
-
-def get_cpu_distributed_information() -> CPUInformation:
-    """Read this process's ranks from the variables of torchrun or MPI."""
-    defaults = CPUInformation()
-    return CPUInformation(
-        **{name: environ.get_int_from_env(keys, getattr(defaults, name)) for name, keys in RANK_VARIABLES.items()}
-    )
-
-
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the cores near its GPU.
 
@@ -101,17 +78,6 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     os.sched_setaffinity(0, cores)
     if environ.flag("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
         sys.stdout.write(f"process {local_process_index} runs on cores {sorted(cores)}\n")
-
-
-@lru_cache
-def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores near its GPU, once per process (`override_numa_affinity` repeats it).
-
-    Args:
-        local_process_index: Index of this rank on its machine.
-        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
-    """
-    override_numa_affinity(local_process_index, verbose)
 
 
 def _near_cores(local_process_index: int) -> set[int]:

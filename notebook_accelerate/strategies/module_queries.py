@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -16,21 +16,11 @@ from notebook_accelerate.torch_internals import (
     compiled_module,
     flat_parameter,
     is_compiled,
-    is_compiled_in_place,
     names_in_flat_parameter,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-def has_compiled_regions(module: torch.nn.Module) -> bool:
-    """Tell whether a model or a submodule was compiled with ``torch.compile``.
-
-    Args:
-        module: A model.
-    """
-    return any(is_compiled_module(child) or is_compiled_in_place(child) for child in module.modules())
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:
@@ -82,30 +72,6 @@ def get_model_tp_size(model: torch.nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all modules of a model, children before their parents, the model last.
-
-    Args:
-        model: The model.
-        return_fqns: Whether to return pairs of full name and module.
-
-    Returns:
-        Modules, or pairs; a module that is shared appears once.
-    """
-    named = list(_bottom_up(model, "", set()))
-    return named if return_fqns else [module for _, module in named]
-
-
-def _bottom_up(module: torch.nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield a module's descendants in the order of registration, then the module; each one once."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for child_name, child in module.named_children():
-        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name, seen)
-    yield name, module
-
-
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
     """Compile the repeated blocks of a model one by one, so that one compilation serves all of them; the rest whole.
 
@@ -125,10 +91,6 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
         else:
             compile_regions(child, **compile_kwargs)
     return module
-
-
-compile_regions_deepspeed = compile_regions
-compile_regions_fsdp2 = compile_regions
 
 
 # Checks of models before they move to a device: a device map may spread them, or parameters have no values.

@@ -6,11 +6,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 from notebook_accelerate.config.enums import LoggerType
-from notebook_accelerate.hardware import feature_checks
+from notebook_accelerate.hardware.versions import is_package
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.tracking.tracker import GeneralTracker
 from notebook_accelerate.tracking.vendors import (
@@ -41,15 +42,17 @@ class TrackerRow:
 
 
 TRACKERS: dict[str, TrackerRow] = {
-    "tensorboard": TrackerRow(TensorBoardTracker, feature_checks.is_tensorboard_available, "tensorboard"),
-    "wandb": TrackerRow(WandBTracker, feature_checks.is_wandb_available, "wandb"),
-    "comet_ml": TrackerRow(CometMLTracker, feature_checks.is_comet_ml_available, "comet-ml"),
-    "aim": TrackerRow(AimTracker, feature_checks.is_aim_available, "aim"),
-    "mlflow": TrackerRow(MLflowTracker, feature_checks.is_mlflow_available, "mlflow"),
-    "clearml": TrackerRow(ClearMLTracker, feature_checks.is_clearml_available, "clearml"),
-    "dvclive": TrackerRow(DVCLiveTracker, feature_checks.is_dvclive_available, "dvclive"),
-    "swanlab": TrackerRow(SwanLabTracker, feature_checks.is_swanlab_available, "swanlab"),
-    "trackio": TrackerRow(TrackioTracker, feature_checks.is_trackio_available, "trackio"),
+    "tensorboard": TrackerRow(
+        TensorBoardTracker, lambda: is_package("tensorboard") or is_package("tensorboardX"), "tensorboard"
+    ),
+    "wandb": TrackerRow(WandBTracker, partial(is_package, "wandb"), "wandb"),
+    "comet_ml": TrackerRow(CometMLTracker, partial(is_package, "comet_ml"), "comet-ml"),
+    "aim": TrackerRow(AimTracker, partial(is_package, "aim"), "aim"),
+    "mlflow": TrackerRow(MLflowTracker, partial(is_package, "mlflow"), "mlflow"),
+    "clearml": TrackerRow(ClearMLTracker, partial(is_package, "clearml"), "clearml"),
+    "dvclive": TrackerRow(DVCLiveTracker, partial(is_package, "dvclive"), "dvclive"),
+    "swanlab": TrackerRow(SwanLabTracker, partial(is_package, "swanlab"), "swanlab"),
+    "trackio": TrackerRow(TrackioTracker, partial(is_package, "trackio"), "trackio"),
 }
 """Built-in and registered trackers, by name."""
 

@@ -8,14 +8,7 @@ from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.parallelism_config import ParallelismConfig as ParallelismConfig
-    from notebook_accelerate.hardware.basic_config import write_basic_config as write_basic_config
-    from notebook_accelerate.strategies.megatron.megatron_strategy import (
-        megatron_lm_initialize as megatron_lm_initialize,
-        megatron_lm_prepare_data_loader as megatron_lm_prepare_data_loader,
-        megatron_lm_prepare_model_optimizer_scheduler as megatron_lm_prepare_model_optimizer_scheduler,
-        megatron_lm_prepare_optimizer as megatron_lm_prepare_optimizer,
-        megatron_lm_prepare_scheduler as megatron_lm_prepare_scheduler,
-    )
+    from notebook_accelerate.commands.config.default import write_basic_config as write_basic_config
     from notebook_accelerate.utils import rich as rich
     from notebook_accelerate.utils.ao import *
     from notebook_accelerate.utils.bnb import *

@@ -1,8 +1,10 @@
-"""Re-exports: quantization with bitsandbytes."""
+"""Quantization with bitsandbytes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from notebook_accelerate._lazy import reexport
 
@@ -11,10 +13,22 @@ if TYPE_CHECKING:
         get_keys_to_not_convert as get_keys_to_not_convert,
         get_parameter_device as get_parameter_device,
         get_quantized_model_device_map as get_quantized_model_device_map,
-        has_4bit_bnb_layers as has_4bit_bnb_layers,
         load_and_quantize_model as load_and_quantize_model,
         quantize_and_offload_8bit as quantize_and_offload_8bit,
         replace_with_bnb_layers as replace_with_bnb_layers,
     )
 
 reexport(__name__)
+
+
+def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:
+    """Return whether a model has bitsandbytes' 4-bit layers.
+
+    Args:
+        model: The model.
+    """
+    return any(
+        kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
+        for module in model.modules()
+        for kind in type(module).__mro__
+    )

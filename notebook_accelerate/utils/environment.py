@@ -1,29 +1,248 @@
-"""Re-exports: environment variables, GPUs, NUMA nodes."""
+"""Environment variables, GPUs, NUMA nodes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from notebook_accelerate._lazy import reexport
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.hardware import device_counts, device_table, nvml, torch_build
+from notebook_accelerate.hardware.detection import detect
+from notebook_accelerate.state.world import RANK_VARIABLES
+from notebook_accelerate.state.world import override_numa_affinity as override_numa_affinity
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.environ import (
-        clear_environment as clear_environment,
-        convert_dict_to_env_variables as convert_dict_to_env_variables,
         get_int_from_env as get_int_from_env,
-        parse_choice_from_env as parse_choice_from_env,
-        parse_flag_from_env as parse_flag_from_env,
         patch_environment as patch_environment,
-        purge_accelerate_environment as purge_accelerate_environment,
         str_to_bool as str_to_bool,
     )
     from notebook_accelerate.hardware.gpu_properties import *
-    from notebook_accelerate.state.world import (
-        CPUInformation as CPUInformation,
-        get_cpu_distributed_information as get_cpu_distributed_information,
-        override_numa_affinity as override_numa_affinity,
-        set_numa_affinity as set_numa_affinity,
-    )
-    from notebook_accelerate.hardware.addresses import are_libraries_initialized as are_libraries_initialized
 
 reexport(__name__)
+
+
+# -- variables
+
+_FORBIDDEN = frozenset(";\n<> ")
+_T = TypeVar("_T", bound=Callable[..., Any])
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return the variable `key` as a truth value; see `flag`.
+
+    Args:
+        key: Name of the variable.
+        default: The value where it is unset.
+
+    Returns:
+        The truth value.
+    """
+    return environ.flag(key, default)
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the variable `key` as text.
+
+    Args:
+        key: Name of the variable.
+        default: The value where it is unset.
+
+    Returns:
+        The text.
+    """
+    return os.environ.get(key, str(default))
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    """Return variables as lines ``NAME=value`` of an environment file.
+
+    Args:
+        current_env: Values by name.
+
+    Returns:
+        One line for each variable, with a newline. Names and values that are empty or contain a space, newline,
+        semicolon, < or > are left out with a warning.
+    """
+    lines = []
+    for name, value in current_env.items():
+        if not value or _FORBIDDEN & set(f"{name}{value}"):
+            warnings.warn(
+                f"{name}={value!r} is left out: it is empty or contains a space, newline, ';', '<' or '>'", stacklevel=2
+            )
+            continue
+        lines.append(f"{name}={value}\n")
+    return lines
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Empty the environment inside a with block; restore it afterwards, without the variables set in the block."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: _T) -> _T:
+    """Restore the ACCELERATE_* variables after the decorated function, or after each test of the decorated class.
+
+    Args:
+        func_or_cls: A function (also async); or a class, of which the methods that start with ``test`` are wrapped
+            with ``setUp``/``setup_method``, as are those of its subclasses.
+
+    Returns:
+        The wrapped function, or the class itself.
+    """
+    if not inspect.isclass(func_or_cls):
+        return cast("_T", _purged(func_or_cls))
+    _purge_methods(func_or_cls)
+    inherited = func_or_cls.__init_subclass__
+
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+        inherited(**kwargs)
+        _purge_methods(cls)
+
+    setattr(func_or_cls, "__init_subclass__", classmethod(init_subclass))  # noqa: B010 - no typed way to replace it
+    return func_or_cls
+
+
+def _purge_methods(cls: type) -> None:
+    """Wrap the tests that ``cls`` itself defines, and the methods that set variables up for them."""
+    if "run" not in vars(cls) and callable(getattr(cls, "run", None)) and hasattr(cls, "setUp"):
+        # unittest.TestCase.run spans setUp, the test and tearDown.
+        cls.run = _purged(cls.run)  # type: ignore[attr-defined]
+    for name, method in list(vars(cls).items()):
+        if name.startswith("test") and inspect.isfunction(method):
+            setattr(cls, name, _purged(method))
+    if "setup_method" in vars(cls):
+        _purge_setup(cls)
+
+
+def _purge_setup(cls: Any) -> None:
+    """Keep the variables before pytest's ``setup_method``; restore them after ``teardown_method``."""
+    setup, teardown = cls.setup_method, getattr(cls, "teardown_method", None)
+
+    @functools.wraps(setup)
+    def setup_method(self: Any, *args: Any) -> None:
+        self._variables_before = _accelerate_variables()
+        setup(self, *args)
+
+    def teardown_method(self: Any, *args: Any) -> None:
+        try:
+            if teardown is not None:
+                teardown(self, *args)
+        finally:
+            _restore_accelerate_variables(self._variables_before)
+
+    cls.setup_method, cls.teardown_method = setup_method, teardown_method
+
+
+def _purged(function: Any) -> Any:
+    # The context manager as a decorator would put a generator into the closure: no rank could receive the function.
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _kept_accelerate_variables():
+            return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    async def wrapped_async(*args: Any, **kwargs: Any) -> Any:
+        with _kept_accelerate_variables():
+            return await function(*args, **kwargs)
+
+    return wrapped_async if inspect.iscoroutinefunction(function) else wrapped
+
+
+@contextmanager
+def _kept_accelerate_variables() -> Iterator[None]:
+    before = _accelerate_variables()
+    try:
+        yield
+    finally:
+        _restore_accelerate_variables(before)
+
+
+def _accelerate_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(environ.PREFIX)}
+
+
+def _restore_accelerate_variables(before: Mapping[str, str]) -> None:
+    for name in _accelerate_variables().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+# -- this process and its machine
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return which of the named libraries this process has imported.
+
+    Args:
+        library_names: Import names.
+    """
+    return [name for name in library_names if name in sys.modules]
+
+
+@dataclass
+class CPUInformation:
+    """Rank and world size of a process on a CPU."""
+
+    rank: int = 0
+    """Index among all ranks."""
+    world_size: int = 1
+    """Number of ranks."""
+    local_rank: int = 0
+    """Index among this machine's ranks."""
+    local_world_size: int = 1
+    """Number of ranks on this machine."""
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Read this process's ranks from the variables of torchrun or MPI."""
+    defaults = CPUInformation()
+    return CPUInformation(
+        **{name: environ.get_int_from_env(keys, getattr(defaults, name)) for name, keys in RANK_VARIABLES.items()}
+    )
+
+
+@lru_cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the cores near its GPU, once per process (`override_numa_affinity` repeats it).
+
+    Args:
+        local_process_index: Index of this rank on its machine.
+        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
+    """
+    override_numa_affinity(local_process_index, verbose)
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Return whether this process's first GPU supports fp8 (compute capability 8.9, or AMD's gfx94, gfx95, gfx12)."""
+    if not device_counts.count("cuda"):
+        return False
+    if torch_build.read().hip:
+        properties = device_table.row("cuda").call("get_device_properties", 0)
+        return str(properties.gcnArchName).startswith(("gfx94", "gfx95", "gfx12"))
+    gpu = nvml.visible_gpu(0)
+    return gpu is not None and gpu.capability >= (8, 9)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the type of device that training uses on this machine, and its distributed type."""
+    row = device_table.row(detect().accelerator)
+    name = row.distributed_type if row.distributed_type != DistributedType.NO else DistributedType.MULTI_CPU
+    return row.type, name.value

@@ -1,10 +1,15 @@
-"""Re-exports: model sizes, device maps and loading."""
+"""Model sizes, device maps and loading."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from notebook_accelerate._lazy import reexport
+from notebook_accelerate.precision import make_precision
+from notebook_accelerate.state import AcceleratorState
 
 if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.checkpoint_loading import (
@@ -30,8 +35,6 @@ if TYPE_CHECKING:
         get_max_layer_size as get_max_layer_size,
         get_module_leaves as get_module_leaves,
         get_non_persistent_buffers as get_non_persistent_buffers,
-        id_tensor_storage as id_tensor_storage,
-        is_peft_model as is_peft_model,
         named_module_tensors as named_module_tensors,
     )
     from notebook_accelerate.big_modeling.module_tensors import (
@@ -49,10 +52,62 @@ if TYPE_CHECKING:
         get_module_size_with_ties as get_module_size_with_ties,
         retie_parameters as retie_parameters,
     )
-    from notebook_accelerate.checkpointing import shard_checkpoint as shard_checkpoint
-    from notebook_accelerate.precision.autocast_helpers import (
-        get_grad_scaler as get_grad_scaler,
-        get_mixed_precision_context_manager as get_mixed_precision_context_manager,
-    )
+    from notebook_accelerate.checkpointing.model_weights import shard_checkpoint as shard_checkpoint
 
 reexport(__name__)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return whether a model is a `PeftModel`, without importing peft.
+
+    Args:
+        model: The model, wrapped or not.
+    """
+    model = getattr(model, "module", model)
+    return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft") for kind in type(model).__mro__)
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return an identifier of a tensor's memory: device, address and bytes of its storage.
+
+    Args:
+        tensor: The tensor.
+    """
+    if tensor.device.type == "meta":  # no memory, so no address: the object itself
+        return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+# -- precision
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: Any = None
+) -> AbstractContextManager[Any]:
+    """Return the autocast context of the process's precision.
+
+    Args:
+        native_amp: False returns a context that does nothing.
+        autocast_kwargs: `AutocastKwargs`.
+    """
+    state = AcceleratorState()
+    precision = make_precision(state.mixed_precision, state.device.type)
+    precision.native_amp = native_amp
+    return precision.autocast(autocast_kwargs)
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
+    """Return a gradient scaler.
+
+    Args:
+        distributed_type: The kind of parallelism; sharded parameters need a scaler that checks all ranks.
+        kwargs: Arguments of the scaler.
+    """
+    if getattr(distributed_type, "value", distributed_type) == "FSDP":
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(**kwargs)
+    accelerator = torch.accelerator.current_accelerator()
+    # Without an accelerator the scaler does nothing.
+    return torch.amp.GradScaler(accelerator.type if accelerator is not None else "cuda", **kwargs)

@@ -1,10 +1,27 @@
-"""Re-exports: helpers for models, files and the machine."""
+"""Helpers for models, files and the machine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import platform
+import re
+import socket
+import warnings
+from collections.abc import Iterator
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import parse
 
 from notebook_accelerate._lazy import reexport
+from notebook_accelerate.config import environ
+from notebook_accelerate.strategies.module_queries import (
+    compile_regions as compile_regions,
+    is_compiled_module as is_compiled_module,
+)
+from notebook_accelerate.torch_internals import is_compiled_in_place
+
+if TYPE_CHECKING:
+    import torch
 
 if TYPE_CHECKING:
     from notebook_accelerate.checkpointing import (
@@ -14,30 +31,112 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.config.plain_values import (
         convert_bytes as convert_bytes,
-        get_pretty_name as get_pretty_name,
         merge_dicts as merge_dicts,
-        recursive_getattr as recursive_getattr,
     )
     from notebook_accelerate.hardware.addresses import (
-        check_os_kernel as check_os_kernel,
         get_free_port as get_free_port,
-        is_port_in_use as is_port_in_use,
     )
     from notebook_accelerate.state.seeding import wait_for_everyone as wait_for_everyone
     from notebook_accelerate.strategies.module_queries import (
-        compile_regions as compile_regions,
-        compile_regions_deepspeed as compile_regions_deepspeed,
-        compile_regions_fsdp2 as compile_regions_fsdp2,
         get_model_tp_size as get_model_tp_size,
-        get_module_children_bottom_up as get_module_children_bottom_up,
-        has_compiled_regions as has_compiled_regions,
         has_repeated_blocks as has_repeated_blocks,
         is_repeated_blocks as is_repeated_blocks,
         model_has_dtensor as model_has_dtensor,
     )
     from notebook_accelerate.strategies.module_queries import (
         extract_model_from_parallel as extract_model_from_parallel,
-        is_compiled_module as is_compiled_module,
     )
 
 reexport(__name__)
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the qualified name of a class or function, or of an object's class.
+
+    Args:
+        obj: Anything.
+    """
+    if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
+        obj = type(obj)
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return the attribute at a dotted path.
+
+    Args:
+        obj: The object where the path starts.
+        attr: The path, as ``model.layers.0``.
+
+    Returns:
+        The attribute.
+
+    Raises:
+        AttributeError: A part of the path does not exist.
+    """
+    return reduce(getattr, attr.split("."), obj)
+
+
+# With older kernels, waiting for the child of several ranks hangs: https://github.com/huggingface/accelerate/issues/1929
+_MIN_KERNEL = "5.5.0"
+_DEFAULT_PORT = 29500
+
+
+def check_os_kernel() -> None:
+    """Warn if the Linux kernel is older than 5.5, with which several ranks may hang."""
+    if platform.system() != "Linux":
+        return
+    found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
+    if found is not None and parse(found[0]) < parse(_MIN_KERNEL):
+        warnings.warn(
+            f"this Linux kernel is {found[0]}, and several ranks may hang with kernels before {_MIN_KERNEL}: update it",
+            stacklevel=2,
+        )
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Return whether a process listens on a port of this machine.
+
+    Args:
+        port: The port; None: MASTER_PORT, or 29500.
+    """
+    number = int(port) if port is not None else environ.integer("MASTER_PORT", _DEFAULT_PORT)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("127.0.0.1", number)) == 0
+
+
+compile_regions_deepspeed = compile_regions
+compile_regions_fsdp2 = compile_regions
+
+
+def has_compiled_regions(module: torch.nn.Module) -> bool:
+    """Tell whether a model or a submodule was compiled with ``torch.compile``.
+
+    Args:
+        module: A model.
+    """
+    return any(is_compiled_module(child) or is_compiled_in_place(child) for child in module.modules())
+
+
+def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Return all modules of a model, children before their parents, the model last.
+
+    Args:
+        model: The model.
+        return_fqns: Whether to return pairs of full name and module.
+
+    Returns:
+        Modules, or pairs; a module that is shared appears once.
+    """
+    named = list(_bottom_up(model, "", set()))
+    return named if return_fqns else [module for _, module in named]
+
+
+def _bottom_up(module: torch.nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield a module's descendants in the order of registration, then the module; each one once."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name, seen)
+    yield name, module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.hardware.feature_checks import is_rich_available
+from notebook_accelerate.utils.imports import is_rich_available
 
 if not is_rich_available():
     raise ModuleNotFoundError("notebook_accelerate.utils.rich needs rich, which is not installed: pip install rich")

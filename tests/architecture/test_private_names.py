@@ -27,12 +27,12 @@ _OF_OTHERS = {
     "big_modeling.untrusted_files": {"_Unpickler"},
     "big_modeling.remote_paths": {"_strip_protocol"},
     "big_modeling.weight_files": {"_core", "_reconstruct"},
-    "hardware.feature_checks": {"_get_device_type"},
     "integrations.reporting.lightning_trainer": {"_LoggerConnector"},
     "integrations.reporting.progress_bars": {"_tasks"},
     "telemetry.tracebacks": {"_filename_map"},
     # cloudpickle: the tokens by which it finds the classes that it has pickled.
     "telemetry.cell_classes": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
+    "utils.imports": {"_get_device_type"},
     "worker.plain_process": {"_IS_INTERACTIVE", "_console"},
     # torch_xla.
     "hardware.device_table": {"_xla_runtime_is_initialized"},

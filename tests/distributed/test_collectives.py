@@ -19,6 +19,7 @@ from notebook_accelerate import collectives
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
 from notebook_accelerate.errors import DistributedOperationException
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.utils import operations
 from tests.support.ranks import RankError, run_ranks
 
 
@@ -48,7 +49,7 @@ def gather_all() -> Any:
     assert isinstance(gathered["pair"], Pair)
     assert isinstance(gathered["user"], UserDict)
     assert isinstance(gathered["batch"], Batch)
-    return collectives.listify(gathered)
+    return operations.listify(gathered)
 
 
 def test_gather_joins_every_leaf() -> None:
@@ -62,10 +63,10 @@ def test_gather_joins_every_leaf() -> None:
 def reduce_all() -> Any:
     rank = PartialState().process_index
     given = nested(rank)
-    total = collectives.listify(collectives.reduce(given, "sum"))
-    mean = collectives.listify(collectives.reduce(given, "mean"))
-    untouched = collectives.listify(given)
-    return total, mean, untouched == collectives.listify(nested(rank)), collectives.reduce(given, "none") is given
+    total = operations.listify(collectives.reduce(given, "sum"))
+    mean = operations.listify(collectives.reduce(given, "mean"))
+    untouched = operations.listify(given)
+    return total, mean, untouched == operations.listify(nested(rank)), collectives.reduce(given, "none") is given
 
 
 def test_reduce_adds_up_or_averages() -> None:
@@ -85,12 +86,12 @@ def broadcast_all() -> Any:
     returned = collectives.broadcast(given, from_process=1)
     objects = [rank, {"rank": rank}]
     collectives.broadcast_object_list(objects, from_process=1)
-    return collectives.listify(given), collectives.listify(returned), objects
+    return operations.listify(given), operations.listify(returned), objects
 
 
 def test_broadcast_writes_in_place() -> None:
     for given, returned, objects in run_ranks(broadcast_all):
-        assert given == returned == collectives.listify(nested(1))
+        assert given == returned == operations.listify(nested(1))
         assert objects == [1, {"rank": 1}]
 
 
@@ -101,7 +102,7 @@ def pad_all() -> Any:
     begins = collectives.pad_across_processes(given, pad_index=-1, pad_first=True)
     second = collectives.pad_across_processes(given, dim=1)
     last = collectives.pad_across_processes(given, dim=-1)
-    return [collectives.listify(value) for value in (ends, begins, second, last)]
+    return [operations.listify(value) for value in (ends, begins, second, last)]
 
 
 def test_padding_to_the_largest_rank() -> None:
@@ -122,8 +123,8 @@ def gather_objects() -> Any:
         collectives.gather_object({"rank": rank}),
         [value.item() for value in collectives.gather_object(torch.tensor([rank, rank + 5]))],
         collectives.gather_object(rank),
-        collectives.copy_tensor_to_devices(tensor).tolist(),
-        collectives.gather_tensor_shape(tensor),
+        operations.copy_tensor_to_devices(tensor).tolist(),
+        operations.gather_tensor_shape(tensor),
     )
 
 
@@ -134,7 +135,7 @@ def test_objects() -> None:
         assert rows == [0, 5, 1, 6]
         assert numbers == [0, 1]
         assert copied == [0, 1, 2]
-        assert shape == (torch.Size([3]), collectives.TENSOR_TYPE_TO_INT[torch.float32])
+        assert shape == (torch.Size([3]), operations.TENSOR_TYPE_TO_INT[torch.float32])
 
 
 def gather_large() -> Any:
@@ -154,7 +155,7 @@ def test_large_results_are_copies() -> None:
 def gather_mixed_shapes() -> Any:
     rank = PartialState().process_index
     data = [torch.full((2, 2), rank), torch.full((3,), rank), torch.empty(0, 4, dtype=torch.int64), torch.tensor(rank)]
-    return collectives.listify(collectives.gather(data)), collectives.listify(collectives.reduce(data, "sum"))
+    return operations.listify(collectives.gather(data)), operations.listify(collectives.reduce(data, "sum"))
 
 
 def test_shapes_in_one_buffer_may_differ() -> None:
@@ -474,8 +475,8 @@ def test_debug_mode_lets_equal_shapes_and_padding_pass() -> None:
 
 
 def verified() -> None:
-    @collectives.chained_operation
-    @collectives.verify_operation
+    @operations.chained_operation
+    @operations.verify_operation
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 

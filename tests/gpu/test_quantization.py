@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from notebook_accelerate import init_empty_weights
-from notebook_accelerate.hardware.feature_checks import is_bnb_available
 from notebook_accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
+from notebook_accelerate.utils.imports import is_bnb_available
 from tests.support import gpu
 
 pytestmark = [

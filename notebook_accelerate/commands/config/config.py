@@ -14,7 +14,7 @@ from notebook_accelerate.config import config_file
 from notebook_accelerate.config.config_file import ClusterConfig, SageMakerConfig
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.hardware import device_table
-from notebook_accelerate.hardware.basic_config import write_basic_config
+from notebook_accelerate.commands.config.default import write_basic_config
 
 _FILE = "Path of the file, YAML or .json; without it, the default one."
 _STRATEGIES = {

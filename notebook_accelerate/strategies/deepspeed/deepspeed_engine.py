@@ -24,7 +24,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accelerate.config.enums import FP8BackendType
 from notebook_accelerate.hardware import device_table
-from notebook_accelerate.hardware.feature_checks import is_deepspeed_available
+from notebook_accelerate.hardware.versions import is_package
 from notebook_accelerate.state import AcceleratorState, process_group
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_arguments import Setup
@@ -72,7 +72,7 @@ def import_deepspeed(device: torch.device) -> Any:
         ImportError: DeepSpeed is not installed.
         ValueError: DeepSpeed was imported for another device type.
     """
-    if not is_deepspeed_available():
+    if not is_package("deepspeed"):
         raise ImportError(
             "training with a DeepSpeedPlugin needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.16'"
         )

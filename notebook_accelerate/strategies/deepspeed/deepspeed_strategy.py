@@ -36,7 +36,7 @@ from notebook_accelerate.strategies.deepspeed.initialize_arguments import (
     optimizer_parameters,
 )
 from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy
-from notebook_accelerate.strategies.module_queries import compile_regions_deepspeed, extract_model_from_parallel
+from notebook_accelerate.strategies.module_queries import compile_regions, extract_model_from_parallel
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
 from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind
@@ -259,7 +259,7 @@ class DeepSpeedStrategy(EngineStrategy):
             return model
         settings = plugin.to_kwargs()
         if plugin.use_regional_compilation:
-            compile_regions_deepspeed(engine.module, **settings)
+            compile_regions(engine.module, **settings)
         else:
             engine.compile(backend=settings.pop("backend", "inductor"), compile_kwargs=settings)
         return model

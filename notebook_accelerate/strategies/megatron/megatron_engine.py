@@ -23,43 +23,6 @@ from notebook_accelerate.strategies.megatron import megatron_setup
 from notebook_accelerate.strategies.megatron.forward_steps import TRAIN_STEPS, AbstractTrainStep, vocabulary_size
 
 
-def avg_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
-    """Average losses over the data parallel group; each of its ranks must call this.
-
-    Args:
-        losses: Scalars.
-
-    Returns:
-        The averages, of shape `[losses]`.
-    """
-    group = megatron_setup.import_parallel_state().get_data_parallel_group()
-    averaged = torch.stack([loss.detach().clone().float().view(()) for loss in losses])
-    dist.all_reduce(averaged, group=group)
-    return averaged / dist.get_world_size(group)
-
-
-def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Concatenate tensors of the data parallel group; each of its ranks must call this.
-
-    Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same shapes on these ranks.
-
-    Returns:
-        The same structure, with tensors concatenated along the first dimension.
-    """
-    if isinstance(tensor, dict):
-        return type(tensor)({key: gather_across_data_parallel_groups(value) for key, value in tensor.items()})
-    if isinstance(tensor, (list, tuple)):
-        return type(tensor)(gather_across_data_parallel_groups(item) for item in tensor)
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    group = megatron_setup.import_parallel_state().get_data_parallel_group()
-    local = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local, group=group)
-    return torch.cat(parts)
-
-
 class MegatronEngine(nn.Module):
     """A model that Megatron's schedules run.
 

@@ -17,7 +17,7 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_arguments import Setup
-from notebook_accelerate.strategies.accelerator_properties import HasState, PreparesDataLoaders
+from notebook_accelerate.strategies.accelerator_properties import HasState
 from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy
 from notebook_accelerate.strategies.megatron import megatron_checkpoint, megatron_setup
 from notebook_accelerate.strategies.megatron.megatron_engine import (
@@ -78,56 +78,8 @@ def megatron_lm_prepare_model_optimizer_scheduler(accelerator: HasState) -> tupl
     return chunks, optimizer, megatron_setup.make_schedule(optimizer, plugin, plugin.scheduled)
 
 
-def megatron_lm_prepare_optimizer(accelerator: HasState, model: Any) -> Any:
-    """Create Megatron's optimizer for a wrapped model; every rank must call this.
-
-    Args:
-        accelerator: The Accelerator, or another object with its `state`.
-        model: This rank's parts of the model.
-
-    Returns:
-        A `MegatronOptimizer`.
-    """
-    return megatron_setup.make_optimizer(_chunks(model), megatron_setup.active_plugin(accelerator.state))
-
-
-def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, scheduler: Any) -> Any:
-    """Create Megatron's schedule for a Megatron optimizer.
-
-    Args:
-        accelerator: The Accelerator, or another object with its `state`.
-        optimizer: A `MegatronOptimizer`.
-        scheduler: A `MegatronLMDummyScheduler`; None: the learning rate is constant.
-
-    Returns:
-        An `OptimizerParamScheduler`.
-    """
-    plugin = megatron_setup.active_plugin(accelerator.state)
-    if scheduler is not None:
-        plugin.set_scheduler_args(scheduler)
-    return megatron_setup.make_schedule(optimizer, plugin, scheduler is not None)
-
-
 def _chunks(model: Any) -> list[nn.Module]:
     return list(model) if isinstance(model, (list, tuple)) else [model]
-
-
-def megatron_lm_prepare_data_loader(accelerator: PreparesDataLoaders, dataloader: Any) -> Any:
-    """Create a loader of windows for this rank; every rank must call this.
-
-    Args:
-        accelerator: The Accelerator.
-        dataloader: A DataLoader of micro-batches, or a `MegatronLMDummyDataLoader`.
-
-    Returns:
-        The loader; for the placeholder a list of the loaders of the three splits.
-    """
-    if isinstance(dataloader, MegatronLMDummyDataLoader):
-        return [
-            loader if loader is None else accelerator.prepare_data_loader(loader)
-            for loader in dataloader.build_loaders(accelerator)
-        ]
-    return accelerator.prepare_data_loader(dataloader)
 
 
 class MegatronLMStrategy(EngineStrategy):

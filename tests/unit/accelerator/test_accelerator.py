@@ -30,7 +30,7 @@ from notebook_accelerate.config.kwargs_handlers import (
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState, reset_shared_state
-from notebook_accelerate.strategies.module_queries import has_compiled_regions
+from notebook_accelerate.utils import has_compiled_regions
 
 
 def loader(samples: int = 12, batch_size: int = 2) -> DataLoader[Any]:

@@ -18,7 +18,6 @@ from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.big_modeling.estimate import measure_device_map
 from notebook_accelerate.big_modeling.module_tensors import name_of_scales
 from notebook_accelerate.big_modeling.quantization import keep_8bit, make_offloadable_below, offloaded_modules
-from notebook_accelerate.hardware.feature_checks import is_bnb_available
 from notebook_accelerate.utils import (
     BnbQuantizationConfig,
     has_4bit_bnb_layers,
@@ -27,6 +26,7 @@ from notebook_accelerate.utils import (
     load_offloaded_weight,
 )
 from notebook_accelerate.utils.bnb import quantize_and_offload_8bit, replace_with_bnb_layers
+from notebook_accelerate.utils.imports import is_bnb_available
 from notebook_accelerate.widgets.memory_panel import MemoryPanel
 from tests.unit.big_modeling.models import Deep
 

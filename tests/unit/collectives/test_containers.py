@@ -9,6 +9,7 @@ import torch
 
 from notebook_accelerate import collectives
 from notebook_accelerate.config.cluster import TensorInformation
+from notebook_accelerate.utils import operations
 
 
 class Pair(NamedTuple):
@@ -79,16 +80,16 @@ def test_arguments_reach_the_function() -> None:
 
 def test_listify() -> None:
     data = {"a": torch.tensor([1.5], dtype=torch.bfloat16), "b": [torch.arange(2)], "c": torch.tensor(True)}
-    assert collectives.listify(data) == {"a": [1.5], "b": [[0, 1]], "c": True}
+    assert operations.listify(data) == {"a": [1.5], "b": [[0, 1]], "c": True}
 
 
 def test_batch_sizes() -> None:
-    assert collectives.find_batch_size({"a": [torch.ones(3, 2)]}) == 3
-    assert collectives.find_batch_size(Batch(torch.ones(5))) == 5
+    assert operations.find_batch_size({"a": [torch.ones(3, 2)]}) == 3
+    assert operations.find_batch_size(Batch(torch.ones(5))) == 5
     assert collectives.ignorant_find_batch_size({"a": "text"}) is None
     for nothing in ({"a": "text"}, torch.tensor(1.0), 3, []):
         with pytest.raises(ValueError, match="no batch size"):
-            collectives.find_batch_size(nothing)
+            operations.find_batch_size(nothing)
 
 
 def test_find_device() -> None:
@@ -121,15 +122,15 @@ def test_structures_are_described_without_values() -> None:
 
 def test_padding_a_batch_for_a_split() -> None:
     data = {"a": torch.ones(5, 2), "other": torch.ones(3)}
-    padded = collectives.pad_input_tensors(data, batch_size=5, num_processes=2)
+    padded = operations.pad_input_tensors(data, batch_size=5, num_processes=2)
     assert padded["a"].shape == (6, 2)
     assert padded["a"][5].tolist() == [0, 0]
     assert padded["other"].shape == (3,)
-    assert collectives.pad_input_tensors(data, batch_size=6, num_processes=2) is data
+    assert operations.pad_input_tensors(data, batch_size=6, num_processes=2) is data
 
 
 def test_padding_keeps_sparse_tensors() -> None:
-    sparse = collectives.pad_input_tensors(torch.eye(3).to_sparse(), batch_size=3, num_processes=2)
+    sparse = operations.pad_input_tensors(torch.eye(3).to_sparse(), batch_size=3, num_processes=2)
     assert sparse.is_sparse
     assert torch.equal(sparse.to_dense(), torch.eye(4)[:, :3])
 
@@ -179,7 +180,7 @@ class TestFloat32:
         import inspect
         import pickle
 
-        converted = collectives.convert_outputs_to_fp32(halve)
+        converted = operations.convert_outputs_to_fp32(halve)
         assert converted(torch.ones(1)).dtype == torch.float32
         assert list(inspect.signature(converted).parameters) == ["tensor"]
         assert converted.__name__ == "halve"
@@ -198,7 +199,7 @@ def test_one_process_changes_nothing() -> None:
     assert collectives.pad_across_processes(data) is data
     assert collectives.gather_object(["x"]) == ["x"]
     assert collectives.broadcast_object_list(["x"]) == ["x"]
-    assert collectives.copy_tensor_to_devices(torch.ones(2)).tolist() == [1, 1]
+    assert operations.copy_tensor_to_devices(torch.ones(2)).tolist() == [1, 1]
 
 
 def test_wrong_arguments() -> None:
@@ -209,8 +210,8 @@ def test_wrong_arguments() -> None:
 
 
 def test_shapes_and_numbers_of_dtypes() -> None:
-    assert collectives.get_shape({"a": torch.ones(2, 3)}) == {"a": [2, 3]}
-    for dtype, number in collectives.TENSOR_TYPE_TO_INT.items():
-        assert collectives.TENSOR_INT_TO_DTYPE[number] == dtype
-    assert collectives.gather_tensor_shape(torch.ones(2)) == (torch.Size([2]), 1)
-    assert not collectives.is_torch_xpu_tensor(torch.ones(1))
+    assert operations.get_shape({"a": torch.ones(2, 3)}) == {"a": [2, 3]}
+    for dtype, number in operations.TENSOR_TYPE_TO_INT.items():
+        assert operations.TENSOR_INT_TO_DTYPE[number] == dtype
+    assert operations.gather_tensor_shape(torch.ones(2)) == (torch.Size([2]), 1)
+    assert not operations.is_torch_xpu_tensor(torch.ones(1))

@@ -12,6 +12,7 @@ import pytest
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
+from notebook_accelerate.utils import environment
 
 
 @pytest.mark.parametrize("word", ["1", "true", "TRUE", "yes", "On", " y ", "t"])
@@ -81,7 +82,7 @@ def test_a_patched_variable_may_be_removed_inside() -> None:
 
 def test_a_cleared_environment_is_empty_inside_and_restored_afterwards() -> None:
     before = dict(os.environ)
-    with contextlib.suppress(KeyError), environ.clear_environment():
+    with contextlib.suppress(KeyError), environment.clear_environment():
         assert not os.environ
         os.environ["SET_INSIDE"] = "1"
         raise KeyError
@@ -110,20 +111,20 @@ def test_ignored_variables_are_ignored_in_one_thread_only(monkeypatch: pytest.Mo
 
 def test_an_environment_file_leaves_out_values_that_would_break_its_lines() -> None:
     with pytest.warns(UserWarning, match="left out"):
-        lines = environ.convert_dict_to_env_variables({"GOOD": "a=b", "BAD": "a b", "WORSE": "a;rm", "EMPTY": ""})
+        lines = environment.convert_dict_to_env_variables({"GOOD": "a=b", "BAD": "a b", "WORSE": "a;rm", "EMPTY": ""})
     assert lines == ["GOOD=a=b\n"]
 
 
 def test_a_purged_function_leaves_accelerate_variables_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_KEPT", "1")
 
-    @environ.purge_accelerate_environment
+    @environment.purge_accelerate_environment
     def change() -> str:
         os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
         os.environ["ACCELERATE_KEPT"] = "2"
         return "result"
 
-    @environ.purge_accelerate_environment
+    @environment.purge_accelerate_environment
     async def change_later() -> None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
 
@@ -134,7 +135,7 @@ def test_a_purged_function_leaves_accelerate_variables_as_they_were(monkeypatch:
 
 
 def test_a_purged_function_can_be_sent_to_ranks() -> None:
-    @environ.purge_accelerate_environment
+    @environment.purge_accelerate_environment
     def train() -> str:
         return "result"
 
@@ -142,7 +143,7 @@ def test_a_purged_function_can_be_sent_to_ranks() -> None:
 
 
 def test_a_purged_class_and_its_subclasses_undo_set_up_and_tests() -> None:
-    @environ.purge_accelerate_environment
+    @environment.purge_accelerate_environment
     class Base(unittest.TestCase):
         def setUp(self) -> None:
             os.environ["ACCELERATE_FROM_SETUP"] = "1"
@@ -160,7 +161,7 @@ def test_a_purged_class_and_its_subclasses_undo_set_up_and_tests() -> None:
 
 
 def test_a_purged_plain_class_undoes_what_setup_method_sets() -> None:
-    @environ.purge_accelerate_environment
+    @environment.purge_accelerate_environment
     class Tests:
         def setup_method(self) -> None:
             os.environ["ACCELERATE_FROM_SETUP"] = "1"

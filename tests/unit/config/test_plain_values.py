@@ -9,11 +9,10 @@ import pytest
 from notebook_accelerate.config.plain_values import (
     convert_bytes,
     format_setting,
-    get_pretty_name,
     merge_dicts,
-    recursive_getattr,
 )
 from notebook_accelerate.utils import AutocastKwargs, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from notebook_accelerate.utils.other import get_pretty_name, recursive_getattr
 
 
 @pytest.mark.parametrize(

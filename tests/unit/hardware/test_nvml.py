@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate.hardware import gpu_properties, nvml
+from notebook_accelerate.utils.environment import check_cuda_fp8_capability
 from tests.support import fake_gpu
 
 
@@ -94,7 +95,8 @@ def test_identities_of_nvml_and_of_torch_compare_equal(uuid: str) -> None:
 def test_the_package_imports_no_pynvml(library: Path) -> None:
     code = (
         "import sys, notebook_accelerate\n"
-        "from notebook_accelerate.hardware import feature_checks, gpu_properties, nvml\n"
+        "from notebook_accelerate.hardware import gpu_properties, nvml\n"
+        "from notebook_accelerate.utils import imports\n"
         "print('pynvml' in sys.modules, nvml.count(), 'pynvml' in sys.modules)"
     )
     assert _run(library, code) == "False 2 True"
@@ -134,4 +136,4 @@ def test_without_a_driver_there_are_no_gpus() -> None:
     assert (nvml.gpus(), nvml.driver_version()) == ([], None)
     assert gpu_properties.get_gpu_info() == ([], 0)
     assert gpu_properties.check_cuda_p2p_ib_support() is True
-    assert gpu_properties.check_cuda_fp8_capability() is False
+    assert check_cuda_fp8_capability() is False

@@ -9,6 +9,7 @@ import pytest
 
 from notebook_accelerate.hardware import addresses
 from notebook_accelerate.state import world
+from notebook_accelerate.utils import environment, other
 
 
 def test_a_port_is_in_use_while_something_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,25 +17,25 @@ def test_a_port_is_in_use_while_something_listens(monkeypatch: pytest.MonkeyPatc
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # from now on nobody else can listen there
         port = server.getsockname()[1]
-        assert not addresses.is_port_in_use(port)
+        assert not other.is_port_in_use(port)
         server.listen()
-        assert addresses.is_port_in_use(port)
+        assert other.is_port_in_use(port)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        assert addresses.is_port_in_use()
+        assert other.is_port_in_use()
 
 
 def test_old_kernels_cause_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "release", lambda: "5.15.0-1-generic")
-    addresses.check_os_kernel()
+    other.check_os_kernel()
     assert not recwarn
     monkeypatch.setattr(platform, "release", lambda: "4.14.0-1-generic")
     with pytest.warns(UserWarning, match=r"4\.14\.0, .* kernels before 5\.5\.0"):
-        addresses.check_os_kernel()
+        other.check_os_kernel()
 
 
 def test_imported_libraries_are_known() -> None:
-    assert addresses.are_libraries_initialized("os", "no_such_library") == ["os"]
+    assert environment.are_libraries_initialized("os", "no_such_library") == ["os"]
 
 
 @pytest.mark.parametrize("prefix", ["", "OMPI_COMM_WORLD_"])
@@ -48,14 +49,14 @@ def test_ranks_are_read_from_torchrun_or_mpi(monkeypatch: pytest.MonkeyPatch, pr
     )
     for name, value in zip(names, "3412", strict=True):
         monkeypatch.setenv(prefix + name, value)
-    assert world.get_cpu_distributed_information() == world.CPUInformation(3, 4, 1, 2)
+    assert environment.get_cpu_distributed_information() == environment.CPUInformation(3, 4, 1, 2)
 
 
 def test_without_variables_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for names in world.RANK_VARIABLES.values():
         for name in names:
             monkeypatch.delenv(name, raising=False)
-    assert world.get_cpu_distributed_information() == world.CPUInformation()
+    assert environment.get_cpu_distributed_information() == environment.CPUInformation()
 
 
 def test_lists_of_cores_have_ranges() -> None:

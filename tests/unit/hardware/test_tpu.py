@@ -9,9 +9,10 @@ import pytest
 
 from notebook_accelerate import hardware
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.hardware import device_counts, device_table, feature_checks, tpu_environment
+from notebook_accelerate.hardware import device_counts, device_table, tpu_environment
 from notebook_accelerate.strategies import STRATEGIES
 from notebook_accelerate.strategies.ddp_strategy import DDPStrategy
+from notebook_accelerate.utils import imports
 
 COLAB = {"COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
 KAGGLE = {"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v5e-8", "KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
@@ -110,8 +111,8 @@ def test_the_rows_of_tpus() -> None:
 
 
 def test_tpus_compute_in_bf16(bus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not feature_checks.is_torch_tpu_available()
+    assert not imports.is_torch_tpu_available()
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-1")
-    assert feature_checks.is_torch_tpu_available()
-    assert feature_checks.is_bf16_available()
-    assert not feature_checks.is_bf16_available(ignore_tpu=True)
+    assert imports.is_torch_tpu_available()
+    assert imports.is_bf16_available()
+    assert not imports.is_bf16_available(ignore_tpu=True)

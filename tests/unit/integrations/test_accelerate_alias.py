@@ -117,13 +117,12 @@ def test_what_is_set_in_one_module_is_set_in_both(interpreters: InterpreterServe
 def test_patches_of_functions_reach_their_callers(interpreters: InterpreterServer) -> None:
     python(
         START + "import accelerate, accelerate.accelerator, accelerate.utils.fsdp_utils as fsdp_utils\n"
-        "from notebook_accelerate.strategies.fsdp import fsdp_helpers\n"
         "original = fsdp_utils.fsdp2_prepare_model\n"
         "fsdp_utils.fsdp2_prepare_model = patched = lambda accelerator, model: model\n"
-        "assert fsdp_helpers.fsdp2_prepare_model is patched\n"
+        "assert notebook_accelerate.utils.fsdp2_prepare_model is patched\n"
         "assert accelerate.utils.fsdp2_prepare_model is patched\n"
         "accelerate.accelerator.fsdp2_prepare_model = original\n"
-        "assert fsdp_helpers.fsdp2_prepare_model is fsdp_utils.fsdp2_prepare_model is original\n"
+        "assert notebook_accelerate.utils.fsdp2_prepare_model is fsdp_utils.fsdp2_prepare_model is original\n"
         "from notebook_accelerate.collectives import gather\n"
         "import notebook_accelerate.accelerator as home\n"
         "import torch\n"

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from notebook_accelerate.commands import tpu_packages
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.utils import install_tpu, install_xla
+from notebook_accelerate.utils import install_tpu, install_xla, torch_xla
 
 
 def test_a_dry_run_says_what_would_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +31,7 @@ def test_where_there_is_none(version: tuple[int, int], platform: str, monkeypatc
 
 def _with(monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], **versions: str) -> None:
     monkeypatch.setattr(sys, "version_info", python)
-    monkeypatch.setattr(tpu_packages, "_installed", lambda name: versions.get(name, "not installed"))
+    monkeypatch.setattr(torch_xla, "_installed", lambda name: versions.get(name, "not installed"))
 
 
 @pytest.mark.parametrize(

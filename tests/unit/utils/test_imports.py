@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import feature_checks
 from notebook_accelerate.hardware.versions import compare_versions, is_torch_version
+from notebook_accelerate.utils import imports
 
 CHECKS = [
     name
-    for name, check in vars(feature_checks).items()
+    for name, check in vars(imports).items()
     if name.startswith("is_") and inspect.isfunction(check) and name not in {"is_package", "is_torch_version"}
 ]
 
@@ -23,7 +23,7 @@ CHECKS = [
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_check_answers_yes_or_no(name: str) -> None:
-    assert getattr(feature_checks, name)() in {True, False}
+    assert getattr(imports, name)() in {True, False}
 
 
 def test_checks_import_nothing_heavy() -> None:
@@ -32,8 +32,8 @@ def test_checks_import_nothing_heavy() -> None:
     names = [name for name in CHECKS if name not in asking]
     code = (
         "import sys, warnings; warnings.simplefilter('ignore')\n"
-        "from notebook_accelerate.hardware import feature_checks\n"
-        f"for name in {names}: getattr(feature_checks, name)()\n"
+        "from notebook_accelerate.utils import imports\n"
+        f"for name in {names}: getattr(imports, name)()\n"
         "print(sorted({'torch', 'numpy', 'pandas', 'rich', 'torchdata'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
@@ -41,53 +41,53 @@ def test_checks_import_nothing_heavy() -> None:
 
 
 def test_packages_are_checked_by_import_and_version() -> None:
-    assert feature_checks.is_package("pytest")
-    assert not feature_checks.is_package("no_such_package_here")
-    assert feature_checks.is_package("numpy", minimum="1.0")
-    assert not feature_checks.is_package("numpy", minimum="99")
-    assert feature_checks.is_pytest_available()
-    assert feature_checks.is_weights_only_available()
+    assert imports.is_package("pytest")
+    assert not imports.is_package("no_such_package_here")
+    assert imports.is_package("numpy", minimum="1.0")
+    assert not imports.is_package("numpy", minimum="99")
+    assert imports.is_pytest_available()
+    assert imports.is_weights_only_available()
 
 
 def test_a_folder_named_like_a_package_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb" / "run-1").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(feature_checks, "installed_version", lambda _: None)
-    assert feature_checks.is_wandb_available() is False
+    monkeypatch.setattr(imports, "installed_version", lambda _: None)
+    assert imports.is_wandb_available() is False
 
 
 def test_rich_must_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
-    assert feature_checks.is_rich_available() is False
+    assert imports.is_rich_available() is False
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "yes")
-    assert feature_checks.is_rich_available() is feature_checks.is_package("rich")
+    assert imports.is_rich_available() is imports.is_package("rich")
 
 
 def test_xla_can_be_disabled_and_has_one_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_checks, "is_package", lambda name: name == "torch_xla")
+    monkeypatch.setattr(imports, "is_package", lambda name: name == "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    assert feature_checks.is_torch_xla_available()
-    assert feature_checks.is_torch_xla_available(check_is_tpu=True)
-    assert not feature_checks.is_torch_xla_available(check_is_gpu=True)
-    assert feature_checks.is_bf16_available()
-    assert not feature_checks.is_bf16_available(ignore_tpu=True)
+    assert imports.is_torch_xla_available()
+    assert imports.is_torch_xla_available(check_is_tpu=True)
+    assert not imports.is_torch_xla_available(check_is_gpu=True)
+    assert imports.is_bf16_available()
+    assert not imports.is_bf16_available(ignore_tpu=True)
     monkeypatch.setenv("USE_TORCH_XLA", "false")
-    assert not feature_checks.is_torch_xla_available()
+    assert not imports.is_torch_xla_available()
     with pytest.raises(ValueError, match="cannot both be True"):
-        feature_checks.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+        imports.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
 
 
 def test_deprecated_checks_name_their_replacement() -> None:
     with pytest.warns(FutureWarning, match="is_tpu_available is deprecated: write is_torch_xla_available"):
-        feature_checks.is_tpu_available()
+        imports.is_tpu_available()
     with pytest.warns(FutureWarning, match="is_ipex_available is deprecated: write is_xpu_available"):
-        feature_checks.is_ipex_available()
+        imports.is_ipex_available()
 
 
 def test_missing_packages_are_named_before_a_function_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_checks, "is_torchao_available", lambda: False)
+    monkeypatch.setattr(imports, "is_torchao_available", lambda: False)
 
-    @feature_checks.torchao_required
+    @imports.torchao_required
     def convert() -> None:
         raise AssertionError("must not run")
 
