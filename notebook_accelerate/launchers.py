@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 from notebook_accelerate import launch
@@ -178,8 +177,9 @@ def test_launch() -> None:
     """
     import torch
 
-    # By dotted name: this body runs in a rank, and the kernel's side imports nothing of the worker's side.
-    state = import_module("notebook_accelerate.state").PartialState()
+    from notebook_accelerate.state import PartialState  # here, because the kernel's side must not load it
+
+    state = PartialState()
     if state.num_processes == 1:
         return
     count = torch.ones(1, device=state.device)

@@ -1,14 +1,17 @@
-"""Helpers for plain values: sizes, names, nested dicts and settings as text."""
+"""Helpers for plain values: sizes, names, folders, nested dicts and settings as text."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import numbers
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -270,3 +273,31 @@ def is_number(value: object) -> bool:
         value: Anything.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_SHOWN_CHARS = 200
+"""Characters of a path in an error."""
+
+
+def given_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a folder that the user names.
+
+    Args:
+        path: The folder; "~" is the user's home.
+
+    Raises:
+        ValueError: The path is impossible, or there is no user of the name after "~".
+    """
+    given = os.fspath(path)
+    shown = repr(given if len(given) <= _SHOWN_CHARS else f"{given[:_SHOWN_CHARS]}…")
+    try:
+        found = Path(given).expanduser().absolute()
+        found.lstat()
+    except RuntimeError:
+        raise ValueError(f"{shown} begins with the home of a user that does not exist") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ValueError(f"{shown} is not a path: a name in it is too long") from None
+    except ValueError:
+        raise ValueError(f"{shown} is not a path: it has a character that no path can have") from None
+    return found

@@ -17,15 +17,16 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import errors
+from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.hardware.process_liveness import parse_identity
 from notebook_accelerate.launch.detached import control_client, run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
-from notebook_accelerate.launch.kept.run_folder import given_folder, read_summary
+from notebook_accelerate.launch.kept.run_folder import read_summary
 from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter, to_file, uninterrupted
-from notebook_accelerate.launch.run import Run, RunCall, default_name, next_number
+from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import SLICE
 from notebook_accelerate.telemetry import inherited_state, notebook_settings
@@ -99,7 +100,7 @@ def launch_detached(
         )
         raise kind(answer["message"])
     run = attach(Path(answer["folder"]))
-    run.config, run.call = config, RunCall(function, arguments)
+    run.config = config
     deadline = time.monotonic() + OPEN_SECONDS
     while run.plan is None and run.ended is None and time.monotonic() < deadline:
         time.sleep(0.02)

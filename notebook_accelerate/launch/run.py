@@ -12,14 +12,16 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate import errors
 from notebook_accelerate.config.plain_values import check_seconds, check_whole_number, is_number
 from notebook_accelerate.errors import LaunchError, RunNotFinishedError, WorkerError
-from notebook_accelerate.launch.run_debugging import RunDebugging
-from notebook_accelerate.launch.run_display import RunDisplay
+from notebook_accelerate.launch import run_debugging, run_display
+from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.report.profile import Profile
+from notebook_accelerate.launch.report.tensorboard import write_event_files
 from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import (
@@ -41,16 +43,14 @@ if TYPE_CHECKING:
 
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.debugging.diagnosis import Diagnosis
+    from notebook_accelerate.debugging.session import Session, Stacks
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.report.run_report import Report
-    from notebook_accelerate.launch.state.call_arguments import Plain
+    from notebook_accelerate.launch.report.samples import RunMemory, Samples
+    from notebook_accelerate.launch.run_debugging import Cast
+    from notebook_accelerate.launch.state.call_arguments import Plain, RunCall
     from notebook_accelerate.telemetry.store import Record
 
-
-_START = "notebook_accelerate.launch.start"
-_TENSORBOARD = "notebook_accelerate.launch.kept.run_folder"
-_FOLDER = "notebook_accelerate.launch.kept.run_folder"
-"""Modules above this one, by name."""
 _numbers = itertools.count(1)
 
 
@@ -65,7 +65,7 @@ def next_number() -> int:
     return next(_numbers)
 
 
-class Run(RunDebugging, RunDisplay):
+class Run:
     """A launch, in progress or ended: reads the journal and forwards commands to the supervisor.
 
     Created by ``notebook_launcher``, `attach` and `open_run`; the class itself starts nothing. ``await run`` waits for
@@ -87,6 +87,7 @@ class Run(RunDebugging, RunDisplay):
         name: The run's name.
         folder: Where the run is kept; None where it is not.
         journal_file: The file of its journal in that folder; None where it is not kept.
+        delete_files: Deletes that file and the results; None if the run is not kept.
         environment: Versions and machine of an opened run, shown in its report. If empty, this process's are shown.
         origin: The notebook, or the folder, that launched a detached run; "" for other runs.
         journal: The run's events, in order.
@@ -108,6 +109,7 @@ class Run(RunDebugging, RunDisplay):
         self.name = name or config.name or default_name(function_name, self.id)
         self.folder: Path | None = None
         self.journal_file: Path | None = None
+        self.delete_files: Callable[..., None] | None = None
         self.environment: Mapping[str, str] = {}
         self.origin = ""
         self.call: RunCall | None = None
@@ -122,6 +124,10 @@ class Run(RunDebugging, RunDisplay):
         if not self.journal.state.started:
             self.journal.append(RunCreated(function_name, dict(arguments or {})))
         self._unsubscribe: Callable[[], None] | None = None
+        self._view: Any = None
+        self._debug_view: Any = None
+        self._place: Output | None = None
+        self._launched_under = ""
         state = self.journal.state
         if state.ended is not None:
             self._done.set()
@@ -332,8 +338,7 @@ class Run(RunDebugging, RunDisplay):
         Raises:
             ImportError: tensorboard is not installed.
         """
-        path: Path = import_module(_TENSORBOARD).export(self.store, folder)
-        return path
+        return write_event_files(self.store, folder)
 
     def report(self) -> Report:
         """Return a report of the run as static HTML and as text, also for the saved notebook."""
@@ -368,14 +373,14 @@ class Run(RunDebugging, RunDisplay):
                 pass them to ``notebook_launcher(train, args, resume=run)``.
         """
         if ranks is not None or self.ended is None or self.held:
-            return self._release_paused(ranks, timeout)
+            return run_debugging.release_paused(self._session(), self.commands, ranks, timeout)
         if self.call is None:
             raise LaunchError(
                 f"run {self.name} does not hold its function; pass it: "
                 f"notebook_launcher({self.function_name}, args, config=run.config, resume=run)"
             )
         function, arguments = self.call.restore(self.function_name)
-        run: Run = import_module(_START).start(self.config, function, arguments, self)
+        run: Run = self.call.start(self.config, function, arguments, self)
         return run
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -398,7 +403,8 @@ class Run(RunDebugging, RunDisplay):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             prompt = self.commands.prompts.take(left, until=self._done.is_set)
             if prompt is not None:
-                self._show_prompt(prompt, keep=not self.config.block)  # in a blocking launch an interrupt stops the run
+                # In a blocking launch an interrupt stops the run.
+                run_debugging.show_prompt(prompt, self.commands.prompts, keep=not self.config.block)
             elif left == 0.0:
                 break
         return self._done.is_set()
@@ -458,9 +464,9 @@ class Run(RunDebugging, RunDisplay):
             OSError: A file cannot be deleted.
         """
         self._check_ended()
-        if self.journal_file is None:
+        if self.journal_file is None or self.delete_files is None:
             raise ValueError(f"run {self.name} is not kept in a folder: it was launched without save='runs'")
-        import_module(_FOLDER).delete(self.journal_file, self.name, self.started, lost=self.status == "lost")
+        self.delete_files(self.journal_file, self.name, self.started, lost=self.status == "lost")
 
     def _check_ended(self) -> None:
         if self.ended is None or self.held:
@@ -517,6 +523,217 @@ class Run(RunDebugging, RunDisplay):
             raise self.error
         return self
 
+    # ---- debugging
+
+    def _session(self) -> Session:
+        return run_debugging.session_of(self, self.commands)
+
+    def diagnose(self) -> Diagnosis:
+        """Find out, within about two seconds, where every rank is and why the run is stuck.
+
+        Returns:
+            A verdict in one sentence, and the ranks grouped by location, including ranks that cannot answer.
+        """
+        return run_debugging.diagnose(self._session(), self.journal)
+
+    def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:
+        """Return the main thread's frames by rank, outermost first.
+
+        Args:
+            ranks: Global indices; None means all.
+
+        Raises:
+            ValueError: No such rank.
+        """
+        return self._session().stacks(ranks)
+
+    def sample(self, seconds: float = 5.0, ranks: Iterable[int] | None = None, rate: float = 100.0) -> Samples:
+        """Sample where the main threads of live ranks spend their time, without stopping them.
+
+        A thread of each rank looks at the main thread's stack. A sample counts the time since the one before: while
+        native code holds the interpreter lock no sample can be taken, and the next one counts for that time.
+
+        Args:
+            seconds: How long, at most 600; this call returns then.
+            ranks: Global indices; None means all.
+            rate: Samples per second, at most 1,000.
+
+        Returns:
+            The lines of your code by time, for each rank, and a flame graph; as the last line of a cell it is shown.
+
+        Raises:
+            ValueError: ``seconds`` or ``rate`` is not allowed, or there is no such rank.
+        """
+        return run_debugging.sample(self._session(), seconds, ranks, rate)
+
+    def profile(
+        self,
+        steps: int | None = None,
+        ranks: Iterable[int] | None = None,
+        memory: bool = False,
+        seconds: float | None = None,
+    ) -> Profile:
+        """Record steps of live ranks with torch's profiler, without a change of the code and without stopping it.
+
+        Recording begins at the next step boundary (an optimizer step, or ``log`` without an optimizer), and
+        this call returns after the last step. A trace grows with the number of operations: a few steps are enough.
+
+        Args:
+            steps: How many steps, at most 1,000. None: 3, and the stacks are sampled for at least half a second,
+                through the steps that follow: three short steps give too few samples to find what takes a part of each.
+            ranks: Global indices; None means all.
+            memory: Whether allocations are recorded too.
+            seconds: Record for at most this time (600 at most), and begin even if no step boundary comes; None: until
+                the last step ends.
+
+        Returns:
+            Findings as sentences, tables of operations and lines, and the ranks' timeline; as the last line of a cell
+            it is shown. ``missing`` gives the reason if a rank has no trace.
+
+        Raises:
+            ValueError: ``steps`` or ``seconds`` is not allowed, or there is no such rank.
+        """
+        return run_debugging.profile(self._session(), steps, ranks, seconds, memory=memory)
+
+    @property
+    def profiles(self) -> list[Profile]:
+        """What ``Accelerator.profile`` has recorded with ``output_trace_dir``, a profile for each folder, oldest first.
+
+        The files are read on each access; ``missing`` lists those that are gone, or on another machine.
+        """
+        return Profile.written((rank, path) for rank, path, _ in self.journal.store.traces())
+
+    def memory(self, ranks: Iterable[int] | None = None, estimate: Any = None, seconds: float = 30.0) -> RunMemory:
+        """Find out what the memory of live ranks holds, and what would fit.
+
+        One step is recorded for the activations at the peak; without a step within ``seconds`` they are not known.
+
+        Args:
+            ranks: Global indices; None means all.
+            estimate: What ``estimate_memory`` has returned for this training, to compare with.
+            seconds: How long to wait for a step, at most 600; 0 means not at all.
+
+        Returns:
+            Bytes by rank: parameters, gradients, optimizer state, activations, other tensors, cache and process; by
+            module, by variable and by line. As the last line of a cell it is shown as tables.
+
+        Raises:
+            ValueError: ``seconds`` is not allowed, or there is no such rank.
+        """
+        return run_debugging.memory_of(self._session(), self, ranks, estimate, seconds)
+
+    def ask(
+        self, expression: str, ranks: Iterable[int] | None = None, frame: str | None = None, timeout: float = 5.0
+    ) -> dict[int, Any]:
+        """Evaluate an expression in live ranks, between two steps, without stopping them.
+
+        It is evaluated at the next step boundary (an optimizer step, or ``log``). Without one within half a second, it
+        is evaluated at the main thread's next bytecode, and if the thread waits in native code, from outside. A rank
+        that holds the interpreter lock in native code cannot evaluate; only its stacks can be read.
+
+        Args:
+            expression: Python, as "model.head.weight.norm()".
+            ranks: Global indices; None means all.
+            frame: Name of a function on the stack, whose variables to use; None means the launched function.
+            timeout: Seconds to wait for the answers.
+
+        Returns:
+            The value by rank; an ``AskError`` for each rank without an answer.
+
+        Raises:
+            ValueError: Not an expression, or no such rank.
+        """
+        check_seconds("timeout", timeout)
+        return self._session().ask(expression, ranks, frame, timeout)
+
+    def complete(self, text: str, rank: int = 0, frame: str | None = None, timeout: float = 3.0) -> list[str]:
+        """Complete the last name of an expression from a rank's frame.
+
+        Args:
+            text: The beginning of the expression, as "model.head.wei".
+            rank: Global index.
+            frame: Name of a function on the stack; None means the launched function, or where the debugger stopped.
+            timeout: Seconds to wait for the answer.
+
+        Returns:
+            The completed texts; empty without a completion, or if the rank does not answer.
+
+        Raises:
+            ValueError: No such rank.
+        """
+        check_seconds("timeout", timeout)
+        return self._session().complete(text, rank, frame, timeout)
+
+    def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
+        """Have ranks wait at their next step boundary until ``resume``, and suspend the run's time limits until then.
+
+        A step boundary is an optimizer step, or ``log`` without an optimizer.
+
+        Args:
+            ranks: Global indices; None means all.
+            timeout: Seconds to wait for the ranks to reach a boundary.
+
+        Returns:
+            By rank: "paused", or why it is not.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
+        return run_debugging.pause(self._session(), self.commands, wanted, timeout)
+
+    def attach(self, rank: int = 0, timeout: float = 30.0) -> str:
+        """Start debugpy in a rank, for an editor to attach to, and print its address.
+
+        Args:
+            rank: Global index.
+            timeout: Seconds to wait for the rank.
+
+        Returns:
+            The address, on loopback of the rank's machine, as "127.0.0.1:5678"; or why there was no reply.
+
+        Raises:
+            ValueError: There is no such rank.
+            NotebookAccelerateError: debugpy is not installed there, or cannot listen.
+        """
+        check_seconds("timeout", timeout)
+        address = self._session().attach(rank, timeout)
+        print(f"debugpy of rank {rank} listens on {address}")  # noqa: T201 - the answer to a command typed in a cell
+        return address
+
+    def debug(self, rank: int | None = None) -> None:
+        """Use the debugger of a rank in this cell, until it continues or quits.
+
+        A running rank stops at its next bytecode; one that failed under ``debug=True`` opens at the failing line. For
+        a rank that waits in ``input()``, its prompt is shown, even if it is also shown elsewhere.
+
+        If several ranks are stopped, ``rank 1`` at the prompt switches to the debugger of rank 1.
+
+        Args:
+            rank: Global index; None means the first rank that is stopped, else the first that failed, else the
+                first that waits for input, else rank 0.
+
+        Raises:
+            ValueError: There is no such rank, or it has already ended.
+        """
+        run_debugging.debug(self._session(), self, self.commands, self.journal, rank)
+
+    def cast(self, command: str, ranks: Iterable[int] | None = None, timeout: float = 10.0) -> Cast:
+        """Send one debugger command to several stopped ranks and return the replies side by side.
+
+        Args:
+            command: The command as typed at the debugger's prompt, as "p loss".
+            ranks: Global indices; None means all stopped ranks.
+            timeout: Seconds to wait for the answers.
+
+        Returns:
+            What the debugger of each rank has written, by rank; "(goes on)" for a rank that has left it.
+
+        Raises:
+            ValueError: A rank is not stopped, or none is.
+        """
+        return run_debugging.cast(self.commands.prompts, command, ranks, timeout)
+
     # ---- display
 
     def __repr__(self) -> str:
@@ -529,6 +746,84 @@ class Run(RunDebugging, RunDisplay):
     def given_name(self) -> str:
         """The run's name, where it is another one than that of the function with the number; "" else."""
         return "" if self.name == default_name(self.function_name, self.id) else self.name
+
+    def panel(self) -> Any:
+        """Return the run's live panel; as the last line of a cell it is displayed, in any number of cells.
+
+        In JupyterLab and Notebook the panel stays live after the end of the run, until its kernel ends; the saved
+        notebook, and a reader without the kernel, have the static report. In other front ends the report replaces the
+        panel. Where live widgets are not available, the panel is the report, updated while the run lasts.
+        """
+        if self._view is None or self._view.closed:
+            self._view = run_display.new_panel(self._shown(), self._place if self._place is not None else here())
+        return self._view
+
+    def debug_panel(self) -> Any:
+        """Return a panel for debugging the ranks: locations, stacks, expressions; the last line of a cell displays it.
+
+        Raises:
+            ImportError: ipywidgets is not installed.
+        """
+        if self._debug_view is None or self._debug_view.closed:
+            self._debug_view = run_display.load("debug")(self._shown())
+        return self._debug_view
+
+    @property
+    def launching_cell(self) -> str:
+        """The id of the notebook's cell that launched the run; "" if the front end does not send it."""
+        return self._place.notebook_cell if self._place is not None else ""
+
+    def _shown(self) -> Run:
+        """Return the run for a view, which lives longer than the user refers to the run and keeps no results."""
+        return self if self.ended is None or self.held else self.without_results()
+
+    # ---- called by the launch
+
+    @property
+    def displayed(self) -> bool:
+        """Whether the launch shows a header: ``panel`` says so, or "auto" and the launch is in a notebook's cell."""
+        return self._place is not None if self.config.panel == "auto" else bool(self.config.panel)
+
+    def reserve_output(self) -> None:
+        """Reserve an output for the panel under the launching cell; nothing is shown yet."""
+        if self.config.panel is not False:
+            self._place = here()
+
+    def take_output(self) -> None:
+        """Take that output, so that the ranks' output is below the panel; safe from any thread."""
+        if self._place is not None:
+            self._place.show({"text/plain": ""})
+
+    def show_live(self) -> None:
+        """Show the panel in its output; a panel that fails never interrupts the run."""
+        place = self._place
+        if place is None:
+            return
+        if self.ended is None and not run_display.try_to_show(lambda: self.panel().show(place)):
+            return
+        # The run may have ended before its panel was shown.
+        if self.ended is not None and (self._view is None or not self._view.settle()):
+            place.end(self._static())
+        self._launched_under = place.cell
+
+    # ---- called by IPython
+
+    def _repr_html_(self) -> str | None:
+        if self._launched_under and self._launched_under == run_display.current_cell():  # its panel is shown above
+            return None
+        return str(self.report().html)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": repr(self)} if self._repr_html_() is None else self._static()
+
+    def _static(self) -> dict[str, str]:
+        return self.report().bundle
+
+    def _ipython_display_(self) -> None:
+        """Show the live panel while the run is live; otherwise IPython shows the static form."""
+        live = self.ended is None and run_display.current_cell() != self._launched_under
+        if not live or running_kernel() is None or not run_display.try_to_show(lambda: self.panel().show()):
+            raise NotImplementedError  # IPython then asks for the MIME bundle
 
     # ---- called by the registry and by views
 
@@ -548,7 +843,7 @@ class Run(RunDebugging, RunDisplay):
         )
         copied = Run(self.config, self.function_name, self.journal.without_results(why), number=self.id, name=self.name)
         copied.folder, copied.journal_file, copied.environment = self.folder, self.journal_file, self.environment
-        copied.origin, copied.call = self.origin, self.call
+        copied.origin, copied.call, copied.delete_files = self.origin, self.call, self.delete_files
         return copied
 
     # ---- from the journal
@@ -607,66 +902,3 @@ def _pass_on(known: weakref.ref[Run], records: Sequence[Record]) -> None:
 def _resolve(future: asyncio.Future[Run], run: Run) -> None:
     if not future.done():  # it may have been cancelled
         future.set_result(run)
-
-
-# What was launched, for a run that goes on with it: nothing that the user has deleted is kept alive.
-
-_VALUES = (type(None), bool, int, float, complex, str, bytes)
-_MAX_SIZE = 10_000
-"""Characters or bytes of a text that is kept itself."""
-
-
-class RunCall:
-    """A function and its arguments, by weak references where they are objects.
-
-    Args:
-        function: The launched function.
-        arguments: Its arguments.
-    """
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._function = _reference(function)
-        self._arguments = [_reference(argument) for argument in arguments]
-
-    def restore(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the function and its arguments.
-
-        Args:
-            name: The function's name, for the error.
-
-        Raises:
-            LaunchError: One of them exists no more.
-        """
-        function, *arguments = (reference() for reference in (self._function, *self._arguments))
-        gone = ["the function"] if function is _GONE else []
-        gone += [f"argument {index}" for index, value in enumerate(arguments) if value is _GONE]
-        if gone:
-            raise LaunchError(
-                f"{' and '.join(gone)} of the run exist no more; pass them: notebook_launcher({name}, args, resume=run)"
-            )
-        return function, tuple(arguments)
-
-
-_GONE: Any = object()
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    """Return a function that returns the value, or `_GONE` once the user has deleted it."""
-    if type(value) in _VALUES and (not isinstance(value, (str, bytes)) or len(value) <= _MAX_SIZE):
-        return lambda: value
-    if type(value) is tuple and len(value) <= _MAX_SIZE:
-        parts = [_reference(part) for part in value]
-        return lambda: _GONE if any(part() is _GONE for part in parts) else tuple(part() for part in parts)
-    if type(value) is dict and len(value) <= _MAX_SIZE and all(type(key) in _VALUES for key in value):
-        items = {key: _reference(part) for key, part in value.items()}
-        return lambda: (
-            _GONE if any(part() is _GONE for part in items.values()) else {key: part() for key, part in items.items()}
-        )
-    if type(value) is list and len(value) <= _MAX_SIZE:
-        parts = [_reference(part) for part in value]
-        return lambda: _GONE if any(part() is _GONE for part in parts) else [part() for part in parts]
-    try:
-        known = weakref.ref(value)
-    except TypeError:
-        return lambda: _GONE
-    return lambda: _GONE if (found := known()) is None else found

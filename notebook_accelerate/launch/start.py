@@ -15,15 +15,20 @@ from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
 from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerError
 from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.attaching import launch_detached
+from notebook_accelerate.launch.kept import run_folder
+from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME
+from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import inline
-from notebook_accelerate.launch.run import Run, RunCall, default_name, next_number
+from notebook_accelerate.launch.resumption import resumption_of
+from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
 from notebook_accelerate.launch.state import failures
-from notebook_accelerate.launch.state.call_arguments import call_arguments
+from notebook_accelerate.launch.state.call_arguments import RunCall, call_arguments
 from notebook_accelerate.launch.state.interrupts import deferred_interrupts, handle_interrupts, wait_for
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE, RunPlanned
@@ -33,7 +38,6 @@ from notebook_accelerate.telemetry import inherited_state, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.launch.kept.run_writer import RunWriter
     from notebook_accelerate.launch.state.prompts import Prompt
     from notebook_accelerate.launch.supervisor.run_thread import RunThread
     from notebook_accelerate.telemetry.inherited_state import InheritedState
@@ -63,9 +67,8 @@ def start(
     config = _where(config)
     if not config.detach:
         return start_here(config, function, arguments, resume)
-    from notebook_accelerate.launch.attaching import launch_detached
-
     run = launch_detached(config, function, arguments, resume)
+    run.call = RunCall(function, arguments, start)
     run.reserve_output()
     run_registry.tell(run)
     _announce(run, _publisher(run), f"detached: notebook_accelerate.attach({run.name!r}) opens it in any kernel")
@@ -174,8 +177,6 @@ def _new_run(
             undo.callback(commands.close)
         resumption = None
         if resume is not None:
-            from notebook_accelerate.launch.resumption import resumption_of
-
             resumption = resumption_of(resume)
         function_name = getattr(function, "__name__", type(function).__name__)
         number = next_number()
@@ -183,9 +184,9 @@ def _new_run(
         journal = Journal()
         writer = _writer(config, name, number, function, arguments, journal)
         run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
-        run.call = RunCall(function, arguments)
+        run.call = RunCall(function, arguments, start)
         if writer is not None:
-            run.folder, run.journal_file = writer.folder, writer.file
+            run.folder, run.journal_file, run.delete_files = writer.folder, writer.file, run_folder.delete
         if resumption is not None:
             resumption.begin(journal)
             if resumption.checkpoint is not None:
@@ -209,16 +210,14 @@ def _writer(
     parent = config.save or environ.text("NOTEBOOK_ACCELERATE_RUNS")
     if not parent:
         return None
-    from notebook_accelerate.launch.kept import journal_file, run_folder, run_writer
-
     now = steady_time.now()
     folder = run_folder.create_folder(parent, name, now)
     try:
         header = run_folder.header(name, number, function, arguments, config, now)
-        return run_writer.RunWriter(folder, header, journal, detached=config.detach)
+        return RunWriter(folder, header, journal, detached=config.detach)
     except OSError as error:
         with suppress(OSError):
-            (folder / journal_file.JOURNAL_NAME).unlink(missing_ok=True)
+            (folder / JOURNAL_NAME).unlink(missing_ok=True)
             folder.rmdir()
         raise LaunchError(
             f"the run cannot be kept in {folder}: {error.strerror or error}; pass another folder: save='runs'"

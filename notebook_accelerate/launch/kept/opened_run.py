@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
 from notebook_accelerate.hardware.guarded_files import ForeignFileError, read_file
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
@@ -28,7 +29,7 @@ from notebook_accelerate.launch.kept.journal_file import (
     open_journal,
     read_journal,
 )
-from notebook_accelerate.launch.kept.run_folder import config_from, environment_of, given_folder, result_name
+from notebook_accelerate.launch.kept.run_folder import config_from, delete, environment_of, result_name
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
@@ -94,6 +95,7 @@ def open_run(path: str | PathLike[str]) -> Run:
     tracebacks.name_foreign_cells(_cells_of(header))
     run = Run(config_from(header["config"]), header["function"], journal, commands, name=header["name"])
     run.folder, run.journal_file, run.environment = file.parent, file, environment_of(header)
+    run.delete_files = delete
     if run.ended is None or run.held:
         follower = _Follower(contents, file, sent)
         weakref.finalize(run, follower.over.set)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -11,12 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.config.plain_values import HIDDEN, hide_credentials, shown_value
+from notebook_accelerate.config.plain_values import HIDDEN, given_folder, hide_credentials, shown_value
 from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.hardware.guarded_files import check_depth, parse_json, read_file
 from notebook_accelerate.hardware.process_liveness import this_process
@@ -28,15 +26,8 @@ from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.cell_names import cell_sources
 from notebook_accelerate.telemetry.channel import printable
 
-if TYPE_CHECKING:
-    from os import PathLike
-
-    from notebook_accelerate.telemetry import Store
-
-
 _SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 _TEXT_CHARS = 1000
-_SHOWN_CHARS = 200
 _GIT_SECONDS = 10.0
 
 
@@ -76,30 +67,6 @@ def _name_in_path(name: str) -> str:
 def _is_made_for(folder: Path, name: str) -> bool:
     """Whether a folder's name is one that `create_folder` gives a run of this name, in any time zone."""
     return re.fullmatch(rf"[0-9]{{8}}-[0-9]{{6}}-{re.escape(_name_in_path(name))}(-[0-9]+)?", folder.name) is not None
-
-
-def given_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a folder that the user names.
-
-    Args:
-        path: The folder; "~" is the user's home.
-
-    Raises:
-        ValueError: The path is impossible, or there is no user of the name after "~".
-    """
-    given = os.fspath(path)
-    shown = repr(given if len(given) <= _SHOWN_CHARS else f"{given[:_SHOWN_CHARS]}…")
-    try:
-        found = Path(given).expanduser().absolute()
-        found.lstat()
-    except RuntimeError:
-        raise ValueError(f"{shown} begins with the home of a user that does not exist") from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise ValueError(f"{shown} is not a path: a name in it is too long") from None
-    except ValueError:
-        raise ValueError(f"{shown} is not a path: it has a character that no path can have") from None
-    return found
 
 
 def header(
@@ -283,30 +250,3 @@ def _results(journal: Path) -> list[Path]:
     sizes = {rank: values.get("bytes") for rank, values in stored.items() if isinstance(values, dict)}
     files = {journal.with_name(result_name(rank)): size for rank, size in sizes.items()}
     return [file for file, size in files.items() if file.is_file() and file.stat().st_size == size]
-
-
-# Exports the metrics of a run as event files of TensorBoard, by its own writer.
-
-
-def export(store: Store, folder: str | PathLike[str]) -> Path:
-    """Write an event file per rank; see ``Run.to_tensorboard``."""
-    try:
-        events: Any = import_module("tensorboard.compat.proto.event_pb2")
-        summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
-        writer: Any = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter
-    except ImportError as error:
-        raise ImportError("to_tensorboard needs tensorboard's writer: pip install tensorboard") from error
-    target = given_folder(folder)
-    names = store.metric_names()
-    ranks = sorted({rank for name in names for rank in store.ranks_of(name)})
-    for rank in ranks:
-        file = writer(str(target / f"rank{rank}" if len(ranks) > 1 else target))
-        for name in names:
-            if rank in store.ranks_of(name):
-                tail = store.tail(name, rank)
-                numbered = bool((tail.steps >= 0).all())
-                for index, (step, time, value) in enumerate(zip(*(c.tolist() for c in tail[:3]), strict=True)):
-                    summary = summaries.Summary(value=[summaries.Summary.Value(tag=name, simple_value=value)])
-                    file.add_event(events.Event(wall_time=time, step=step if numbered else index, summary=summary))
-        file.close()
-    return target

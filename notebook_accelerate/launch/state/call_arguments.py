@@ -1,9 +1,10 @@
-"""The arguments of a launched function, as tables of runs show them: plain values by name."""
+"""The call that a run launched: its arguments for tables of runs, and references to repeat it with ``run.resume()``."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from notebook_accelerate.config.plain_values import HIDDEN, hide_credentials
+from notebook_accelerate.errors import LaunchError
 
 Plain = bool | int | float | str | None
 MAX_ARGUMENTS = 40
@@ -80,3 +82,67 @@ def _entries(value: Any) -> Mapping[Any, Any] | None:
 
 def _short(text: str) -> str:
     return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 1] + "…"
+
+
+# ---- the call
+
+_VALUES = (type(None), bool, int, float, complex, str, bytes)
+_MAX_SIZE = 10_000
+"""Characters or bytes of a text that is kept itself."""
+
+
+class RunCall:
+    """Refers to a launched function and its arguments, weakly if they are objects, so that the call can be repeated.
+
+    Args:
+        function: The launched function.
+        arguments: Its arguments.
+        start: Launches them again: ``launch.start.start``.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], start: Callable[..., Any]) -> None:
+        self._function, self.start = _reference(function), start
+        self._arguments = [_reference(argument) for argument in arguments]
+
+    def restore(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return the function and its arguments.
+
+        Args:
+            name: The function's name, for the error.
+
+        Raises:
+            LaunchError: The user has deleted one of them.
+        """
+        function, *arguments = (reference() for reference in (self._function, *self._arguments))
+        gone = ["the function"] if function is _GONE else []
+        gone += [f"argument {index}" for index, value in enumerate(arguments) if value is _GONE]
+        if gone:
+            raise LaunchError(
+                f"{' and '.join(gone)} of the run exist no more; pass them: notebook_launcher({name}, args, resume=run)"
+            )
+        return function, tuple(arguments)
+
+
+_GONE: Any = object()
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a function that returns the value, or `_GONE` once the user has deleted it."""
+    if type(value) in _VALUES and (not isinstance(value, (str, bytes)) or len(value) <= _MAX_SIZE):
+        return lambda: value
+    if type(value) is tuple and len(value) <= _MAX_SIZE:
+        parts = [_reference(part) for part in value]
+        return lambda: _GONE if any(part() is _GONE for part in parts) else tuple(part() for part in parts)
+    if type(value) is dict and len(value) <= _MAX_SIZE and all(type(key) in _VALUES for key in value):
+        items = {key: _reference(part) for key, part in value.items()}
+        return lambda: (
+            _GONE if any(part() is _GONE for part in items.values()) else {key: part() for key, part in items.items()}
+        )
+    if type(value) is list and len(value) <= _MAX_SIZE:
+        parts = [_reference(part) for part in value]
+        return lambda: _GONE if any(part() is _GONE for part in parts) else [part() for part in parts]
+    try:
+        known = weakref.ref(value)
+    except TypeError:
+        return lambda: _GONE
+    return lambda: _GONE if (found := known()) is None else found
