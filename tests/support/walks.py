@@ -36,6 +36,8 @@ class Call(NamedTuple):
 def steps_of(walk: str) -> list[Step]:
     """Return the functions that a walk of the document names, in order.
 
+    Each must cause the next one: a test cannot tell the order of what two threads or processes do at the same time.
+
     Args:
         walk: The heading of the walk, as "A launch".
     """
