@@ -295,6 +295,5 @@ def check_handler(name: str, handler: _Handler | None, kind: type[_Handler]) -> 
     Raises:
         ValueError: The value has another type.
     """
-    if handler is not None and not isinstance(handler, kind):
-        raise ValueError(f"{name} takes {kind.__name__}(...) or None; got {type(handler).__name__} ({handler!r:.60})")
+    check_type(name, handler, (kind, type(None)), f"{kind.__name__}(...) or None")
     return handler

@@ -59,7 +59,6 @@ class DDPStrategy(Strategy):
         return wrapped
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """See `Strategy.accumulating`."""
         wrapped = [found for model in models if (found := ddp_inside(model)) is not None]
         if wrapped:
             return Unsynchronised(wrapped)
@@ -71,7 +70,6 @@ class DDPStrategy(Strategy):
         return NOTHING
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """See `Strategy.no_sync`."""
         wrapped = ddp_inside(model)
         return super().no_sync(model) if wrapped is None else Unsynchronised([wrapped])
 

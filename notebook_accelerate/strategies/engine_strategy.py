@@ -92,13 +92,6 @@ class EngineStrategy(Strategy):
         """Return the indices of the optimizers that are not prepared yet."""
         return [at for at in indices["optimizer"] if not self._is_prepared_optimizer(objects[at])]
 
-    def _add_optimizer(self, wrapper: EngineOptimizer) -> EngineOptimizer:
-        """Keep the wrapper of an engine's optimizer as prepared, and return it."""
-        wrapper.gradient_state = self.setup.gradient_state
-        wrapper._is_accelerate_prepared = True
-        self.optimizers.append(wrapper)
-        return wrapper
-
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Return an optimizer that was prepared with its model.
 

@@ -205,5 +205,4 @@ class ExpertParallelStrategy(SplitLayersStrategy):
         return any(model_has_dtensor(layer) for layer in layers)
 
     def split(self, model: nn.Module) -> None:
-        """See `split_experts`."""
         split_experts(model, self.setup.state.device_mesh)

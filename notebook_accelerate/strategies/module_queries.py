@@ -1,10 +1,10 @@
-"""Properties of a model's modules: compiled, sharded, repeated."""
+"""Properties of a model's modules and parameters: compiled, sharded, wrapped, repeated, tied, replaced."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -72,6 +72,27 @@ def get_model_tp_size(model: torch.nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
+_KINDS_BY_SETTING = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
+
+
+def layer_kinds(model: nn.Module) -> list[str]:
+    """Return the kinds of layers that the configuration of a transformers model lists.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        The kinds, in alphabetical order: full_attention, sliding_attention, linear_attention, ...; empty if the model
+        has no such configuration.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral's configuration has one setting for all layers
+        kinds = [kind for name, kind in _KINDS_BY_SETTING.items() if getattr(config, name, None)]
+    return sorted(set(kinds))
+
+
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
     """Compile the repeated blocks of a model one by one, so that one compilation serves all of them; the rest whole.
 
@@ -93,7 +114,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     return module
 
 
-# Checks of models before they move to a device: a device map may spread them, or parameters have no values.
+# ---- before a model moves to a device: a device map may spread it, or parameters have no values
 
 
 def is_on_several_devices(model: torch.nn.Module) -> bool:
@@ -127,7 +148,7 @@ def check_values(model: torch.nn.Module, remedy: str) -> None:
         )
 
 
-# Removes the wrappers of a prepared model.
+# ---- the wrappers of a prepared model
 
 _WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 _LAZY_WRAPPERS = {
@@ -194,11 +215,11 @@ def extract_model_from_parallel(
     Returns:
         The model.
     """
-    compiled, inner = compiled_around(model), _unwrapped(model)
+    compiled, inner = compiled_around(model), without_wrappers(model)
     if recursive:
         for module in list(inner.modules()):
             for name, child in list(module.named_children()):
-                setattr(module, name, _unwrapped(child))
+                setattr(module, name, without_wrappers(child))
     if not keep_fp32_wrapper:
         restore_forward(inner)
     if compiled is not None and keep_torch_compile:
@@ -207,6 +228,16 @@ def extract_model_from_parallel(
         # A second compiled module with the same settings, around the inner model; the prepared one does not change.
         again: Any = type(compiled)(inner, compiled.dynamo_ctx)
         return again  # type: ignore[no-any-return]
+    return inner
+
+
+def without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside the wrappers that `prepare` and `torch.compile` put around it.
+
+    Args:
+        model: A model.
+    """
+    *_, inner = _layers(model)
     return inner
 
 
@@ -219,20 +250,18 @@ def compiled_around(model: torch.nn.Module) -> Any:
     Returns:
         What `torch.compile` returned; None if the model is not compiled.
     """
-    compiled = None
-    while _is_wrapper(model) or is_compiled_module(model):
-        compiled = model if is_compiled_module(model) else compiled
-        model = compiled_module(model) if is_compiled_module(model) else model.module  # type: ignore[assignment]
-    return compiled
+    return next((layer for layer in reversed([*_layers(model)]) if is_compiled_module(layer)), None)
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a model, then each model inside a wrapper, from the outside to the inside."""
+    yield model
     while _is_wrapper(model) or is_compiled_module(model):
         model = compiled_module(model) if is_compiled_module(model) else model.module  # type: ignore[assignment]
-    return model
+        yield model
 
 
-# Parameters that several modules of a model share, and how they stay shared while a model is prepared.
+# ---- tied parameters, and how they stay tied while a model is prepared
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -290,7 +319,7 @@ def keep_ties(make: Callable[[nn.Module], Any], model: nn.Module) -> Callable[[n
     return made_once
 
 
-# Names of parameters without wrappers' prefixes, and the parameters that replaced others in a prepared model.
+# ---- parameters by their names without wrappers, and those that replaced others in a prepared model
 
 _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 

@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,14 +19,14 @@ from notebook_accelerate.strategies.module_queries import (
     check_values,
     compile_regions,
     compiled_around,
-    extract_model_from_parallel,
     is_compiled_module,
     is_on_several_devices,
+    without_wrappers,
 )
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.telemetry.events import ShardReport
 
-Parameters = torch.Tensor | Sequence[torch.Tensor]
+_Prepared = TypeVar("_Prepared", bound=Any)
 NOTHING: AbstractContextManager[None] = nullcontext()
 """A context that does nothing and can be entered any number of times."""
 
@@ -155,7 +155,7 @@ class Strategy:
         if device_placement and not is_on_several_devices(model):
             check_values(model, "load its weights before prepare(), or prepare with device_placement=[False, ...]")
             model = model.to(self.setup.device)
-        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        inner = without_wrappers(model)
         self.setup.precision.wrap_model(inner)
         if not evaluation_mode:
             if compiled_around(model) is not None and not any(inner is known for known in self.models):
@@ -210,22 +210,18 @@ class Strategy:
         """See `Accelerator.prepare_optimizer`; one that this Accelerator prepared before is returned as it is."""
         if any(optimizer is kept for kept in self.optimizers):
             return optimizer  # type: ignore[return-value]
-        optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         if device_placement is None:
             device_placement = self.setup.device_placement
-        prepared = AcceleratedOptimizer(optimizer, device_placement, self.setup.scaler)
-        prepared.gradient_state = self.setup.gradient_state
-        prepared._is_accelerate_prepared = True
-        self.optimizers.append(prepared)
-        return prepared
+        return self.keep(
+            AcceleratedOptimizer(inner_optimizer(optimizer), device_placement, self.setup.scaler), self.optimizers
+        )
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """See `Accelerator.prepare_scheduler`; one that this Accelerator prepared before is returned as it is."""
         if any(scheduler is kept for kept in self.schedulers):
             return scheduler  # type: ignore[no-any-return]
         scheduler = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-        wanted = getattr(scheduler, "optimizer", None)
-        wanted = wanted.optimizer if isinstance(wanted, AcceleratedOptimizer) else wanted
+        wanted = inner_optimizer(getattr(scheduler, "optimizer", None))
         own = [optimizer for optimizer in self.optimizers if wanted is optimizer.optimizer]
         prepared = AcceleratedScheduler(
             scheduler,
@@ -233,10 +229,7 @@ class Strategy:
             step_with_optimizer=self.setup.step_scheduler_with_optimizer,
             split_batches=self.setup.dataloader_config.split_batches,
         )
-        prepared.gradient_state = self.setup.gradient_state
-        prepared._is_accelerate_prepared = True
-        self.schedulers.append(prepared)
-        return prepared
+        return self.keep(prepared, self.schedulers)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -258,11 +251,23 @@ class Strategy:
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             **self._loader_settings(),
         )
+        prepared._prepared_for = rank
+        return self.keep(prepared, self.dataloaders)
+
+    def keep(self, prepared: _Prepared, kept: list[Any]) -> _Prepared:
+        """Mark an optimizer, schedule or loader as prepared, connect it with the accumulation, and keep it.
+
+        Args:
+            prepared: The object.
+            kept: The list of prepared objects of its kind.
+
+        Returns:
+            The object.
+        """
         prepared.gradient_state = self.setup.gradient_state
         prepared._is_accelerate_prepared = True
-        prepared._prepared_for = rank
-        self.dataloaders.append(prepared)
-        return prepared  # type: ignore[no-any-return]
+        kept.append(prepared)
+        return prepared
 
     def _loader_settings(self) -> dict[str, Any]:
         config, state = self.setup.dataloader_config, self.setup.state
@@ -365,7 +370,7 @@ class Strategy:
 
     def model_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """See `Accelerator.get_state_dict`."""
-        return (extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model).state_dict()
+        return (without_wrappers(model) if unwrap else model).state_dict()
 
     def sharding(self) -> ShardReport:
         """Count the parameters, gradients and optimizer state of this rank, without a collective."""
@@ -379,6 +384,15 @@ class Strategy:
         """Forget all prepared objects."""
         for kept in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             kept.clear()
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a prepared one; any other object itself.
+
+    Args:
+        optimizer: An optimizer, prepared or not.
+    """
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def parameters_in(given: Any) -> list[torch.Tensor]:
@@ -450,20 +464,15 @@ def add_once(items: list[Any], item: Any) -> None:
         items.append(item)
 
 
-# The strategy of one process.
-
-
 class SingleStrategy(Strategy):
     """One process: models, optimizers and loaders behave as in torch."""
 
-    name: ClassVar[str] = "single"
-
-
-# Pipeline parallelism for inference: `prepare_pippy` distributes the layers, this strategy exchanges nothing.
-
 
 class PipelineStrategy(Strategy):
-    """Ranks along the dimension "pp" read the same data, and each has some of the layers; none trains."""
+    """Inference by a pipeline: `prepare_pippy` distributes the layers, and this strategy exchanges nothing.
+
+    Ranks along the dimension "pp" read the same data, and each has some of the layers.
+    """
 
     name: ClassVar[str] = "pp"
 

@@ -149,5 +149,4 @@ class TensorParallelStrategy(SplitLayersStrategy):
         return _is_split(model, self.setup.state.device_mesh)
 
     def split(self, model: nn.Module) -> None:
-        """See `split_tensors`."""
         split_tensors(model, self.setup.state.device_mesh)

@@ -20,7 +20,7 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.module_queries import ParameterReplacements, parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.strategy import Strategy
+from notebook_accelerate.strategies.strategy import Strategy, inner_optimizer
 from notebook_accelerate.telemetry.events import ShardReport
 
 
@@ -37,7 +37,6 @@ class XLAOptimizer(AcceleratedOptimizer):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """See `AcceleratedOptimizer.zero_grad`."""
         super().zero_grad(set_to_none)
         self.gradient_state.is_xla_gradients_synced = False
 
@@ -66,7 +65,7 @@ class XLAStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """See `Strategy.prepare_optimizer`; its steps average gradients first."""
-        self._replacements.apply(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
+        self._replacements.apply(inner_optimizer(optimizer))
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = XLAOptimizer
         prepared._average_gradients = self.average_gradients
@@ -107,7 +106,6 @@ class XLAStrategy(Strategy):
         return prepared  # type: ignore[no-any-return]
 
     def sharding(self) -> ShardReport:
-        """See `Strategy.sharding`."""
         devices = runtime.global_runtime_device_count() if runtime.is_spmd() else 1
         return shard_report.count_shards(
             self, variant=f"SPMD, batches split over {devices} devices" if devices > 1 else ""

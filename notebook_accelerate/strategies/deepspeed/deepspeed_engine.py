@@ -1,4 +1,4 @@
-"""Imports DeepSpeed, and starts its communication on this rank's device and process group, without user settings."""
+"""Runs DeepSpeed in a rank: imports it, starts its communication, wraps its engine, compiles its operators."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from notebook_accelerate.state import AcceleratorState, process_group
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.engine_strategy import EngineOptimizer, EngineScheduler
-
-# Imports DeepSpeed, and starts its communication on this rank's device and process group, without user settings.
 
 _SAME_NAMES = frozenset({"cpu", "cuda", "hpu", "mlu", "mps", "npu", "sdaa", "xpu"})
 """Device types that have the same names in DeepSpeed."""
@@ -169,7 +167,7 @@ def _clear_stage3_caches() -> None:
                 cell.cell_contents.cache_clear()
 
 
-# Half precision of an engine: fp8 layers, casts of inputs and outputs, and the state of a new optimizer.
+# ---- half precision: fp8 layers, casts of inputs and outputs, and the state of a new optimizer
 
 
 def convert_to_fp8(model: nn.Module, setup: Setup, plugin: DeepSpeedPlugin) -> None:
@@ -272,7 +270,7 @@ def _is_float32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
-# Wrappers of DeepSpeed's engine, optimizer and scheduler for a training loop of Accelerate.
+# ---- engine, optimizer and scheduler for a training loop of Accelerate
 
 
 class DeepSpeedEngineWrapper:
@@ -353,7 +351,7 @@ class DeepSpeedSchedulerWrapper(EngineScheduler):
     """DeepSpeed's schedule: `step` does nothing, because the engine steps it and saves it in its checkpoint."""
 
 
-# Compilation of DeepSpeed's operators at their first use: finds ninja, and removes locks of dead processes.
+# ---- compilation of operators at their first use: finds ninja, and removes locks of dead processes
 
 _CONTAINER_FILE_SYSTEMS = frozenset({"overlay", "ramfs", "tmpfs"})
 """Types of file systems that a container does not share."""

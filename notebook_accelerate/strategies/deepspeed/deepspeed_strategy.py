@@ -18,7 +18,6 @@ from notebook_accelerate.config.deepspeed_config import AUTO
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.errors import CheckpointMismatchError
-from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState
 from notebook_accelerate.state.warn_once import warn_once
@@ -36,10 +35,10 @@ from notebook_accelerate.strategies.deepspeed.initialize_arguments import (
     optimizer_parameters,
 )
 from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy
-from notebook_accelerate.strategies.module_queries import compile_regions, extract_model_from_parallel
+from notebook_accelerate.strategies.module_queries import compile_regions, without_wrappers
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
-from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind
+from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind, inner_optimizer
 from notebook_accelerate.telemetry.events import ShardReport, ShardSizes
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class DeepSpeedStrategy(EngineStrategy):
                 "model, or free the first: accelerator.free_memory()"
             )
         trained = {id(parameter) for parameter in optimizer_parameters(optimizers[0])}
-        owned = {at: {id(p) for p in _unwrapped(objects[at]).parameters()} for at in indices["model"]}
+        owned = {at: {id(p) for p in without_wrappers(objects[at]).parameters()} for at in indices["model"]}
         owners = [at for at, parameters in owned.items() if trained & parameters]
         if len(owners) == 1 and trained <= owned[owners[0]]:
             return owners[0]
@@ -179,10 +178,9 @@ class DeepSpeedStrategy(EngineStrategy):
         """Create the engine, and replace model, optimizer and schedule by its own."""
         (at_optimizer,) = self._new_optimizers(objects, indices)
         schedules = indices["scheduler"]
-        optimizer = objects[at_optimizer]
         parts = EngineParts(
-            model=_unwrapped(objects[trained]),
-            optimizer=optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer,
+            model=without_wrappers(objects[trained]),
+            optimizer=inner_optimizer(objects[at_optimizer]),
             scheduler=_unwrapped_schedule(objects[schedules[0]]) if schedules else None,
             batch_sizes=sizes or [self._batch_size(loader) for loader in self.dataloaders],
             steps=self._resolve_accumulation_steps(),
@@ -191,7 +189,7 @@ class DeepSpeedStrategy(EngineStrategy):
         )
         engine = self._make_engine(parts)
         objects[trained] = self.compile(engine)
-        objects[at_optimizer] = self._add_optimizer(DeepSpeedOptimizerWrapper(engine.optimizer, self.engine))
+        objects[at_optimizer] = self.keep(DeepSpeedOptimizerWrapper(engine.optimizer, self.engine), self.optimizers)
         if initialize_arguments.is_stepped_by_engine(parts.scheduler):
             objects[schedules[0]] = DeepSpeedSchedulerWrapper(engine.lr_scheduler, self.optimizers)
 
@@ -234,7 +232,7 @@ class DeepSpeedStrategy(EngineStrategy):
             return model
         if not self.plugin.hf_ds_config.is_zero3() or evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
-        inner = _unwrapped(model)
+        inner = without_wrappers(model)
         deepspeed_engine.convert_to_fp8(inner, self.setup, self.plugin)
         self.plugin.set_moe_leaf_modules(inner)
         config = initialize_arguments.inference_config(inner, self.plugin, self.setup.state.num_processes)
@@ -243,10 +241,8 @@ class DeepSpeedStrategy(EngineStrategy):
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """See `Strategy.prepare_scheduler`; a schedule that the engine steps is kept as it is."""
         if isinstance(scheduler, DeepSpeedSchedulerWrapper):
-            scheduler._is_accelerate_prepared = True
-            if not any(scheduler is kept for kept in self.schedulers):
-                self.schedulers.append(scheduler)
-            return scheduler
+            known = any(scheduler is kept for kept in self.schedulers)
+            return scheduler if known else self.keep(scheduler, self.schedulers)
         return super().prepare_scheduler(scheduler)
 
     def compile(self, model: nn.Module) -> nn.Module:
@@ -315,7 +311,6 @@ class DeepSpeedStrategy(EngineStrategy):
         return torch.nn.utils.get_total_norm(gradients)
 
     def sharding(self) -> ShardReport:
-        """See `Strategy.sharding`."""
         return super().sharding() if self.engine is None else report_engine(self)
 
     # -- states -------------------------------------------------------------------------------------------------------
@@ -352,7 +347,7 @@ class DeepSpeedStrategy(EngineStrategy):
             save_engine(self.engine.engine, folder, options)
 
     def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
-        """See `Strategy.load_state` and `zero_checkpoint.load_engine`; every rank must call this."""
+        """See `Strategy.load_state` and `load_engine`; every rank must call this."""
         if self.engine is not None and any(self.engine.engine is wanted for wanted in models):
             load_engine(self.engine.engine, folder, options, self.setup.state.num_processes)
 
@@ -364,15 +359,11 @@ class DeepSpeedStrategy(EngineStrategy):
         super().clear()
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
 def _unwrapped_schedule(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
 
-# Checkpoints of an engine: DeepSpeed's own files, by Accelerate's names.
+# ---- checkpoints: DeepSpeed's own files, by Accelerate's names
 
 
 def save_engine(engine: Any, folder: Path, options: dict[str, Any]) -> None:
@@ -436,7 +427,7 @@ def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **op
         raise
 
 
-# The shard report of a DeepSpeed engine: ZeRO shards optimizer state, gradients, then parameters, by stage.
+# ---- the shard report: ZeRO shards optimizer state, gradients, then parameters, by stage
 
 
 def report_engine(strategy: Strategy) -> ShardReport:

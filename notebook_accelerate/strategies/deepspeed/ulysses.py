@@ -20,9 +20,9 @@ from notebook_accelerate.config.dynamo_plugin import DeepSpeedSequenceParallelCo
 from notebook_accelerate.data_loader import SequenceLoader
 from notebook_accelerate.state import GradientState, process_group
 from notebook_accelerate.strategies.accelerator_arguments import Setup
-from notebook_accelerate.strategies.context_parallel import layer_kinds
 from notebook_accelerate.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 from notebook_accelerate.strategies.deepspeed.initialize_arguments import EngineParts, object_kind
+from notebook_accelerate.strategies.module_queries import layer_kinds
 
 _MICRO = "train_micro_batch_size_per_gpu"
 _SHAPE = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")

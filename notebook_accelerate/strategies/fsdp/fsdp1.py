@@ -107,7 +107,6 @@ class FSDP1Strategy(ShardedStrategy):
         return {"device_id": device, "param_init_fn": plugin.param_init_fn}
 
     def sharding(self) -> ShardReport:
-        """See `Strategy.sharding`."""
         roots: Any = self.models
         if not roots:
             return super().sharding()
@@ -135,7 +134,6 @@ class FSDP1Strategy(ShardedStrategy):
         )
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """See `Strategy.accumulating`."""
         sharded = [found for model in models if isinstance(found := without_compile(model), FullyShardedDataParallel)]
         return _no_sync(sharded) if sharded else NOTHING
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,11 +22,11 @@ from torch.distributed.fsdp import (
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies.context_parallel import make_attention_causal, split_sequences
 from notebook_accelerate.strategies.expert_parallel import split_experts
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units, resolved_plugin
 from notebook_accelerate.strategies.module_queries import (
     check_values,
+    layer_kinds,
     model_has_dtensor,
     retie,
     tied_names,
@@ -139,12 +139,10 @@ class FSDP2Strategy(ShardedStrategy):
         return Unreduced(sharded) if sharded else NOTHING
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """See `Strategy.no_sync`."""
         sharded = isinstance(without_compile(model), FSDPModule)
         return self.accumulating([model]) if sharded else super().no_sync(model)
 
     def sharding(self) -> ShardReport:
-        """See `Strategy.sharding`."""
         plugin = resolved_plugin(self.setup)
         mesh = shard_report.mesh_axes(self, "dp_shard")
         hybrid = "dp_replicate" in mesh[0]
@@ -244,11 +242,11 @@ def load_full_state(model: nn.Module, state: dict[str, Any], cpu_offload: bool =
     set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
 
 
-# 4-bit weights, as bitsandbytes' `Params4bit`, in sharded models: bytes, and a state that says how to read them.
+# -- 4-bit weights, as bitsandbytes' `Params4bit` ---------------------------------------------------------------------
 #
-# The bytes are sharded like any frozen parameter. The state (scales, a table of values) is a few percent of their
-# size:
-# it stays whole on every rank, in the module, where bitsandbytes finds it when the gathered bytes have lost it.
+# They are bytes, and a state that says how to read them. The bytes are sharded like any frozen parameter. The state
+# (scales, a table of values) is a few percent of their size. It stays whole on every rank, in the module: bitsandbytes
+# finds it there when the gathered bytes have lost it.
 
 
 def has_packed_weights(model: nn.Module) -> bool:
@@ -298,3 +296,86 @@ def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
             yield value
         elif hasattr(value, "absmax"):
             yield from _tensors_of(value)
+
+
+# -- context parallelism ----------------------------------------------------------------------------------------------
+#
+# Each rank computes a part of every sequence, and attention exchanges keys and values. Sources: Liu et al., "Ring
+# Attention", https://arxiv.org/abs/2310.01889; torch's experimental `context_parallel`.
+
+
+@contextmanager
+def split_sequences(
+    mesh: DeviceMesh, exchange: str, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor]
+) -> Iterator[None]:
+    """Split sequences over ranks inside a with block; every rank must enter it.
+
+    Args:
+        mesh: The ranks that share sequences.
+        exchange: How ranks exchange keys and values: allgather or alltoall.
+        buffers: Tensors that are split in place.
+        dims: Their sequence dimensions.
+        kept_split: The buffers that are not restored afterwards.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: Buffers and dimensions do not match, or a sequence cannot be split evenly.
+    """
+    from torch.distributed.tensor.experimental import context_parallel
+
+    from notebook_accelerate.torch_internals import set_rotate_method
+
+    _check_buffers(buffers, dims, kept_split, 2 * mesh.size())
+    set_rotate_method(exchange)
+    with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(kept_split)):
+        yield
+
+
+def _check_buffers(
+    buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor], pieces: int
+) -> None:
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"maybe_context_parallel was given {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass the "
+            "sequence dimension of each buffer"
+        )
+    if not all(any(kept is buffer for buffer in buffers) for kept in kept_split):
+        raise ValueError("no_restore_buffers contains a tensor that is not in buffers; pass a subset of buffers")
+    for buffer, dim in zip(buffers, dims, strict=True):
+        # Causal attention: each rank gets a piece from the front and one from the back, for equal work.
+        if not -buffer.dim() <= dim < buffer.dim() or buffer.shape[dim] % pieces:
+            raise ValueError(
+                f"a buffer of shape {list(buffer.shape)} cannot be split along buffer_seq_dims={dim}: that dimension "
+                f"must be a multiple of {pieces}, twice cp_size; pad the sequences"
+            )
+
+
+def make_attention_causal(model: nn.Module) -> None:
+    """Make the attention of a transformers model causal instead of masked, in place.
+
+    A mask of the whole sequence does not fit a part of it, and torch's split attention accepts no mask.
+
+    Args:
+        model: A model whose attention modules are named self_attn.
+
+    Raises:
+        ValueError: Layers need another mask than the causal one (sliding windows, chunks), or have no attention.
+    """
+    if others := [kind for kind in layer_kinds(model) if kind != "full_attention"]:
+        raise ValueError(
+            f"context parallelism computes causal attention over the whole sequence, and {type(model).__name__} has "
+            f"layers of the kind {', '.join(others)}, whose mask would be lost; train a model with full attention, or "
+            "write ParallelismConfig(...) without cp_size"
+        )
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_causal, with_kwargs=True)
+
+
+def _causal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    changed: dict[str, Any] = {"attention_mask": None} if "attention_mask" in kwargs else {}
+    if "is_causal" in kwargs:
+        changed["is_causal"] = True
+    return args, {**kwargs, **changed}

@@ -202,7 +202,6 @@ class GPTTrainStep(_TokenTrainStep):
         return _gpt_dataset_batch if megatron_dataset_flag else _gpt_batch
 
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """See `AbstractTrainStep.get_forward_step_func`."""
 
         def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             tokens, labels, loss_mask, attention_mask, positions = self.get_batch(data_iterator)
@@ -416,7 +415,6 @@ class T5TrainStep(_TokenTrainStep):
         return tokens, decoder, loss_mask, labels, *masks, cls.get_enc_dec_mask(mask, length, device)
 
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """See `AbstractTrainStep.get_forward_step_func`."""
 
         def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             encoder, decoder, loss_mask, labels, *masks = self.get_batch(data_iterator)

@@ -35,8 +35,176 @@ VERSION = 3.0
 """Version of the order of queries, keys and values in Megatron-LM's files."""
 
 
+def save_engine(engine: MegatronEngine, folder: Path) -> None:
+    """Write an engine into a folder; every rank must call this.
+
+    Args:
+        engine: The engine.
+        folder: A folder shared by all ranks.
+
+    Raises:
+        ValueError: The format is not known.
+    """
+    kind = getattr(engine.args, "ckpt_format", None) or FORMATS[0]
+    if kind not in FORMATS:
+        raise ValueError(
+            f"other_megatron_args={{'ckpt_format': {kind!r}}} is not known; pass one of {', '.join(map(repr, FORMATS))}"
+        )
+    target = folder / iteration_name(engine.iteration)
+    if dist.get_rank() == 0:
+        target.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    with_optimizer = engine.iteration > 0 and not engine.plugin.no_save_optim
+    if kind == "torch":
+        save_part(engine, target, _common_state(engine), with_optimizer)
+    else:
+        state = {**_sharded_state(engine, with_optimizer, is_loading=False), **_common_state(engine)}
+        _checkpoints().save(
+            state, str(target), sharded_strategy=_in_process_writer(), content_metadata=_optimizer_metadata(engine)
+        )
+        torch.save(rng_tracker().get_states(), target / _rng_file(engine))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / LATEST).write_text(str(engine.iteration))
+
+
+def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> None:
+    """Read an engine from a folder; every rank must call this.
+
+    Args:
+        engine: The engine.
+        folder: The checkpoint, of Accelerate or of Megatron-LM; in the format torch_dist also with other degrees.
+        strict: Whether the names must be those of the model.
+
+    Raises:
+        CheckpointMismatchError: The folder contains no such engine.
+    """
+    source = newest_iteration(folder)
+    if (source / "metadata.json").exists():
+        _load_torch_dist(engine, source, strict)
+    else:
+        load_part(engine, source, strict)
+    engine.pending = False
+
+
+def newest_iteration(folder: Path) -> Path:
+    """Return the folder of the iteration to read.
+
+    Args:
+        folder: A folder of iterations, or of one iteration.
+
+    Raises:
+        CheckpointMismatchError: The folder contains no iteration.
+    """
+    if (folder / "metadata.json").exists() or any(folder.glob("mp_rank_*")):
+        return folder
+    if (folder / LATEST).exists():
+        latest = (folder / LATEST).read_text().strip()
+        found = folder / (iteration_name(int(latest)) if latest.isdecimal() else latest)
+    else:
+        found = max(folder.glob("iter_*"), default=folder / "iter_*")
+    if not found.is_dir():
+        raise CheckpointMismatchError(
+            f"{folder} contains no {found.name}/ written by Megatron-LM. Prepare the same model as before saving."
+        )
+    return found
+
+
+def iteration_name(iteration: int) -> str:
+    """Return the folder of an iteration.
+
+    Args:
+        iteration: Number of steps taken.
+    """
+    return f"iter_{iteration:07d}"
+
+
+def _common_state(engine: MegatronEngine) -> dict[str, Any]:
+    """Return the entries that all files of Megatron-LM share; of the arguments only plain values."""
+    plain = {
+        name: value for name, value in vars(engine.args).items() if isinstance(value, (str, int, float, type(None)))
+    }
+    return {"args": Namespace(**plain), "checkpoint_version": VERSION, "iteration": engine.iteration}
+
+
+def _rng_file(engine: MegatronEngine) -> str:
+    return f"generators_tp{engine.plugin.tp_degree}_pp{engine.plugin.pp_degree}_rank{dist.get_rank()}.pt"
+
+
+def named_parts(engine: MegatronEngine) -> dict[str, Any]:
+    """Return this rank's parts of the model, by their names in files.
+
+    Args:
+        engine: The engine.
+    """
+    chunks = [unwrap_chunk(chunk) for chunk in engine.module]
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": part for index, part in enumerate(chunks)}
+
+
+def unwrap_chunk(chunk: Any) -> Any:
+    """Return a part of a model without Megatron-LM's wrappers.
+
+    Args:
+        chunk: The part.
+    """
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def rng_tracker() -> Any:
+    """Return Megatron's random number generators of ranks that share a layer's tensors."""
+    return import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
+
+
+# ---- torch_dist
+
+
 def _checkpoints() -> Any:
     return import_module("megatron.core.dist_checkpointing")
+
+
+def _load_torch_dist(engine: MegatronEngine, source: Path, strict: bool) -> None:
+    """Read megatron-core's format torch_dist."""
+    checkpoints = _checkpoints()
+    common = checkpoints.load_common_state_dict(str(source))
+    with_optimizer = "optimizer" in common and not engine.plugin.no_load_optim
+    metadata = checkpoints.load_content_metadata(preloaded_state_dict=common)
+    try:
+        state = checkpoints.load(_sharded_state(engine, with_optimizer, True, metadata), str(source))
+    except Exception as error:
+        if type(error).__module__.startswith(("megatron.core.dist_checkpointing", "torch.distributed.checkpoint")):
+            raise CheckpointMismatchError(f"{source} does not fit the prepared model: {error}") from error
+        raise
+    for name, part in named_parts(engine).items():
+        part.load_state_dict(state[name], strict=strict)
+    if with_optimizer:
+        _load_optimizer(engine.optimizer, state["optimizer"])
+        engine.scheduler.load_state_dict(state["opt_param_scheduler"])
+    else:
+        engine.optimizer.reload_model_params()
+    engine.iteration = int(common["iteration"])
+    generators = source / _rng_file(engine)
+    if generators.exists():
+        rng_tracker().set_states(torch.load(generators, map_location="cpu", weights_only=True))
+
+
+def _sharded_state(
+    engine: MegatronEngine, with_optimizer: bool, is_loading: bool, metadata: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the sharded state dict of megatron-core's checkpoints."""
+    metadata = _optimizer_metadata(engine) if metadata is None else metadata
+    state = {name: part.sharded_state_dict(metadata=dict(metadata)) for name, part in named_parts(engine).items()}
+    if with_optimizer:
+        _initialize_states(engine.optimizer, is_loading)
+        state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading, metadata=dict(metadata))
+        state["opt_param_scheduler"] = engine.scheduler.state_dict()
+    return state
+
+
+def _optimizer_metadata(engine: MegatronEngine) -> dict[str, Any]:
+    distributed = engine.plugin.use_distributed_optimizer
+    return {"distrib_optim_sharding_type": "fully_reshardable"} if distributed else {}
 
 
 def _in_process_writer() -> Any:
@@ -63,24 +231,6 @@ def _in_process_writer() -> Any:
     return InProcess("torch_dist", 1)
 
 
-def _optimizer_metadata(engine: MegatronEngine) -> dict[str, Any]:
-    distributed = engine.plugin.use_distributed_optimizer
-    return {"distrib_optim_sharding_type": "fully_reshardable"} if distributed else {}
-
-
-def _sharded_state(
-    engine: MegatronEngine, with_optimizer: bool, is_loading: bool, metadata: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the sharded state dict of megatron-core's checkpoints."""
-    metadata = _optimizer_metadata(engine) if metadata is None else metadata
-    state = {name: part.sharded_state_dict(metadata=dict(metadata)) for name, part in named_parts(engine).items()}
-    if with_optimizer:
-        _initialize_states(engine.optimizer, is_loading)
-        state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading, metadata=dict(metadata))
-        state["opt_param_scheduler"] = engine.scheduler.state_dict()
-    return state
-
-
 def _initialize_states(optimizer: Any, is_loading: bool) -> None:
     """Initialize the states of torch's optimizers, which a checkpoint fills; Megatron-LM does so for Apex only."""
     for item in single_optimizers(optimizer):
@@ -97,6 +247,21 @@ def single_optimizers(optimizer: Any) -> list[Any]:
         optimizer: Megatron's optimizer.
     """
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _initialize_momentum(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def _initialize_moments(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state.setdefault("step", torch.zeros(()))
+            for name in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(name, torch.zeros_like(parameter))
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
@@ -132,174 +297,9 @@ def _steps_removed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             optimizer.state[parameter]["step"] = step.clone()  # the shards shared one tensor
 
 
-def _initialize_momentum(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("momentum") else ():
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-def _initialize_moments(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            state.setdefault("step", torch.zeros(()))
-            for name in ("exp_avg", "exp_avg_sq"):
-                state.setdefault(name, torch.zeros_like(parameter))
-
-
-def save_engine(engine: MegatronEngine, folder: Path) -> None:
-    """Write an engine into a folder; every rank must call this.
-
-    Args:
-        engine: The engine.
-        folder: A folder shared by all ranks.
-
-    Raises:
-        ValueError: The format is not known.
-    """
-    kind = getattr(engine.args, "ckpt_format", None) or FORMATS[0]
-    if kind not in FORMATS:
-        raise ValueError(
-            f"other_megatron_args={{'ckpt_format': {kind!r}}} is not known; pass one of {', '.join(map(repr, FORMATS))}"
-        )
-    target = folder / iteration_name(engine.iteration)
-    if dist.get_rank() == 0:
-        target.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    with_optimizer = engine.iteration > 0 and not engine.plugin.no_save_optim
-    if kind == "torch":
-        save_part(engine, target, _common_state(engine), with_optimizer)
-    else:
-        state = {**_sharded_state(engine, with_optimizer, is_loading=False), **_common_state(engine)}
-        _checkpoints().save(
-            state, str(target), sharded_strategy=_in_process_writer(), content_metadata=_optimizer_metadata(engine)
-        )
-        torch.save(rng_tracker().get_states(), target / _rng_file(engine))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / LATEST).write_text(str(engine.iteration))
-
-
-def iteration_name(iteration: int) -> str:
-    """Return the folder of an iteration.
-
-    Args:
-        iteration: Number of steps taken.
-    """
-    return f"iter_{iteration:07d}"
-
-
-def _common_state(engine: MegatronEngine) -> dict[str, Any]:
-    """Return the entries that all files of Megatron-LM share; of the arguments only plain values."""
-    plain = {
-        name: value for name, value in vars(engine.args).items() if isinstance(value, (str, int, float, type(None)))
-    }
-    return {"args": Namespace(**plain), "checkpoint_version": VERSION, "iteration": engine.iteration}
-
-
-def _rng_file(engine: MegatronEngine) -> str:
-    return f"generators_tp{engine.plugin.tp_degree}_pp{engine.plugin.pp_degree}_rank{dist.get_rank()}.pt"
-
-
-def newest_iteration(folder: Path) -> Path:
-    """Return the folder of the iteration to read.
-
-    Args:
-        folder: A folder of iterations, or of one iteration.
-
-    Raises:
-        CheckpointMismatchError: The folder contains no iteration.
-    """
-    if (folder / "metadata.json").exists() or any(folder.glob("mp_rank_*")):
-        return folder
-    if (folder / LATEST).exists():
-        latest = (folder / LATEST).read_text().strip()
-        found = folder / (iteration_name(int(latest)) if latest.isdecimal() else latest)
-    else:
-        found = max(folder.glob("iter_*"), default=folder / "iter_*")
-    if not found.is_dir():
-        raise CheckpointMismatchError(
-            f"{folder} contains no {found.name}/ written by Megatron-LM. Prepare the same model as before saving."
-        )
-    return found
-
-
-def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> None:
-    """Read an engine from a folder; every rank must call this.
-
-    Args:
-        engine: The engine.
-        folder: The checkpoint, of Accelerate or of Megatron-LM; in the format torch_dist also with other degrees.
-        strict: Whether the names must be those of the model.
-
-    Raises:
-        CheckpointMismatchError: The folder contains no such engine.
-    """
-    source = newest_iteration(folder)
-    if (source / "metadata.json").exists():
-        _load_torch_dist(engine, source, strict)
-    else:
-        load_part(engine, source, strict)
-    engine.pending = False
-
-
-def _load_torch_dist(engine: MegatronEngine, source: Path, strict: bool) -> None:
-    """Read megatron-core's format torch_dist."""
-    checkpoints = _checkpoints()
-    common = checkpoints.load_common_state_dict(str(source))
-    with_optimizer = "optimizer" in common and not engine.plugin.no_load_optim
-    metadata = checkpoints.load_content_metadata(preloaded_state_dict=common)
-    try:
-        state = checkpoints.load(_sharded_state(engine, with_optimizer, True, metadata), str(source))
-    except Exception as error:
-        if type(error).__module__.startswith(("megatron.core.dist_checkpointing", "torch.distributed.checkpoint")):
-            raise CheckpointMismatchError(f"{source} does not fit the prepared model: {error}") from error
-        raise
-    for name, part in named_parts(engine).items():
-        part.load_state_dict(state[name], strict=strict)
-    if with_optimizer:
-        _load_optimizer(engine.optimizer, state["optimizer"])
-        engine.scheduler.load_state_dict(state["opt_param_scheduler"])
-    else:
-        engine.optimizer.reload_model_params()
-    engine.iteration = int(common["iteration"])
-    generators = source / _rng_file(engine)
-    if generators.exists():
-        rng_tracker().set_states(torch.load(generators, map_location="cpu", weights_only=True))
-
-
-# The parts of a Megatron-LM model: saving each in a file (the older format), and gathering the whole model.
+# ---- the older format: a file for each part of the model
 
 FILE = "model_optim_rng.pt"
-
-
-def unwrap_chunk(chunk: Any) -> Any:
-    """Return a part of a model without Megatron-LM's wrappers.
-
-    Args:
-        chunk: The part.
-    """
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
-def named_parts(engine: MegatronEngine) -> dict[str, Any]:
-    """Return this rank's parts of the model, by their names in files.
-
-    Args:
-        engine: The engine.
-    """
-    chunks = [unwrap_chunk(chunk) for chunk in engine.module]
-    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": part for index, part in enumerate(chunks)}
-
-
-def rng_tracker() -> Any:
-    """Return Megatron's random number generators of ranks that share a layer's tensors."""
-    return import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
-
-
-# ---- a file for each part
 
 
 def part_name(engine: MegatronEngine) -> str:

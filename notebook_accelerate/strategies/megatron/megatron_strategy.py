@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from notebook_accelerate.collectives.communicator import start_watchdog
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_arguments import Setup
@@ -31,10 +30,10 @@ from notebook_accelerate.strategies.megatron.megatron_loaders import (
     micro_batch_size,
     window_loader,
 )
-from notebook_accelerate.strategies.module_queries import extract_model_from_parallel
+from notebook_accelerate.strategies.module_queries import without_wrappers
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
-from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind, kind_of
+from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind, inner_optimizer, kind_of
 from notebook_accelerate.telemetry.events import ShardReport, ShardSizes
 
 if TYPE_CHECKING:
@@ -172,7 +171,7 @@ class MegatronLMStrategy(EngineStrategy):
         """Set Megatron's arguments from the objects: the model's shape, batch sizes, optimizer and schedule."""
         plugin = self.plugin
         if plugin.custom_model_provider_function is None and plugin.custom_prepare_model_function is None:
-            plugin.set_network_size_args(extract_model_from_parallel(objects[model], keep_torch_compile=False))
+            plugin.set_network_size_args(without_wrappers(objects[model]))
             warn_once(
                 "Megatron-LM creates a new model from the configuration of the given one, without its weights; load "
                 "weights with accelerator.load_state(folder)"
@@ -186,8 +185,7 @@ class MegatronLMStrategy(EngineStrategy):
             size = next((item.dataset_args.get("micro_batch_size", 1) for item in loaders if _is_placeholder(item)), 1)
             plugin.set_training_args(size, self._groups)
         (at,) = self._new_optimizers(objects, indices)
-        optimizer = objects[at]
-        plugin.set_optimizer_type(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
+        plugin.set_optimizer_type(inner_optimizer(objects[at]))
         schedules = indices["scheduler"]
         plugin.scheduled = bool(schedules)
         if schedules:
@@ -200,11 +198,9 @@ class MegatronLMStrategy(EngineStrategy):
         engine._is_accelerate_prepared = True  # type: ignore[assignment]
         self.models.append(engine)
         (at,) = self._new_optimizers(objects, indices)
-        objects[model], objects[at] = engine, self._add_optimizer(MegatronLMOptimizerWrapper(optimizer, engine))
+        objects[model], objects[at] = engine, self.keep(MegatronLMOptimizerWrapper(optimizer, engine), self.optimizers)
         for index in indices["scheduler"]:
-            objects[index] = MegatronLMSchedulerWrapper(schedule, self.optimizers)
-            objects[index]._is_accelerate_prepared = True
-            self.schedulers.append(objects[index])
+            objects[index] = self.keep(MegatronLMSchedulerWrapper(schedule, self.optimizers), self.schedulers)
 
     def _prepare_loader(self, loader: Any, split: int, placement: bool | None) -> Any:
         if not _is_placeholder(loader):
@@ -296,7 +292,6 @@ class MegatronLMStrategy(EngineStrategy):
         return torch.tensor(self.engine.grad_norm, dtype=torch.float32)
 
     def sharding(self) -> ShardReport:
-        """See `Strategy.sharding`."""
         return super().sharding() if self.engine is None else report_engine(self)
 
     # -- states -------------------------------------------------------------------------------------------------------
@@ -375,7 +370,7 @@ def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
     return splits
 
 
-# The shard report of a Megatron-LM engine: each rank has some layers of the model, and a part of each.
+# ---- the shard report: each rank has some layers of the model, and a part of each
 
 
 def report_engine(strategy: Strategy) -> ShardReport:

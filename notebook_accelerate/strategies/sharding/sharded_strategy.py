@@ -22,7 +22,6 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.module_queries import (
     ParameterReplacements,
-    extract_model_from_parallel,
     flat_parameters_by_name,
     get_model_tp_size,
     is_compiled_module,
@@ -31,10 +30,18 @@ from notebook_accelerate.strategies.module_queries import (
     optimizer_parameters,
     parameters_by_name,
     without_compile,
+    without_wrappers,
 )
 from notebook_accelerate.strategies.sharding import shard_report, sharded_checkpoint
 from notebook_accelerate.strategies.sharding.write_plans import StatePart, clear_plans
-from notebook_accelerate.strategies.strategy import NOTHING, Strategy, add_once, joint_norm, parameters_in
+from notebook_accelerate.strategies.strategy import (
+    NOTHING,
+    Strategy,
+    add_once,
+    inner_optimizer,
+    joint_norm,
+    parameters_in,
+)
 from notebook_accelerate.telemetry.events import ShardReport
 
 
@@ -76,8 +83,7 @@ class ShardedStrategy(Strategy):
             return super().prepare_model(model, device_placement, evaluation_mode)
         inner = without_compile(model)
         before = parameters_by_name(inner)  # those that optimizers have: precision and sharding replace them
-        unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
-        self.setup.precision.wrap_model(unwrapped, sharded=self.gathers_fp8)
+        self.setup.precision.wrap_model(without_wrappers(model), sharded=self.gathers_fp8)
         if not self._has_sharded(inner):
             upcast_trained(inner, self.setup.precision)
             inner = self.shard(inner)
@@ -110,7 +116,7 @@ class ShardedStrategy(Strategy):
         Raises:
             ValueError: Its parameters belong to no prepared model.
         """
-        inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        inner = inner_optimizer(optimizer)
         self.replacements.apply(inner)
         if self.models and not self.models_of(inner):
             raise ValueError(
@@ -156,7 +162,6 @@ class ShardedStrategy(Strategy):
         return total
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """See `Strategy.clip_grad_value`."""
         self.unscale_gradients()
         for parameter in parameters_in(parameters):
             if parameter.grad is not None:
@@ -230,7 +235,6 @@ class ShardedStrategy(Strategy):
         return models[0]
 
     def clear(self) -> None:
-        """See `Strategy.clear`."""
         super().clear()
         self.replacements.clear()
         clear_plans()
@@ -307,7 +311,7 @@ def step_parameters_singly(optimizer: torch.optim.Optimizer) -> None:
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
 
-# What strategies that split layers over one dimension of the mesh have in common: tensors, or experts.
+# ---- strategies that split layers, by tensors or by experts
 
 
 class SplitLayersStrategy(ShardedStrategy):
@@ -345,7 +349,6 @@ class SplitLayersStrategy(ShardedStrategy):
         return model
 
     def sharding(self) -> ShardReport:
-        """See `Strategy.sharding`."""
         split = sum(
             any(is_dtensor(parameter) for parameter in module.parameters(recurse=False))
             for model in self.models
