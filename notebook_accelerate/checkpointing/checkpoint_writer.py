@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
-from notebook_accelerate.checkpointing.checkpoint_layout import FileRecord, Manifest, make_record
 from notebook_accelerate.checkpointing.commit import FileRecords, Store
+from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, make_record
 from notebook_accelerate.checkpointing.rank_agreement import gather_failures
 from notebook_accelerate.checkpointing.single_files import write_file
 from notebook_accelerate.checkpointing.snapshot import Snapshot

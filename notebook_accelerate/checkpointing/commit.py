@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
-from notebook_accelerate.checkpointing.checkpoint_layout import (
+from notebook_accelerate.checkpointing.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     FileRecord,
@@ -60,16 +60,16 @@ class ReadLocation:
 class Store(ABC):
     """The place of one checkpoint, as one rank sees it: a folder on a disk, or one that fsspec reaches by URL.
 
-    A save calls `open` (one rank per place), `can_see` and `prepare_folder` (all ranks), then per rank `deliver` and
-    `write_report`, then `commit` on the rank that called `open`.
+    A save calls `open` (one rank per place), `can_see` (all ranks), then per rank `deliver` and `write_report`, then
+    `commit` on the rank that called `open`.
 
     Args:
         target: Folder of the checkpoint.
 
     Attributes:
         poll_interval: Seconds between two checks for another rank's report.
-        folder: Where this rank writes its files, on a disk; set by `prepare_folder` at the latest.
-        delivered: Where delivered files are until they are published; set by `can_see` at the latest.
+        folder: Where this rank writes its files, on a disk; set by `can_see`, as `delivered` is.
+        delivered: Where delivered files are until they are published.
         messages: Where the ranks' reports are.
     """
 
@@ -100,7 +100,7 @@ class Store(ABC):
 
     @abstractmethod
     def can_see(self, token: str) -> bool:
-        """Return whether this rank sees what the main rank opened.
+        """Return whether this rank sees what the main rank opened, and set `folder` and `delivered`.
 
         Args:
             token: The main rank's argument of `open`.
@@ -108,10 +108,6 @@ class Store(ABC):
         Raises:
             CheckpointError: It does not, and the kind of store requires it.
         """
-
-    @abstractmethod
-    def prepare_folder(self) -> None:
-        """Prepare this rank's folder; called after every rank has called `can_see`."""
 
     @abstractmethod
     def sync(self, path: Path) -> None:

@@ -8,7 +8,6 @@ it if its writer is dead, as the lock of the staging folder shows.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.big_modeling.weight_files import inside
-from notebook_accelerate.checkpointing.checkpoint_layout import (
+from notebook_accelerate.checkpointing.commit import FileRecords, ReadLocation, Store
+from notebook_accelerate.checkpointing.manifest import (
     CHECKPOINTS_FOLDER,
     JOURNAL_NAME,
     LOCK_SUFFIX,
@@ -33,7 +33,6 @@ from notebook_accelerate.checkpointing.checkpoint_layout import (
     make_record,
     removal_name,
 )
-from notebook_accelerate.checkpointing.commit import FileRecords, ReadLocation, Store
 from notebook_accelerate.checkpointing.save_lock import (
     LockHeldError,
     SaveLock,
@@ -107,7 +106,7 @@ class DiskStore(Store):
             own = left == self._staging
             if own or left.exists() or _lock_of(left).exists():
                 with nullcontext() if own else self._locked(left):
-                    _remove_tree(left)
+                    _delete(left)
 
     def _make_room(self, token: str) -> None:
         self._write_into(_folder_for_files(self._staging, self.target, token))
@@ -122,9 +121,6 @@ class DiskStore(Store):
         if self._lock is None:
             self._write_into(_folder_for_files(_staging_folder(self.target), self.target, token))
         return self.folder.is_dir()
-
-    def prepare_folder(self) -> None:
-        """Do nothing: `open` has created the staging folder."""
 
     def sync(self, path: Path) -> None:
         sync_file(path)
@@ -222,7 +218,7 @@ class DiskStore(Store):
         for folder in (*project_dir.glob(removal_name("*")), *surplus):
             try:
                 hidden = project_dir / removal_name(folder.name)
-                _remove_tree(folder if folder.parent == project_dir else folder.rename(hidden))
+                _delete(folder if folder.parent == project_dir else folder.rename(hidden))
             except OSError as error:  # one that cannot be removed does not keep the others
                 failure = failure or error
         if failure is not None:
@@ -246,17 +242,13 @@ class DiskStore(Store):
     def _take_from_journal(self, entries: Sequence[str]) -> None:
         for name in entries:
             destination = self.target / name
-            if destination.is_dir() and not destination.is_symlink():
-                shutil.rmtree(destination)
+            if destination.is_dir():
+                _delete(destination)
             (self.journal / name).replace(destination)
 
     def _remove(self, entries: Collection[str]) -> None:
         for name in entries:
-            entry = inside(self.target, name)
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
+            _delete(inside(self.target, name))
 
     def _remove_journal(self) -> None:
         shutil.rmtree(self.journal)
@@ -370,11 +362,12 @@ def _folder_for_files(staging: Path, target: Path, token: str) -> Path:
 # ---- file systems
 
 
-def _remove_tree(folder: Path) -> None:
-    if folder.is_symlink():  # the user's: its target is left alone
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
+def _delete(path: Path) -> None:
+    """Delete a file, a folder, or a link without its target; do nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -391,6 +384,6 @@ def _folder_size(folder: Path) -> int:
     """Return the bytes in a folder that other processes write to; a file that was renamed after listing is skipped."""
     size = 0
     for path in files_below(folder):
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             size += path.stat().st_size
     return size

@@ -18,7 +18,8 @@ from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
 from notebook_accelerate.big_modeling.weight_files import inside
-from notebook_accelerate.checkpointing.checkpoint_layout import (
+from notebook_accelerate.checkpointing.commit import FileRecords, ReadLocation, Store, read_message
+from notebook_accelerate.checkpointing.manifest import (
     CHECKPOINTS_FOLDER,
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -29,7 +30,6 @@ from notebook_accelerate.checkpointing.checkpoint_layout import (
     make_record,
     removal_name,
 )
-from notebook_accelerate.checkpointing.commit import FileRecords, ReadLocation, Store, read_message
 from notebook_accelerate.checkpointing.rank_agreement import gather_values
 from notebook_accelerate.checkpointing.save_lock import second_writer_error
 from notebook_accelerate.errors import CheckpointError
@@ -102,7 +102,7 @@ class ObjectStore(Store):
         self._message.write_text(json.dumps({"into": into, "owner": asdict(this_process())}))
 
     def can_see(self, token: str) -> bool:
-        """Read the destination of the files from the main rank's message."""
+        """Read the destination of the files from the main rank's message, and create a temporary folder for them."""
         try:
             message = json.loads(self._open_message(token).read_text())
         except FileNotFoundError as error:
@@ -111,12 +111,9 @@ class ObjectStore(Store):
                 "the same store (the same endpoint, account and region; memory:// is local to one process)."
             ) from error
         self.delivered = self.target / message["into"] if message["into"] else self.target
-        return True
-
-    def prepare_folder(self) -> None:
-        """Create a folder for this rank in the machine's temporary files."""
         self.folder = guarded_files.make() / self.target.name
         self.folder.mkdir()
+        return True
 
     def sync(self, path: Path) -> None:
         """Do nothing: files are only uploaded from this disk."""

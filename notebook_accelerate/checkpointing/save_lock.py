@@ -70,7 +70,7 @@ class SaveLock:
         _held.add(self)
 
     def is_held(self) -> bool:
-        """Tell whether the file is still this lock's: a person or a clean-up may have removed it."""
+        """Return whether the file is still this lock's: a person or a clean-up may have removed it."""
         return self._descriptor is not None and _same_file(self.path, self._descriptor)
 
     def release(self) -> None:

@@ -159,7 +159,7 @@ def make_folder(folder: AnyPath) -> None:
 
 
 def is_writer(path: AnyPath, state: RankControl, each_node: bool) -> bool:
-    """Tell whether this rank writes a file that one rank writes for all others.
+    """Return whether this rank writes a file that one rank writes for all others.
 
     Args:
         path: The destination; all machines see the same object store, so its writer is the main rank.

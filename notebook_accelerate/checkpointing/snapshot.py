@@ -241,7 +241,7 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def is_plain_tensor(tensor: Any) -> bool:
-    """Tell whether a tensor is only strided memory that this process or CUDA can copy."""
+    """Return whether a tensor is only strided memory that this process or CUDA can copy."""
     return (
         type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
         and tensor.layout is torch.strided

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 import torch
 
-from notebook_accelerate.checkpointing import checkpoint_layout
-from notebook_accelerate.checkpointing.checkpoint_layout import WHOLE, numbered
+from notebook_accelerate.checkpointing.manifest import WHOLE
 from notebook_accelerate.config import constants
 from notebook_accelerate.data_loader import SeedableRandomSampler, get_sampler
 from notebook_accelerate.state.warn_once import warn_once
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
     from notebook_accelerate.strategies.sharding.write_plans import StatePart
     from notebook_accelerate.strategies.strategy import Strategy
+
+CUSTOM_OBJECT_NAME = "custom_checkpoint"
+DATALOADER_STATE_NAME = "dl_state_dict"
 
 
 @dataclass
@@ -43,6 +45,17 @@ class StateFile:
             return None
         state = self.value if self.write is None else self.value.get("optimizer", {})
         return state.get("state")
+
+
+def numbered(name: str, index: int, suffix: str) -> str:
+    """Return the file name of the `index`-th object of a kind; the first one has no number.
+
+    Args:
+        name: The kind, for instance ``optimizer``.
+        index: Position of the object among those of its kind, from 0.
+        suffix: File suffix with its dot, for instance ``.bin``.
+    """
+    return f"{name}{suffix}" if index == 0 else f"{name}_{index}{suffix}"
 
 
 def model_file(index: int, safe: bool) -> str:
@@ -118,7 +131,7 @@ def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 def custom_file(index: int) -> str:
     """Return the file name of the `index`-th object registered for checkpointing."""
-    return f"{checkpoint_layout.CUSTOM_OBJECT_NAME}_{index}.pkl"
+    return f"{CUSTOM_OBJECT_NAME}_{index}.pkl"
 
 
 def loader_files(loader: Any, index: int) -> list[StateFile]:
@@ -133,7 +146,7 @@ def loader_files(loader: Any, index: int) -> list[StateFile]:
     if getattr(loader, "use_stateful_dataloader", False):
         position = loader.state_dict()
         state["position"] = position.own
-        files.append(StateFile(numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin"), dict(position)))
+        files.append(StateFile(numbered(DATALOADER_STATE_NAME, index, ".bin"), dict(position)))
     return files
 
 
@@ -256,12 +269,12 @@ class ReturnsStateParts(Protocol):
 
 
 def saves_own_state(strategy: Strategy) -> TypeGuard[SavesOwnState]:
-    """Tell whether a strategy saves models and optimizers itself."""
+    """Return whether a strategy saves models and optimizers itself."""
     return strategy.checkpoint_layout != WHOLE
 
 
 def returns_state_parts(strategy: Strategy) -> TypeGuard[ReturnsStateParts]:
-    """Tell whether a strategy returns parts that `save_state` writes, in a thread if asked to."""
+    """Return whether a strategy returns parts that `save_state` writes, in a thread if asked to."""
     return saves_own_state(strategy) and hasattr(strategy, "state_parts")
 
 

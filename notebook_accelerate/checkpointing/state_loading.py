@@ -6,6 +6,7 @@ import itertools
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +17,13 @@ from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, naming_file
 from notebook_accelerate.big_modeling.weight_files import plain_data_only, trusted_files
 from notebook_accelerate.checkpointing import state_files
-from notebook_accelerate.checkpointing.checkpoint_layout import (
-    CHECKPOINTS_FOLDER,
-    CUSTOM_OBJECT_NAME,
-    DATALOADER_STATE_NAME,
-    WHOLE,
-    Manifest,
-    broken_checkpoint,
-    find_damage,
-    number_of,
-    numbered,
-    read_manifest,
-)
 from notebook_accelerate.checkpointing.commit import ReadLocation
+from notebook_accelerate.checkpointing.manifest import WHOLE, Manifest, broken_checkpoint, find_damage, read_manifest
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.single_files import add_tied_names, read_file
-from notebook_accelerate.checkpointing.state_files import restore_rng_state, saves_own_state, schedulers_to_save
 from notebook_accelerate.checkpointing.state_saving import (
-    automatic_checkpoints,
-    project_directory,
+    continue_numbering,
+    newest_checkpoint,
     store_for,
     wait_for_saves,
 )
@@ -82,7 +71,7 @@ def load_state(
         CheckpointMismatchError: It belongs to another world size, strategy or set of registered objects.
     """
     _check_map_location(load_model_func_kwargs.pop("map_location", None))
-    if saves_own_state(accelerator.strategy):
+    if state_files.saves_own_state(accelerator.strategy):
         wait_for_all_ranks(_CALL)
     wait_for_saves(_CALL)
     folder = None if input_dir is None else path_of(input_dir).absolute()
@@ -99,7 +88,7 @@ def load_state(
             raise CheckpointError(_changing_error(reading.checkpoint)) from failure
     if failure is not None:
         raise failure
-    _continue_numbering(accelerator, reading.checkpoint)
+    continue_numbering(accelerator.project_configuration, reading.checkpoint)
 
 
 class _Reading:
@@ -119,7 +108,7 @@ class _Reading:
         self._generation = self.store.generation()
 
     def has_changed(self) -> bool:
-        """Tell whether another save replaced files; called on every rank after all ranks have read theirs."""
+        """Return whether another save replaced files; called on every rank after all ranks have read theirs."""
         return self._generation is not None and self.store.generation() != self._generation
 
 
@@ -142,17 +131,37 @@ def _load_checkpoint(
     checkpoint = reading.checkpoint
     with reading.store.open_for_reading(accelerator.local_process_index) as location:
         manifest = _fetch_and_verify(reading, location)
-        folder = location.folder
-        names = _names_in(folder) if manifest is None else list(manifest.files)
+        names = _names_in(location.folder) if manifest is None else list(manifest.files)
+        files = _Files(location.folder, names, load_kwargs, verified=manifest is not None)
         raise_on_all_ranks(_find_mismatch(accelerator, checkpoint, names, manifest, elastic), _CALL)
         models = list(accelerator._models)
         with raising_on_all_ranks(_CALL, Exception):
             for hook in list(accelerator._load_model_state_pre_hook.values()):
-                hook(models, str(folder))
-            verified = manifest is not None
-            _load_all(accelerator, models, folder, names, load_kwargs, model_options, verified)
-            _load_custom(accelerator, folder, load_kwargs, verified)
-            _load_rank(accelerator, folder, names, load_kwargs)
+                hook(models, str(files.folder))
+            _load_all(accelerator, models, files, model_options)
+            _load_custom(accelerator, files)
+            _load_rank(accelerator, files)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a checkpoint on this machine's disk.
+
+    Attributes:
+        folder: Their folder.
+        names: Their names.
+        options: Arguments of torch.load.
+        verified: Whether they match a manifest. If they do, an error of `load_state_dict` is the object's own.
+    """
+
+    folder: Path
+    names: Sequence[str]
+    options: dict[str, Any]
+    verified: bool
+
+    def read(self, name: str) -> Any:
+        """Return the content of a file."""
+        return read_file(self.folder / name, **self.options)
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -168,7 +177,8 @@ def _check_map_location(given: object) -> None:
 def _find_checkpoint(accelerator: PreparedObjects, input_dir: AnyPath | None) -> AnyPath:
     """Return the folder to load, after finishing an interrupted commit in it."""
     with raising_on_all_ranks(_CALL, ValueError, CheckpointError, OSError):
-        folder = _existing_folder(input_dir) if input_dir is not None else _newest_checkpoint(accelerator)
+        project = accelerator.project_configuration
+        folder = _existing_folder(input_dir) if input_dir is not None else newest_checkpoint(project)
         if accelerator.is_local_main_process:
             store_for(folder).finish_commit()
     return folder
@@ -190,22 +200,6 @@ def _refuse_unfinished(folder: AnyPath) -> None:
             f"Checkpoint {folder} was never finished: its process ended while writing; its partial files are in {left}."
             " Load an earlier one."
         )
-
-
-def _newest_checkpoint(accelerator: PreparedObjects) -> AnyPath:
-    project = accelerator.project_configuration
-    if not project.automatic_checkpoint_naming:
-        raise ValueError(
-            "No input_dir provided and automatic checkpoint naming is disabled. Pass the folder: "
-            'accelerator.load_state("my_checkpoint")'
-        )
-    project_dir = project_directory(project)
-    found = automatic_checkpoints(project_dir)
-    if not found:
-        raise ValueError(
-            f"There is no checkpoint in {project_dir / CHECKPOINTS_FOLDER} yet: call accelerator.save_state() first"
-        )
-    return found[-1]
 
 
 def _fetch_and_verify(reading: _Reading, location: ReadLocation) -> Manifest | None:
@@ -263,7 +257,7 @@ def _possible_world_sizes(names: Sequence[str]) -> set[int]:
 
 
 def _custom_mismatch(accelerator: PreparedObjects, folder: AnyPath, names: Sequence[str]) -> CheckpointError | None:
-    count = state_files.count_files(names, CUSTOM_OBJECT_NAME + r"_\d+\.pkl")
+    count = state_files.count_files(names, state_files.CUSTOM_OBJECT_NAME + r"_\d+\.pkl")
     registered = len(accelerator._custom_objects)
     if count == registered:
         return None
@@ -275,28 +269,16 @@ def _custom_mismatch(accelerator: PreparedObjects, folder: AnyPath, names: Seque
 
 
 def _load_all(
-    accelerator: PreparedObjects,
-    models: list[torch.nn.Module],
-    folder: Path,
-    names: Sequence[str],
-    options: dict[str, Any],
-    model_options: dict[str, Any],
-    verified: bool,
+    accelerator: PreparedObjects, models: list[torch.nn.Module], files: _Files, model_options: dict[str, Any]
 ) -> None:
     strategy = accelerator.strategy
-    if saves_own_state(strategy):
-        trusted = options.get("weights_only") is False
-        with trusted_files() if trusted else plain_data_only(), naming_file(folder, _UNREADABLE):
-            strategy.load_state(folder, models=models, **model_options)
+    if not state_files.saves_own_state(strategy):
+        _load_models(accelerator, models, files, model_options)
     else:
-        for index, model in enumerate(models):
-            load_model(model, _model_path(folder, index, names), model_options)
-        _load_each(folder, constants.OPTIMIZER_NAME, accelerator._optimizers, options, verified)
-    _load_each(folder, constants.SCHEDULER_NAME, schedulers_to_save(accelerator._schedulers), options, verified)
-    _load_loaders(accelerator, folder, names, options)
-    if accelerator.scaler is not None and constants.SCALER_NAME in names:
-        with naming_file(folder / constants.SCALER_NAME):
-            accelerator.scaler.load_state_dict(read_file(folder / constants.SCALER_NAME, **options))
+        trusted = files.options.get("weights_only") is False
+        with trusted_files() if trusted else plain_data_only(), naming_file(files.folder, _UNREADABLE):
+            strategy.load_state(files.folder, models=models, **model_options)
+    _load_rest(accelerator, state_files.schedulers_to_save(accelerator._schedulers), files)
 
 
 def load_files(
@@ -318,15 +300,28 @@ def load_files(
         model_options: Arguments of ``model.load_state_dict``.
     """
     _check_map_location(map_location)
-    names = _names_in(folder)
+    files = _Files(folder, _names_in(folder), options, verified=False)
+    _load_models(accelerator, models, files, model_options)
+    _load_rest(accelerator, accelerator._schedulers, files)
+    _load_rank(accelerator, files)
+
+
+def _load_models(
+    accelerator: PreparedObjects, models: Sequence[torch.nn.Module], files: _Files, model_options: dict[str, Any]
+) -> None:
+    """Load models and optimizers, each from one file."""
     for index, model in enumerate(models):
-        load_model(model, _model_path(folder, index, names), model_options)
-    _load_each(folder, constants.OPTIMIZER_NAME, accelerator._optimizers, options, verified=False)
-    _load_each(folder, constants.SCHEDULER_NAME, accelerator._schedulers, options, verified=False)
-    _load_loaders(accelerator, folder, names, options)
-    if accelerator.scaler is not None and constants.SCALER_NAME in names:
-        accelerator.scaler.load_state_dict(read_file(folder / constants.SCALER_NAME, **options))
-    _load_rank(accelerator, folder, names, options)
+        load_model(model, _model_path(files, index), model_options)
+    _load_each(files, constants.OPTIMIZER_NAME, accelerator._optimizers)
+
+
+def _load_rest(accelerator: PreparedObjects, schedulers: Sequence[Any], files: _Files) -> None:
+    """Load schedulers, loaders and the scaler."""
+    _load_each(files, constants.SCHEDULER_NAME, schedulers)
+    _load_loaders(accelerator, files)
+    if accelerator.scaler is not None and constants.SCALER_NAME in files.names:
+        with naming_file(files.folder / constants.SCALER_NAME):
+            accelerator.scaler.load_state_dict(files.read(constants.SCALER_NAME))
 
 
 def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> None:
@@ -349,28 +344,28 @@ def _fitted(state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     return {names[name]: value for name, value in state.items()}
 
 
-def _model_path(folder: Path, index: int, names: Sequence[str]) -> Path:
+def _model_path(files: _Files, index: int) -> Path:
     candidates = [state_files.model_file(index, safe) for safe in (True, False)]
     for name in candidates:
-        if name in names:
-            return folder / name
+        if name in files.names:
+            return files.folder / name
     raise CheckpointMismatchError(
-        f"Checkpoint {folder} has no weights of model number {index}: neither {candidates[0]} nor {candidates[1]} "
-        "exists. Prepare the same models in the same order as before saving."
+        f"Checkpoint {files.folder} has no weights of model number {index}: neither {candidates[0]} nor "
+        f"{candidates[1]} exists. Prepare the same models in the same order as before saving."
     )
 
 
-def _load_each(folder: Path, name: str, objects: Sequence[Any], options: dict[str, Any], verified: bool) -> None:
+def _load_each(files: _Files, name: str, objects: Sequence[Any]) -> None:
     for index, item in enumerate(objects):
-        path = folder / numbered(name, index, ".bin")
+        path = files.folder / state_files.numbered(name, index, ".bin")
         if not path.is_file():
             raise CheckpointMismatchError(
-                f"Checkpoint {folder} has no {path.name}, but {len(objects)} {name}(s) are prepared. Prepare the same "
-                "objects in the same order as before saving."
+                f"Checkpoint {files.folder} has no {path.name}, but {len(objects)} {name}(s) are prepared. Prepare the "
+                "same objects in the same order as before saving."
             )
         with naming_file(path, _STRUCTURE):
-            state = _checked(read_file(path, **options), path, name)
-        with naming_file(path, () if verified else _STRUCTURE):  # of a verified file, an error is the object's own
+            state = _checked(files.read(path.name), path, name)
+        with naming_file(path, () if files.verified else _STRUCTURE):
             item.load_state_dict(state)
 
 
@@ -386,25 +381,26 @@ def _checked(state: Any, path: Path, kind: str) -> Any:
     return state
 
 
-def _load_loaders(accelerator: PreparedObjects, folder: Path, names: Sequence[str], options: dict[str, Any]) -> None:
+def _load_loaders(accelerator: PreparedObjects, files: _Files) -> None:
     loaders: Sequence[Any] = accelerator._dataloaders
     for index, loader in enumerate(loaders):
-        sampler = numbered(constants.SAMPLER_NAME, index, ".bin")
-        own = _load_sampler(loader, folder / sampler, options) if sampler in names else {}
-        position = numbered(DATALOADER_STATE_NAME, index, ".bin")
-        if position in names and getattr(loader, "use_stateful_dataloader", False):
-            with naming_file(folder / position):
-                loader.load_state_dict(LoaderState(read_file(folder / position, **options), own))
+        sampler = state_files.numbered(constants.SAMPLER_NAME, index, ".bin")
+        own = _load_sampler(loader, files, sampler) if sampler in files.names else {}
+        position = state_files.numbered(state_files.DATALOADER_STATE_NAME, index, ".bin")
+        if position in files.names and getattr(loader, "use_stateful_dataloader", False):
+            with naming_file(files.folder / position):
+                loader.load_state_dict(LoaderState(files.read(position), own))
 
 
-def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+def _load_sampler(loader: Any, files: _Files, name: str) -> dict[str, Any]:
     """Restore a loader's epoch and sampler; return what a stateful loader saved in addition to torchdata's state."""
     try:
-        state = read_file(path, **options)
+        state = files.read(name)
     except CheckpointError as error:
         if isinstance(error, BrokenCheckpointError) and not isinstance(error.__cause__, pickle.UnpicklingError):
             raise
         state = None  # Accelerate pickles the sampler object itself, which weights_only loading refuses
+    path = files.folder / name
     if isinstance(state, dict) and "iteration" in state:
         with naming_file(path, (*MALFORMED, RuntimeError)):
             state_files.restore_sampler(loader, state)
@@ -415,34 +411,25 @@ def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> dict[str,
     return {}
 
 
-def _load_custom(accelerator: PreparedObjects, folder: Path, options: dict[str, Any], verified: bool) -> None:
+def _load_custom(accelerator: PreparedObjects, files: _Files) -> None:
     for index, custom in enumerate(accelerator._custom_objects):
-        path = folder / state_files.custom_file(index)
-        state = read_file(path, **options)
-        with naming_file(path, () if verified else MALFORMED):  # of a verified file, an error is the object's own
+        name = state_files.custom_file(index)
+        state = files.read(name)
+        with naming_file(files.folder / name, () if files.verified else MALFORMED):
             if isinstance(custom, torch.nn.Module) and isinstance(state, dict):
                 state = _fitted(state, custom)
             custom.load_state_dict(state)
 
 
-def _load_rank(accelerator: PreparedObjects, folder: Path, names: Sequence[str], options: dict[str, Any]) -> None:
+def _load_rank(accelerator: PreparedObjects, files: _Files) -> None:
     name = state_files.rng_file(accelerator.process_index)
-    if name not in names:
-        warn_once(f"{folder} has no {name}: the random state of rank {accelerator.process_index} is unchanged.")
+    if name not in files.names:
+        warn_once(f"{files.folder} has no {name}: the random state of rank {accelerator.process_index} is unchanged.")
         return
-    state = read_file(folder / name, **options)
-    with naming_file(folder / name, (*MALFORMED, RuntimeError)):
+    state = files.read(name)
+    with naming_file(files.folder / name, (*MALFORMED, RuntimeError)):
         accelerator.step = int(state["step"]) if "step" in state else accelerator.step
-        restore_rng_state(state, accelerator.device.type)
-
-
-def _continue_numbering(accelerator: PreparedObjects, folder: AnyPath) -> None:
-    """Continue automatic names after the newest checkpoint, if an automatically named one was loaded."""
-    project = accelerator.project_configuration
-    if project.automatic_checkpoint_naming and folder.parent.name == CHECKPOINTS_FOLDER:
-        found = automatic_checkpoints(project_directory(project))
-        if folder in found:
-            project.iteration = number_of(found[-1].name) + 1
+        state_files.restore_rng_state(state, accelerator.device.type)
 
 
 def resumed_checkpoint() -> str | None:

@@ -15,10 +15,10 @@ from notebook_accelerate import telemetry
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.untrusted_files import unreadable_classes
 from notebook_accelerate.checkpointing import rank_agreement, state_files
-from notebook_accelerate.checkpointing.checkpoint_layout import CHECKPOINTS_FOLDER, Manifest, is_numbered, number_of
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.commit import Store
 from notebook_accelerate.checkpointing.disk_store import DiskStore
+from notebook_accelerate.checkpointing.manifest import CHECKPOINTS_FOLDER, Manifest, is_numbered, number_of
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import StateFile, returns_state_parts, saves_own_state
@@ -229,7 +229,6 @@ def _collect_files(
     accelerator: PreparedObjects, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> list[StateFile]:
     """Run the hooks and collect the files that this rank writes."""
-    target.store.prepare_folder()
     strategy, writes_own = accelerator.strategy, saves_own_state(accelerator.strategy)
     weights = [] if writes_own else [_named_as_given(accelerator, model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
@@ -398,3 +397,39 @@ def checkpoints_above_limit(project_dir: AnyPath, total_limit: int | None) -> li
         return []
     found = automatic_checkpoints(project_dir)
     return found[: max(len(found) - total_limit, 0)]
+
+
+def newest_checkpoint(project: ProjectConfiguration) -> AnyPath:
+    """Return the newest automatically named checkpoint of a project.
+
+    Args:
+        project: The project's settings.
+
+    Raises:
+        ValueError: There is none, or checkpoints are not named automatically.
+    """
+    if not project.automatic_checkpoint_naming:
+        raise ValueError(
+            "No input_dir provided and automatic checkpoint naming is disabled. Pass the folder: "
+            'accelerator.load_state("my_checkpoint")'
+        )
+    project_dir = project_directory(project)
+    found = automatic_checkpoints(project_dir)
+    if not found:
+        raise ValueError(
+            f"There is no checkpoint in {project_dir / CHECKPOINTS_FOLDER} yet: call accelerator.save_state() first"
+        )
+    return found[-1]
+
+
+def continue_numbering(project: ProjectConfiguration, loaded: AnyPath) -> None:
+    """Continue automatic names after the newest checkpoint, if an automatically named one was loaded.
+
+    Args:
+        project: The project's settings.
+        loaded: The checkpoint that was loaded.
+    """
+    if project.automatic_checkpoint_naming and loaded.parent.name == CHECKPOINTS_FOLDER:
+        found = automatic_checkpoints(project_directory(project))
+        if loaded in found:
+            project.iteration = number_of(found[-1].name) + 1

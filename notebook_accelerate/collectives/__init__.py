@@ -19,11 +19,8 @@ from notebook_accelerate.collectives.layouts import (
     with_tensors as with_tensors,
 )
 from notebook_accelerate.collectives.local_operations import (
-    ConvertOutputsToFp32 as ConvertOutputsToFp32,
-)
-from notebook_accelerate.collectives.gather_metrics import gather_for_metrics as gather_for_metrics
-from notebook_accelerate.collectives.local_operations import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+    ConvertOutputsToFp32 as ConvertOutputsToFp32,
     child_of as child_of,
     concatenate as concatenate,
     convert_to_fp32 as convert_to_fp32,
@@ -36,6 +33,7 @@ from notebook_accelerate.collectives.operations import (
     broadcast as broadcast,
     broadcast_object_list as broadcast_object_list,
     gather as gather,
+    gather_for_metrics as gather_for_metrics,
     gather_object as gather_object,
     pad_across_processes as pad_across_processes,
     reduce as reduce,

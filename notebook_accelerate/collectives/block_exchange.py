@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -18,11 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from notebook_accelerate.collectives import shape_checks
-from notebook_accelerate.collectives.communicator import Result, TorchCommunicator
-from notebook_accelerate.collectives.layouts import ALIGNMENT, MAX_LAYOUTS, Layout, layout_of, split_equally
+from notebook_accelerate.collectives.communicator import COMMUNICATORS, Result, TorchCommunicator
+from notebook_accelerate.collectives.layouts import (
+    ALIGNMENT,
+    MAX_LAYOUTS,
+    Layout,
+    children_of,
+    is_torch_tensor,
+    layout_of,
+    recursively_apply,
+    split_equally,
+)
 from notebook_accelerate.errors import DistributedOperationException
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.state.warn_once import user_frame
 from notebook_accelerate.torch_internals import foreach_copy
 
 OPERATIONS = {"gather": 0, "reduce": 1, "broadcast": 2, "pad_across_processes": 3}
@@ -177,7 +186,7 @@ class BlockExchange:
         headers = {_HEADER.unpack_from(self._rows_bytes, rank * length) for rank in self._ranks}
         if len(headers) > 1:
             self._adapt_size(max(size for _, size, _ in headers))
-            shape_checks.check(call.operation, call.data, PartialState(), call.free_dim)
+            check_arguments(call.operation, call.data, PartialState(), call.free_dim)
             raise DistributedOperationException(f"ranks passed different tensors to {call.operation!r}")
         self._adapt_size(call.layout.bytes)
         return prepared
@@ -219,8 +228,8 @@ class BlockExchange:
         self._adapt_size(header[1])
         if header != call.header:
             raise DistributedOperationException(
-                f"{call.operation!r} got {shape_checks.describe(call.data)} "
-                f"on rank {PartialState().process_index}, at {shape_checks.caller_line()}; rank {source} passed "
+                f"{call.operation!r} got {describe_tensors(call.data)} "
+                f"on rank {PartialState().process_index}, at {caller_line()}; rank {source} passed "
                 "other tensors. Every rank must pass the same structure, shapes and dtypes "
                 "(ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
             )
@@ -299,3 +308,76 @@ def gather_blocks(
     """
     exchange = exchange_for(state)
     return exchange.gather(call, prepare) if exchange is not None else None
+
+
+# ---- messages about ranks that pass different arguments
+
+
+def check_arguments(operation: str, data: Any, state: PartialState, free_dim: int | None = None) -> None:
+    """Compare an operation and its tensors over ranks; every rank must call this.
+
+    Args:
+        operation: Name of the collective.
+        data: This rank's argument.
+        state: The world.
+        free_dim: A dimension whose size may differ between ranks.
+
+    Raises:
+        DistributedOperationException: Ranks disagree; the message shows what each passed, and where.
+    """
+    mine = (operation, describe_tensors(data), describe_tensors(data, free_dim), caller_line())
+    reports = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
+    if all((name, compared) == (operation, mine[2]) for name, _, compared, _ in reports):
+        return
+    rows = [(f"rank {rank}", name, shown, where) for rank, (name, shown, _, where) in enumerate(reports)]
+    raise DistributedOperationException(
+        f"ranks passed different tensors to {operation!r}; they must have the same structure, shapes and dtypes on "
+        f"every rank (pad_across_processes makes sizes equal):\n{_table(('rank', 'operation', 'passed', 'at'), rows)}"
+    )
+
+
+def describe_tensors(data: Any, free_dim: int | None = None) -> str:
+    """Describe the shapes and dtypes of a nested structure.
+
+    Args:
+        data: Nested containers of tensors.
+        free_dim: A dimension that is shown as "*".
+
+    Returns:
+        For example ``{'x': float32[2, 4]}``.
+    """
+
+    def format_tensor(tensor: Any) -> _Unquoted:
+        sizes = [str(size) for size in tensor.shape]
+        if free_dim is not None and -len(sizes) <= free_dim < len(sizes):
+            sizes[free_dim] = "*"
+        return _Unquoted(f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
+
+    if not is_torch_tensor(data) and not list(children_of(data)):
+        return repr(data)
+    return repr(recursively_apply(format_tensor, data))
+
+
+class _Unquoted(str):
+    """A string whose representation has no quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def caller_line() -> str:
+    """Return file, line and source of the innermost frame outside of this package; notebook cells have file names."""
+    import linecache
+
+    _, frame = user_frame()
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(name, line, frame.f_globals).strip()
+    return f"{name}, line {line}{f': {source}' if source else ''}"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -1,4 +1,4 @@
-"""Sends tensors and objects between ranks: one communicator per kind of world."""
+"""Sends tensors and objects between ranks, one communicator per kind of world; and a barrier that detects deadlocks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ class TorchCommunicator(Communicator):
 
     @step_time.collective
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
-        """See `Communicator.all_gather`."""
         out = flat.new_empty(size * flat.numel())
         assert _all_gather is not None, "a torch without torch.distributed has no world of several ranks"
         _all_gather(out, flat)
@@ -119,26 +118,22 @@ class TorchCommunicator(Communicator):
 
     @step_time.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
-        """See `Communicator.all_reduce`."""
         dist.all_reduce(flat, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         return flat
 
     @step_time.collective
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
-        """See `Communicator.broadcast`."""
         dist.broadcast(flat, src=source)
         return flat
 
     @step_time.collective
     def all_gather_object(self, item: Any, size: int) -> list[Any]:
-        """See `Communicator.all_gather_object`."""
         found: list[Any] = [None] * size
         dist.all_gather_object(found, item)
         return found
 
     @step_time.collective
     def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
-        """See `Communicator.broadcast_object_list`."""
         dist.broadcast_object_list(items, src=source, device=device)
 
 
@@ -147,7 +142,6 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
-        """See `Communicator.all_gather`."""
         import torch_xla.core.xla_model as xm
 
         gathered: torch.Tensor = xm.all_gather(flat[None], pin_layout=False)
@@ -155,7 +149,6 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
-        """See `Communicator.all_reduce`."""
         import torch_xla.core.xla_model as xm
 
         reduced: torch.Tensor = xm.all_reduce(xm.REDUCE_MAX if maximum else xm.REDUCE_SUM, flat)
@@ -163,7 +156,6 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
-        """See `Communicator.broadcast`."""
         import torch_xla.core.xla_model as xm
 
         mine = flat if PartialState().process_index == source else torch.zeros_like(flat)
@@ -173,7 +165,6 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def all_gather_object(self, item: Any, size: int) -> list[Any]:
-        """See `Communicator.all_gather_object`."""
         import pickle
 
         import torch_xla.core.xla_model as xm
@@ -183,7 +174,6 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
-        """See `Communicator.broadcast_object_list`."""
         items[:] = self.all_gather_object(items, PartialState().num_processes)[source]
 
 
@@ -195,12 +185,11 @@ COMMUNICATORS: dict[str, Communicator] = {
 """The communicators, by the name in `PartialState.communicator`."""
 
 
-# A barrier that raises when other ranks cannot reach it, instead of waiting for a timeout.
+# ---- a barrier that raises if other ranks cannot reach it, instead of waiting for a timeout
 #
-# A rank that waits at the barrier queries the missing ranks through the store that torch's process group was made
-# with.
-# A thread of each rank looks for queries twice a second and answers them. If every missing rank is stuck in another
-# collective, which in turn waits for this rank, the program is deadlocked, and the barrier raises.
+# A rank that waits at the barrier queries the missing ranks through the store of torch's process group. A thread of
+# each rank looks for queries twice a second and answers them. If every missing rank is stuck in another collective,
+# which in turn waits for this rank, the program is deadlocked, and the barrier raises.
 
 QUERY_INTERVAL = 2.0
 """Seconds at the barrier before the missing ranks are queried, and between two queries."""
@@ -346,12 +335,12 @@ def _library_folders() -> list[str]:
 
 
 def _is_standard_library(name: str) -> bool:
-    """Tell whether a file belongs to the standard library or to its backport typing_extensions."""
+    """Return whether a file belongs to the standard library or to its backport typing_extensions."""
     return (name.startswith(_STANDARD_LIBRARY) and "-packages" not in name) or name.endswith("typing_extensions.py")
 
 
 def _is_collective(frame: FrameType) -> bool:
-    """Tell whether a frame is in torch.distributed, or calls a collective that a compiler put into a graph."""
+    """Return whether a frame is in torch.distributed, or calls a collective that a compiler put into a graph."""
     name = frame.f_code.co_filename.replace("\\", "/")
     if "torch/distributed/" in name:
         return True

@@ -155,7 +155,7 @@ def _is_half(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in {torch.float16, torch.bfloat16}
 
 
-# Forwards that return float32; objects rather than closures, so that models can still be pickled.
+# ---- forwards that return float32: objects rather than closures, so that models can still be pickled
 
 
 class ConvertOutputsToFp32:
@@ -172,9 +172,3 @@ class ConvertOutputsToFp32:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original and convert its result."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
-
-
-# Older helpers of `accelerate.utils.operations` that other libraries import.
-
-"""Numbers that represent dtypes between ranks."""
-"""The dtype of each number."""

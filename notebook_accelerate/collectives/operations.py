@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -10,12 +11,25 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.collectives import shape_checks
-from notebook_accelerate.collectives.block_exchange import BlockViews, CollectiveCall, exchange_for, gather_blocks
+from notebook_accelerate.collectives.block_exchange import (
+    BlockViews,
+    CollectiveCall,
+    check_arguments,
+    exchange_for,
+    gather_blocks,
+)
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
-from notebook_accelerate.collectives.layouts import Layout, Nested, is_small, layout_of, require_tensors, with_tensors
+from notebook_accelerate.collectives.layouts import (
+    Layout,
+    Nested,
+    is_small,
+    layout_of,
+    recursively_apply,
+    require_tensors,
+    with_tensors,
+)
 from notebook_accelerate.collectives.local_operations import CannotPadNestedTensorWarning
-from notebook_accelerate.state import PartialState
+from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.torch_internals import foreach_copy
 
@@ -307,7 +321,7 @@ def _check_leaves(data: Any, operation: str, state: PartialState, free_dim: int 
     """Return the tensors; check that there are no other leaves and, in debug mode, that all ranks pass the same."""
     leaves = require_tensors(data, operation)
     if state.debug and state.num_processes > 1:
-        shape_checks.check(operation, data, state, free_dim)
+        check_arguments(operation, data, state, free_dim)
     return leaves
 
 
@@ -367,3 +381,45 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         _check_rank("from_process", from_process, state)
         COMMUNICATORS[state.communicator].broadcast_object_list(object_list, from_process, state.device)
     return object_list
+
+
+# ---- results of an evaluation: every sample of the dataset counts once
+
+_log = logging.getLogger(__name__)
+
+
+def gather_for_metrics(input_data: Nested, gradient_state: GradientState, use_gather_object: bool = False) -> Nested:
+    """Join results over ranks, without the samples that pad the last batches; every rank must call this.
+
+    Args:
+        input_data: Nested containers of tensors, or picklable objects in a list, one for each sample.
+        gradient_state: Refers to the loader that is being read.
+        use_gather_object: Treat the data as Python objects although it contains tensors.
+
+    Returns:
+        The results for each sample once, also in a world of one: libraries repeat a short batch's loss to the full
+        batch size and rely on this cut. All results, uncut, if a part of them has no rows that can be cut: in a world
+        of one, a loss without dimensions or a number.
+    """
+    as_objects = use_gather_object or not _only_tensors(input_data)
+    data: Any = gather_object(input_data) if as_objects else gather(input_data)
+    kept = gradient_state.remainder if gradient_state.end_of_dataloader else 0
+    if kept < 0:
+        _log.info("Nothing is cut from the results of the last batch: its loader has no length.")
+    results: Nested = _first_rows(kept, data, as_objects) if kept > 0 else data
+    return results
+
+
+def _first_rows(kept: int, data: Any, as_objects: bool) -> Any:
+    try:
+        return data[:kept] if as_objects else recursively_apply(lambda tensor: tensor[:kept], data)
+    except Exception:  # noqa: BLE001 - an object may raise anything where it is sliced, as on Accelerate
+        return data
+
+
+def _only_tensors(data: Any) -> bool:
+    try:
+        require_tensors(data, "gather_for_metrics")
+    except TypeError:
+        return False
+    return True

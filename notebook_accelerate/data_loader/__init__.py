@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher
-from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
-from notebook_accelerate.data_loader.prepare import prepare_data_loader
+from notebook_accelerate.data_loader.prepare import SkipDataLoader, prepare_data_loader, skip_first_batches
 from notebook_accelerate.data_loader.prepared_loader import DataLoaderAdapter, DataLoaderStateMixin
 from notebook_accelerate.data_loader.samplers import (
     BatchSamplerShard,
+    IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     get_sampler,
 )
-from notebook_accelerate.data_loader.persistent_workers import SequenceLoader
-from notebook_accelerate.data_loader.shard_loader import DataLoaderShard
-from notebook_accelerate.data_loader.skip_loaders import SkipDataLoader, skip_first_batches
+from notebook_accelerate.data_loader.shard_loader import DataLoaderShard, SequenceLoader
 
 __all__ = [
     "BatchSamplerShard",

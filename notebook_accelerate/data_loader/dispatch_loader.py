@@ -28,8 +28,8 @@ from notebook_accelerate.collectives import (
 )
 from notebook_accelerate.data_loader.pass_order import draw_order
 from notebook_accelerate.data_loader.prepared_loader import NOTHING, PreparedDataLoader
+from notebook_accelerate.data_loader.samplers import advance
 from notebook_accelerate.data_loader.shard_loader import data_parallel_rank
-from notebook_accelerate.data_loader.stream_skipping import advance
 from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.telemetry import step_time
 

@@ -1,17 +1,17 @@
-"""Samplers that shuffle, divide and skip: they decide which rank gets which index."""
+"""Which rank reads which samples: samplers and streams that shuffle, divide and skip."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Sized
+from types import GeneratorType
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from notebook_accelerate.collectives import broadcast_object_list
-from notebook_accelerate.data_loader.iterable_shard import check_divisible
-from notebook_accelerate.data_loader.stream_skipping import iterate_from, open_from
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -273,3 +273,201 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """
     source = innermost(index_source(dataloader))
     return getattr(source, "sampler", source if dataloader.batch_sampler is None else None)
+
+
+# ---- iterable datasets
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """One rank's share of an iterable dataset.
+
+    All ranks iterate over the complete dataset, in windows of one global batch; each yields its own part of a window.
+    The last window is padded from the first one, so that all ranks yield the same number of samples.
+
+    Args:
+        dataset: The dataset to divide. It must yield the same samples in the same order on every rank.
+        batch_size: Samples per batch of one rank, or of all ranks with `split_batches`.
+        drop_last: Drop a last window that is not full.
+        num_processes: Number of ranks that share the dataset.
+        process_index: This rank.
+        split_batches: `batch_size` counts the samples of all ranks together.
+
+    Attributes:
+        last_round: After an iteration, the samples of its last window without padding; 0 if it was full. None before,
+            and in a process that has started workers, unless `share_last_round` was called.
+
+    Raises:
+        ValueError: With `split_batches`, the batch size is not a multiple of the number of processes.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches:
+            check_divisible(batch_size, num_processes)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self._last_round = torch.full((), -1, dtype=torch.int64, device="cpu")
+
+    @property
+    def last_round(self) -> int | None:
+        """Samples of the last window; see the class."""
+        samples = int(self._last_round)
+        return None if samples < 0 else samples
+
+    def share_last_round(self) -> None:
+        """Share `last_round` between the worker and its parent process. Supports one worker only."""
+        self._last_round.share_memory_()  # type: ignore[no-untyped-call]
+
+    @property
+    def window(self) -> int:
+        """Number of samples in a window, of all ranks together."""
+        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch to the dataset, if it has `set_epoch`.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        length = len(self.dataset)  # type: ignore[arg-type]
+        windows = length // self.window if self.drop_last else math.ceil(length / self.window)
+        return windows * (self.window // self.num_processes)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._last_round.fill_(-1)
+        window, part = self.window, self.window // self.num_processes
+        first = part * self.process_index
+        samples = iter(self.dataset)
+        opening = current = list(itertools.islice(samples, window))
+        while len(current) == window:
+            yield from current[first : first + part]
+            current = list(itertools.islice(samples, window))
+        self._last_round.fill_(len(current))
+        if current and not self.drop_last:
+            padded = itertools.islice(itertools.chain(current, itertools.cycle(opening)), first, first + part)
+            yield from padded
+
+
+def check_divisible(batch_size: int | None, num_processes: int) -> None:
+    """Check that `split_batches` can split batches into equal parts.
+
+    Args:
+        batch_size: Samples per batch; None: unknown.
+        num_processes: Number of ranks that share a batch.
+
+    Raises:
+        ValueError: The batch size is unknown, or not a multiple of the number of ranks.
+    """
+    if batch_size is None or batch_size % num_processes:
+        raise ValueError(
+            f"split_batches=True splits every batch into num_processes={num_processes} equal parts, but the batch size "
+            f"is {batch_size}; use a multiple of {num_processes}, or pass DataLoaderConfiguration(split_batches=False)"
+        )
+
+
+# ---- skipping the first items of an index stream, at a cost that does not grow with their number
+
+
+Item = TypeVar("Item")
+
+_END: Any = object()
+_JUMPING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
+
+
+def iterate_from(batches: Any, skipped: int) -> Iterator[Any]:
+    """Iterate over a batch sampler, or any iterable, without its first batches.
+
+    A batch sampler with a method `iterate_from` skips by itself. For torch's own BatchSampler, the sampler's indices
+    are skipped instead of the batches.
+
+    Args:
+        batches: A batch sampler, a sampler, or any other iterable.
+        skipped: Number of batches to skip, 0 or more.
+
+    Returns:
+        An iterator over the remaining batches.
+    """
+    if hasattr(batches, "iterate_from"):
+        own: Iterator[Any] = batches.iterate_from(skipped)
+        return own
+    if skipped and type(batches) is BatchSampler:
+        moved = advance(iter(batches.sampler), skipped * batches.batch_size)
+        return iter(BatchSampler(moved, batches.batch_size, batches.drop_last))
+    return advance(iter(batches), skipped)
+
+
+def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any], Iterator[Any]]:
+    """Read the first batches of an epoch, then iterate from a later batch of the same epoch.
+
+    The sampler is iterated only once: a second iteration would draw another permutation.
+
+    Args:
+        batches: A batch sampler, or any iterable of batches.
+        skipped: Number of batches to skip in the iterator, 0 or more.
+        kept: Number of the epoch's first batches to return in the list, if there are as many.
+
+    Returns:
+        The epoch's first `kept` batches, and an iterator over the batches after the first `skipped`.
+    """
+    if not kept:
+        return [], iterate_from(batches, skipped)
+    if type(batches) is BatchSampler:
+        size, drop_last = batches.batch_size, batches.drop_last
+        indices = iter(batches.sampler)
+        opening = list(BatchSampler(itertools.islice(indices, kept * size), size, drop_last))
+        rest = iter(BatchSampler(advance(indices, max(skipped - kept, 0) * size), size, drop_last))
+    else:
+        rest = iter(batches)
+        opening = list(itertools.islice(rest, kept))
+        rest = advance(rest, max(skipped - kept, 0))
+    return opening, itertools.chain(opening[skipped:], rest)
+
+
+def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
+    """Move an iterator forward by a number of items.
+
+    Iterators over lists, tuples and ranges jump. A generator that delegates to such an iterator (``yield from
+    torch.randperm(n).tolist()``, as torch's RandomSampler does) jumps inside it. All other iterators are read.
+
+    Args:
+        iterator: The iterator; it may have been started.
+        count: Number of items to skip, 0 or more.
+
+    Returns:
+        The same iterator, moved by `count` items or to its end.
+    """
+    count -= _jump(iterator, count)
+    if count and isinstance(iterator, GeneratorType) and next(iterator, _END) is not _END:
+        inner = iterator.gi_yieldfrom
+        while isinstance(inner, GeneratorType):
+            inner = inner.gi_yieldfrom
+        count -= 1 + _jump(inner, count - 1)
+    next(itertools.islice(iterator, count, count), None)
+    return iterator
+
+
+def _jump(iterator: Any, count: int) -> int:
+    """Move an iterator over a stored sequence by up to `count` items; return by how many."""
+    if type(iterator) not in _JUMPING:
+        return 0
+    stride: int = min(count, iterator.__length_hint__())
+    if stride > 0:
+        # Before Python 3.12 a position is counted from the start of the sequence, and for ranges since then from here.
+        _, _, *position = iterator.__reduce__()
+        iterator.__setstate__((position[0] if position and position[0] is not None else 0) + stride)
+    return stride

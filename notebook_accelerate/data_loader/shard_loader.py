@@ -1,19 +1,19 @@
-"""The loader of a rank that reads its own share of the data."""
+"""Loaders of ranks that read their own share of the data, and the choice of that share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from notebook_accelerate.collectives import ignorant_find_batch_size
+from notebook_accelerate.collectives import broadcast, ignorant_find_batch_size, send_to_device
 from notebook_accelerate.config.enums import RNGType
-from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
 from notebook_accelerate.data_loader.prepared_loader import PreparedDataLoader
 from notebook_accelerate.data_loader.samplers import (
     BatchSamplerShard,
+    IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     get_sampler,
@@ -21,6 +21,7 @@ from notebook_accelerate.data_loader.samplers import (
     innermost,
 )
 from notebook_accelerate.state import GradientState, PartialState
+from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.telemetry import step_time
 
 
@@ -124,7 +125,135 @@ class DataLoaderShard(PreparedDataLoader):
         return int(shard.batch_size) * (1 if shard.split_batches else shard.num_processes)
 
 
-# Synchronises random number generators over the ranks.
+# ---- sequence parallel ranks
+
+_NEEDED = ("input_ids", "position_ids", "labels")
+Splitter = Callable[[Iterable[Any]], Iterable[Any]]
+
+
+class SequenceLoader(DataLoader[Any]):
+    """Yields this rank's piece of every sequence that the sequence parallel ranks read.
+
+    Each rank reads its own batches. When all have one, this rank gets its piece of the first rank's batch, then of the
+    second rank's, and so on. A pass therefore has `ranks` times as many batches. All other attributes come from
+    the inner loader.
+
+    Args:
+        loader: The prepared loader of this rank's batches.
+        split: Called with an iterable of this rank's batches; returns an iterable of pieces.
+        ranks: Number of ranks that share sequences.
+        rows: Number of sequences in each batch; None: any.
+        device: Device of the pieces; None does not move them.
+        skipped: Number of pieces to skip at the start of a pass.
+
+    Attributes:
+        loader: The inner loader.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        split: Splitter,
+        ranks: int,
+        rows: int | None = None,
+        device: torch.device | None = None,
+        skipped: int = 0,
+    ) -> None:
+        # Without DataLoader.__init__: this is a view of another loader, and has no dataset and no workers.
+        self.loader, self.ranks, self.rows, self.device = loader, ranks, rows, device
+        self._split, self._skipped = split, skipped
+        loader.hands_out_pieces = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet, while a copy is made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return max(len(self.loader) * self.ranks - self._skipped, 0)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        ended = False
+        for number, piece in enumerate(self._split(self._checked())):
+            ended = ended or self.loader.end_of_dataloader
+            # The pass ends with the last rank's batch; a piece does not show which of its samples are padding.
+            self.loader.end_of_dataloader = self.loader.exhausted = ended and number % self.ranks == self.ranks - 1
+            self.loader.remainder = -1
+            if number >= self._skipped:
+                yield send_to_device(_contiguous(piece), self.device) if self.device is not None else _contiguous(piece)
+
+    def _checked(self) -> Iterator[Any]:
+        for batch in self.loader:
+            _check(batch, self.rows)
+            yield batch
+
+    def skipping(self, skip: Callable[[Any, int], Any], count: int) -> SequenceLoader:
+        """Return a copy of this loader that skips more pieces at the start of every pass.
+
+        Args:
+            skip: Returns a copy of the inner loader that skips batches.
+            count: Number of pieces to skip.
+        """
+        batches, pieces = divmod(self._skipped + count, self.ranks)
+        return SequenceLoader(skip(self.loader, batches), self._split, self.ranks, self.rows, self.device, pieces)
+
+
+def _check(batch: Any, rows: int | None) -> None:
+    missing = [name for name in _NEEDED if not isinstance(batch, Mapping) or name not in batch]
+    if missing:
+        had = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(
+            f"a batch has {had}, and no {', '.join(missing)}; sequences are split by input_ids, position_ids and "
+            "labels of shape [batch, sequence]. Add the missing ones in collate_fn, for instance "
+            "batch['position_ids'] = torch.arange(length).expand(rows, -1)"
+        )
+    count = len(batch["input_ids"])
+    if rows is not None and count != rows:
+        raise ValueError(
+            f"a batch has {count} sequences, and DeepSpeed's attention was created for {rows} in every batch; pass "
+            "DataLoader(..., drop_last=True), or keep even_batches=True"
+        )
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        warn_once(
+            "attention_mask masks the beginning of sequences, and attention that is split over ranks ignores masks: "
+            "pad sequences at their end, with labels of -100"
+        )
+
+
+def _contiguous(piece: Any) -> Any:
+    """Return a piece with contiguous tensors: models reshape them, and a view would keep the full sequence alive."""
+    return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in piece.items()}
+
+
+# ---- which ranks read different data
+
+# Ranks that differ only in these dimensions use the same samples: they share a model, a sequence or a pipeline.
+# Ranks of "sp" share sequences too, but each reads some of them, and `SequenceLoader` combines them.
+MODEL_DIMENSIONS = frozenset({"tp", "cp", "pp", "ep"})
+
+
+def data_parallel_rank(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:
+    """Return this rank's index among the ranks that read different data.
+
+    Args:
+        mesh: A torch DeviceMesh with named dimensions; None: all ranks are data parallel.
+        num_processes: Number of all ranks.
+        process_index: This rank.
+
+    Returns:
+        The number of ranks that read different data, and this rank's index among them.
+    """
+    if mesh is None or not mesh.mesh_dim_names:
+        return num_processes, process_index
+    dp_size, dp_rank = 1, 0
+    for name, size, position in zip(mesh.mesh_dim_names, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
+        if name not in MODEL_DIMENSIONS:
+            dp_size, dp_rank = dp_size * size, dp_rank * size + position
+    return dp_size, dp_rank
+
+
+# ---- equal random numbers on all ranks
 
 
 def synchronize_rng_state(
@@ -178,34 +307,5 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
 
 def _from_rank_0(state: torch.Tensor) -> torch.Tensor:
     """Receive rank 0's copy of a small CPU tensor."""
-    from notebook_accelerate.collectives import broadcast
-
     received: torch.Tensor = broadcast(state.to(PartialState().device))
     return received.cpu()
-
-
-# Finds the ranks of a device mesh that read different data.
-
-# Ranks that differ only in these dimensions use the same samples: they share a model, a sequence or a pipeline.
-# Ranks of "sp" share sequences too, but each reads some of them, and `SequenceLoader` combines them.
-MODEL_DIMENSIONS = frozenset({"tp", "cp", "pp", "ep"})
-
-
-def data_parallel_rank(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:
-    """Return this rank's index among the ranks that read different data.
-
-    Args:
-        mesh: A torch DeviceMesh with named dimensions; None: all ranks are data parallel.
-        num_processes: Number of all ranks.
-        process_index: This rank.
-
-    Returns:
-        The number of ranks that read different data, and this rank's index among them.
-    """
-    if mesh is None or not mesh.mesh_dim_names:
-        return num_processes, process_index
-    dp_size, dp_rank = 1, 0
-    for name, size, position in zip(mesh.mesh_dim_names, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
-        if name not in MODEL_DIMENSIONS:
-            dp_size, dp_rank = dp_size * size, dp_rank * size + position
-    return dp_size, dp_rank

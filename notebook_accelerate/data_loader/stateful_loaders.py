@@ -20,10 +20,13 @@ from notebook_accelerate.data_loader.pass_order import (
     unchanged_numbers,
     with_last_read,
 )
-from notebook_accelerate.data_loader.persistent_workers import separate_worker_seed
-from notebook_accelerate.data_loader.prepared_loader import NOTHING, DataLoaderAdapter, PreparedDataLoader
-from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source
-from notebook_accelerate.data_loader.stream_skipping import iterate_from
+from notebook_accelerate.data_loader.prepared_loader import (
+    NOTHING,
+    DataLoaderAdapter,
+    PreparedDataLoader,
+    separate_worker_seed,
+)
+from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, iterate_from
 
 _OWN = "_notebook_accelerate"
 """Key of the additional state in pickles, and in checkpoints of earlier versions."""
@@ -103,7 +106,6 @@ class _Stateful(PreparedDataLoader):
             return super(DataLoaderAdapter, self)._get_iterator()
 
     def begin(self) -> None:
-        """See `PreparedDataLoader.begin`."""
         super().begin()
         self._is_inside = True
 
@@ -165,7 +167,7 @@ class _Stateful(PreparedDataLoader):
         return numbers is not None
 
     def resume_pass_of(self, original: PreparedDataLoader, skipped: int) -> None:
-        """See `PreparedDataLoader.resume_pass_of`; a copy that reads nothing leaves the state to the original."""
+        """Make this copy read the rest of the original's pass; a copy that reads nothing leaves the state to it."""
         super().resume_pass_of(original, skipped)
         if self._is_over:
             vars(original)["next_iter_state"] = vars(self).pop("next_iter_state")

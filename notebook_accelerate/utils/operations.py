@@ -15,7 +15,7 @@ from notebook_accelerate.collectives import (
     ignorant_find_batch_size as ignorant_find_batch_size,
     recursively_apply as recursively_apply,
 )
-from notebook_accelerate.collectives import shape_checks
+from notebook_accelerate.collectives.block_exchange import check_arguments
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
 from notebook_accelerate.collectives.layouts import Nested
 from notebook_accelerate.errors import DistributedOperationException as DistributedOperationException
@@ -214,7 +214,7 @@ def verify_operation(function: _Operation) -> _Operation:
         state = PartialState()
         if state.debug and state.num_processes > 1:
             data = kwargs.get("tensor", args[0] if args else None)
-            shape_checks.check(getattr(function, "__name__", "operation"), data, state)
+            check_arguments(getattr(function, "__name__", "operation"), data, state)
         return function(*args, **kwargs)
 
     return cast("_Operation", checked)

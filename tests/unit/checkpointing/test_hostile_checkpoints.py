@@ -281,8 +281,8 @@ def test_damaged_weights_of_models_are_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_number_has_thousands_of_digits_is_no_checkpoint(tmp_path: Path) -> None:
-    from notebook_accelerate.checkpointing import checkpoint_layout
+    from notebook_accelerate.checkpointing import manifest
 
-    assert not checkpoint_layout.is_numbered("checkpoint_" + "9" * 5000)
-    assert not checkpoint_layout.is_numbered("checkpoint_\N{ARABIC-INDIC DIGIT ONE}")
-    assert checkpoint_layout.number_of("checkpoint_12") == 12
+    assert not manifest.is_numbered("checkpoint_" + "9" * 5000)
+    assert not manifest.is_numbered("checkpoint_\N{ARABIC-INDIC DIGIT ONE}")
+    assert manifest.number_of("checkpoint_12") == 12

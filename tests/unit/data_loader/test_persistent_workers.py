@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from notebook_accelerate.data_loader import prepare_data_loader
-from notebook_accelerate.data_loader.persistent_workers import EpochFollower, separate_worker_seed
+from notebook_accelerate.data_loader.prepared_loader import EpochFollower, separate_worker_seed
 
 
 class Several(Dataset[int]):

@@ -30,7 +30,7 @@ from notebook_accelerate.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
-from notebook_accelerate.data_loader.stream_skipping import advance, iterate_from
+from notebook_accelerate.data_loader.samplers import advance, iterate_from
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Names of the files and folders of a checkpoint: Accelerate's, plus the manifest that commits it."""
+"""The manifest that commits a checkpoint, with the sizes and checksums of its files; and the names that it reserves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from notebook_accelerate.big_modeling.weight_files import inside
 from notebook_accelerate.errors import BrokenCheckpointError
 from notebook_accelerate.telemetry import events
 
-CUSTOM_OBJECT_NAME = "custom_checkpoint"
-DATALOADER_STATE_NAME = "dl_state_dict"
 CHECKPOINTS_FOLDER = "checkpoints"
 """Folder of the project that contains the automatically named checkpoints."""
 MANIFEST_NAME = events.MANIFEST_NAME
@@ -39,19 +37,8 @@ WHOLE = "whole"
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})", re.ASCII)
 
 
-def numbered(name: str, index: int, suffix: str) -> str:
-    """Return the file name of the `index`-th object of a kind; the first one has no number.
-
-    Args:
-        name: The kind, for instance ``optimizer``.
-        index: Position of the object among those of its kind, from 0.
-        suffix: File suffix with its dot, for instance ``.bin``.
-    """
-    return f"{name}{suffix}" if index == 0 else f"{name}_{index}{suffix}"
-
-
 def is_numbered(name: str) -> bool:
-    """Tell whether a folder name is that of an automatically named checkpoint."""
+    """Return whether a folder has the name of an automatically named checkpoint."""
     return _NUMBERED.fullmatch(name) is not None
 
 
