@@ -9,11 +9,11 @@ import torch
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.state import AcceleratorState, GradientState
-from notebook_accelerate.telemetry import step_sources, step_time
+from notebook_accelerate.telemetry import automatic_metrics, step_time
 from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.events import ProgressEvent
 
-_counter = step_sources.StepCounter()
+_counter = automatic_metrics.StepCounter()
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -80,7 +80,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             optimizer.register_step_post_hook(self._note_step)
         if telemetry.current_sink() is not None:
-            step_sources.claim(step_sources.ACCELERATOR)
+            automatic_metrics.claim_steps(automatic_metrics.ACCELERATOR)
 
     def _note_step(self, *_: Any) -> None:
         self._accelerate_step_called = True

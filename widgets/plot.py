@@ -12,14 +12,14 @@ import anywidget
 import numpy as np
 import traitlets
 
-from notebook_accelerate.telemetry.downsampling import m4
+from notebook_accelerate.telemetry.curves import m4
 from notebook_accelerate.widgets.assets import asset, script
 from notebook_accelerate.widgets.front_end import front_end
 from notebook_accelerate.widgets.panel_elements import RepeatTimes
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Store
-    from notebook_accelerate.telemetry.envelope import EnvelopeTail
+    from notebook_accelerate.telemetry.curves import EnvelopeTail
     from notebook_accelerate.widgets.compared_run import ComparedRun
 
 

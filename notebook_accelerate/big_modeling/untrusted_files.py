@@ -27,7 +27,7 @@ import torch
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.errors import BrokenCheckpointError
-from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MALFORMED: tuple[type[Exception], ...] = (
     LookupError,  # KeyError, IndexError, an unknown encoding

@@ -30,9 +30,8 @@ from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import SLICE
 from notebook_accelerate.telemetry import inherited_state, notebook_settings
-from notebook_accelerate.telemetry.cell_names import cell_sources
 from notebook_accelerate.telemetry.pickling import dump
-from notebook_accelerate.telemetry.tracebacks import cell_name
+from notebook_accelerate.telemetry.tracebacks import cell_name, cell_sources
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig

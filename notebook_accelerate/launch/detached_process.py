@@ -26,9 +26,9 @@ from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.processes.pickled_start import PickledFunction
 from notebook_accelerate.launch.start import start_here
 from notebook_accelerate.launch.state.interrupts import wait_for
-from notebook_accelerate.telemetry import cell_names, tracebacks
-from notebook_accelerate.telemetry.cell_names import install_sources
+from notebook_accelerate.telemetry import cells, tracebacks
 from notebook_accelerate.telemetry.pickling import load_file
+from notebook_accelerate.telemetry.tracebacks import install_sources
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -53,7 +53,7 @@ def main(order: int, payload: int, answer: int, claimed: int) -> None:
         os._exit(0)  # the kernel waits for this process; the other one is nobody's child
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.set_inheritable(claimed, False)
-    cell_names.renew_main()
+    cells.renew_main()
     DetachedRun(load_file(order), payload, socket.socket(fileno=answer), claimed).main()
 
 

@@ -36,6 +36,7 @@ from notebook_accelerate.launch.state.run_events import (
 )
 from notebook_accelerate.launch.state.run_state import Attempt, Break, RankInfo, RunState, Stall
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store, steady_time
+from notebook_accelerate.telemetry.curves import plot_with
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -287,7 +288,7 @@ class Run:
     @property
     def metrics(self) -> Metrics:
         """The metrics that the ranks logged, by name: a live mapping, with ``plot()`` and ``to_pandas()``."""
-        return Metrics(self.store)
+        return _metrics_of(self.store)
 
     @property
     def automatic_metrics(self) -> Metrics:
@@ -295,7 +296,7 @@ class Run:
 
         None with ``LaunchConfig(automatic_metrics=False)``.
         """
-        return Metrics(self.store.automatic if self.config.automatic_metrics else Store())
+        return _metrics_of(self.store.automatic if self.config.automatic_metrics else Store())
 
     @property
     def elapsed(self) -> float:
@@ -875,6 +876,13 @@ class Run:
             if self.journal.state.held:
                 self.commands.prompts.reopen()
         _call(self, callbacks)
+
+
+def _metrics_of(store: Store) -> Metrics:
+    from notebook_accelerate.launch.report import svg_curves  # here, because a launch needs no charts
+
+    plot_with(svg_curves.plot)
+    return Metrics(store)
 
 
 def wait_for_release(run: Run) -> None:

@@ -19,7 +19,7 @@ from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
 from notebook_accelerate.launch.run import wait_for_release
 from notebook_accelerate.launch.run_display import load
-from notebook_accelerate.telemetry.error_text import attribute
+from notebook_accelerate.telemetry.tracebacks import built_in_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,10 +83,12 @@ class _Entry:
             error = left.pop()
             if error is not None and id(error) not in errors:
                 errors[id(error)] = error
-                left += [attribute(error, "__cause__"), attribute(error, "__context__")]
+                left += [built_in_attribute(error, "__cause__"), built_in_attribute(error, "__context__")]
                 if _GROUP is not None and issubclass(type(error), _GROUP):
-                    left += attribute(error, "exceptions", _GROUP)
-        tracebacks = [found for error in errors.values() if (found := attribute(error, "__traceback__")) is not None]
+                    left += built_in_attribute(error, "exceptions", _GROUP)
+        tracebacks = [
+            found for error in errors.values() if (found := built_in_attribute(error, "__traceback__")) is not None
+        ]
         for found in tracebacks:
             traceback.clear_frames(found)
         return bool(tracebacks)

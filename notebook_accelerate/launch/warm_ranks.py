@@ -25,10 +25,10 @@ from notebook_accelerate.launch.state.failures import ordered
 from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, StatusEvent, steady_time, tracebacks
-from notebook_accelerate.telemetry.cell_names import install_sources
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.tracebacks import install_sources
 from notebook_accelerate.worker import debug_agent, plain_process
 
 LOOK_SECONDS = 0.05

@@ -18,8 +18,8 @@ from typing import Any
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.telemetry.channel import printable
-from notebook_accelerate.telemetry.error_text import describe_error
-from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
+from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MAX_BYTES = 2 << 30
 """Largest file of a trace."""
@@ -215,7 +215,7 @@ def _unpacked(data: bytes) -> bytes:
 def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int | None = None) -> RankTrace:
     """Return a trace's events in columns; see ``read_trace``."""
     world = head.get("distributedInfo") or {}
-    facts = _facts(head.get(KEY))
+    facts = _facts(head.get(TRACE_KEY))
     number = rank if rank is not None else int(facts.get("rank", world.get("rank", 0)))
     trace = RankTrace(number, base=float(head.get("baseTimeNanoseconds") or 0) / 1e9, facts=facts)
     trace.world = int(world.get("world_size", 0))

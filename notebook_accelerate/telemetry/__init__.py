@@ -39,7 +39,7 @@ from notebook_accelerate.telemetry.events import (
     StatusEvent as StatusEvent,
     TraceEvent as TraceEvent,
 )
-from notebook_accelerate.telemetry.failure import FailureEvent as FailureEvent
+from notebook_accelerate.telemetry.events import FailureEvent as FailureEvent
 from notebook_accelerate.telemetry.sink import (
     Sink as Sink,
     current_sink as current_sink,
@@ -48,4 +48,6 @@ from notebook_accelerate.telemetry.sink import (
     send_soon as send_soon,
 )
 from notebook_accelerate.telemetry.step_time import StepTimeEvent as StepTimeEvent
-from notebook_accelerate.telemetry.store import Metrics as Metrics, MetricSeries as MetricSeries, Store as Store
+from notebook_accelerate.telemetry.store import Metrics as Metrics
+from notebook_accelerate.telemetry.curves import MetricSeries as MetricSeries
+from notebook_accelerate.telemetry.store import Store as Store

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
-from notebook_accelerate.telemetry.events import Event
-from notebook_accelerate.telemetry.failure import to_chain
+from notebook_accelerate.telemetry.events import Event, to_chain
 
 HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats of a rank."""
@@ -321,3 +321,52 @@ class CellReply(Reply):
 
     def __post_init__(self) -> None:
         self.chain = to_chain(self.chain)
+
+
+# ---- names that a rank writes into the trace of a profile, and that its readers look for
+
+TRACE_KEY = "notebook_accelerate"
+"""The key of the trace's file with what torch's profiler does not record: samples and other facts of the rank."""
+AFTER_STEPS = "after the last ProfilerStep"
+"""What follows the steps in a trace: HTA leaves out the last event with such a name, and all that begins after it."""
+
+
+# ---- the memory of a rank as text: for the notebook, and for the note of an out-of-memory error in the rank itself
+
+
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes as "64.0 MB"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def memory_rows(report: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return what a rank's memory holds, as names and bytes; what is nothing is left out."""
+    rows = [(str(name), int(nbytes)) for name, nbytes in report["parts"].items()]
+    if peak := report.get("activations at the peak"):
+        rows.append(("activations at the peak", int(peak)))
+    for device, counters in report["devices"].items():
+        names = {"peak": "peak", "cache": "cache", "fragmented": "fragmented cache"}
+        rows += [(f"{device} {text}", int(counters[name])) for name, text in names.items()]
+    names = {"resident": "process, resident", "peak": "process, peak", "python": "Python's own objects"}
+    rows += [(names[name], int(nbytes)) for name, nbytes in report["process"].items()]
+    return [(name, nbytes) for name, nbytes in rows if nbytes]
+
+
+def memory_table(report: Mapping[str, Any]) -> str:
+    """Return the report as aligned lines."""
+    lines = ["memory of this rank when it failed:"]
+    lines += _aligned(memory_rows(report))
+    if report["modules"]:
+        lines += ["by module:", *_aligned([(row[0], sum(row[1:])) for row in report["modules"][:8]])]
+    if report["variables"]:
+        rows = [(f"{name} in {function}", nbytes) for name, function, nbytes in report["variables"][:8]]
+        lines += ["by variable:", *_aligned(rows)]
+    return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[tuple[str, int]]) -> list[str]:
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"  {name:<{width}}  {size_text(nbytes):>10}" for name, nbytes in rows]

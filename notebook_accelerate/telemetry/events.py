@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
+
+from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 
 
 @dataclass(slots=True)
@@ -75,6 +77,35 @@ class EpochEvent(Event):
 
     epoch: int
     steps: int | None = None
+
+
+@dataclass(slots=True)
+class FailureEvent(Event):
+    """The function raised; ``chain`` ends with the raised exception, and ``payload`` is that exception, pickled.
+
+    When the exception cannot be pickled, ``payload`` is empty and ``note`` has the reason.
+    """
+
+    chain: tuple[ExceptionInfo, ...]
+    time: float
+    kind: str = "exception"
+    note: str = ""
+    payload: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.chain = to_chain(self.chain)
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.time += seconds
+
+
+def to_chain(rows: Iterable[Any]) -> tuple[ExceptionInfo, ...]:
+    """Restore exceptions from their JSON form."""
+    return tuple(
+        ExceptionInfo(type_, message, tuple(FrameInfo(*frame) for frame in frames), link)
+        for type_, message, frames, link in rows
+    )
 
 
 @dataclass(slots=True)

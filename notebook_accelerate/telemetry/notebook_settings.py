@@ -20,8 +20,8 @@ from types import FunctionType
 from typing import Any
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 _NOT_CARRIED = ("lock", "stream")
 """Attributes of handlers that belong to one process."""

@@ -27,8 +27,8 @@ from typing import Any, Literal, Protocol
 import cloudpickle
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry import cell_classes, cell_names
-from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry import cells
+from notebook_accelerate.telemetry.tracebacks import describe_error
 from notebook_accelerate.torch_internals import storage_key
 
 _HEADER = struct.Struct("!QQ")
@@ -183,7 +183,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.undetected: dict[str, Any] = {}
         """The values of ``__main__`` that functions seem to read in ways that cloudpickle does not detect."""
         if purpose == "launch":
-            self.globals_ref[id(vars(sys.modules["__main__"]))] = cell_names.MainNames(dict(omitted))
+            self.globals_ref[id(vars(sys.modules["__main__"]))] = cells.MainNames(dict(omitted))
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce plain tensors, classes and functions of cells, exceptions, and names that only a kernel has."""
@@ -194,7 +194,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is CodeType:
             _, arguments = self.dispatch_table[CodeType](obj)
             return _code, (obj.co_filename, arguments)
-        if type(obj) is FunctionType or cell_names.is_class(obj):
+        if type(obj) is FunctionType or cells.is_class(obj):
             return self._reduce_definition(obj, super().reducer_override(obj))
         if issubclass(type(obj), BaseException) and type(obj) not in self.dispatch_table:
             return _reduce_exception(obj)
@@ -208,31 +208,31 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce a class or function; ``reduced`` is what cloudpickle reduces it to."""
         if reduced is NotImplemented or len(reduced) < 6:  # it is imported by its name
             return reduced
-        if cell_names.is_class(value):
+        if cells.is_class(value):
             if self._purpose == "values":
                 return self._reduce_to_token(value)
-            self.defined.add(cell_classes.token_of(value))
-            reduced = cell_classes.reduce_definition(value, reduced, by_digest=self._purpose != "launch")
+            self.defined.add(cells.token_of(value))
+            reduced = cells.reduce_definition(value, reduced, by_digest=self._purpose != "launch")
         if self._purpose != "launch":
             return reduced
         make, arguments, state, _, _, set_state = reduced
         if type(value) is FunctionType and value.__globals__ is vars(sys.modules["__main__"]):
-            names = cell_names.undetected_names(value.__code__) - state[1]["__globals__"].keys() - self._omitted.keys()
+            names = cells.undetected_names(value.__code__) - state[1]["__globals__"].keys() - self._omitted.keys()
             found = {name: value.__globals__[name] for name in sorted(names)}
             self.undetected |= found
             state[1]["__globals__"] |= found
-        owner = cell_names.owner_in_main(value)
+        owner = cells.owner_in_main(value)
         if owner is None:
             return reduced
-        return make, arguments, (set_state, state, owner), None, None, cell_names.put_into_main
+        return make, arguments, (set_state, state, owner), None, None, cells.put_into_main
 
     def _reduce_to_token(self, kind: type) -> tuple[Any, ...]:
-        token = cell_classes.token_of(kind)
+        token = cells.token_of(kind)
         if token not in self._definitions:
             definition, others = _dump_definition(kind)
             self._definitions |= dict.fromkeys(others - self._definitions.keys(), definition)
             self._definitions[token] = definition
-        digest = cell_classes.definition_digest(kind)
+        digest = cells.definition_digest(kind)
         return _find_or_load, (kind.__qualname__, token, digest, self._definitions[token])
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
@@ -293,7 +293,7 @@ def _dump_definition(kind: type) -> tuple[bytes | str, set[str]]:
 
 def _find_or_load(name: str, token: str, digest: str, definition: bytes | str) -> type:
     """Return this process's class, or the class that ``definition`` makes."""
-    found = cell_classes.find(name, token, digest, warn=True)
+    found = cells.find(name, token, digest, warn=True)
     if found is not None:
         return found
     if isinstance(definition, str):
@@ -302,7 +302,7 @@ def _find_or_load(name: str, token: str, digest: str, definition: bytes | str) -
             f"Run the cell that defines {name}, then read the value again"
         )
     made = load_bytes(definition)  # it keeps all classes of the definition alive
-    found = cell_classes.known(token) or cell_classes.find(name, token, digest)
+    found = cells.known(token) or cells.find(name, token, digest)
     assert found is not None, made
     return found
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.telemetry import inherited_state
-from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.pickling import Pickler, anonymous_file, pickle_in_band
 from notebook_accelerate.telemetry.sampler import machine_memory
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 COPIED_BYTES = 1 << 16
 """Smaller buffers are copied when a value is read: a small tensor of it does not keep the complete file in memory."""

@@ -38,7 +38,7 @@ def proportional_memory(pid: int) -> int:
     return 0
 
 
-class Sampler:
+class ResourceSampler:
     """A thread that samples processes and GPUs and passes ``ResourceEvent`` and ``DeviceUseEvent`` records to ``sink``.
 
     Args:

@@ -1,32 +1,42 @@
-"""The queue of a rank's events: ``emit`` works on any thread, at the cost of one append."""
+"""A rank's end of the channel: the queue of its events, and the thread that sends them.
+
+``emit`` works on any thread, at the cost of one append.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import queue
+import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from notebook_accelerate.errors import ExceptionInfo, FrameInfo
+from notebook_accelerate.errors import ChannelClosedError, ExceptionInfo, FrameInfo
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.channel import Channel, Stamped, encode
-from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.events import (
+    AgentFailedEvent,
+    AnsweredEvent,
     CheckpointEvent,
     DisplayEvent,
     DroppedEvent,
     Event,
+    FailureEvent,
+    InputReply,
     InputRequest,
     MetricEvent,
     ProgressEvent,
     StatusEvent,
     TraceEvent,
 )
-from notebook_accelerate.telemetry.failure import FailureEvent
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 T = TypeVar("T")
 QUEUE_LIMIT = 50_000
@@ -232,11 +242,10 @@ def emit(event: Event) -> None:
         _sink.emit(event)
 
 
-# The bounds of what a rank may send in one event, applied before it is sent.
+# ---- bounds of what a rank may send in one event
 #
 # Without them, a metric's name, a display or an exception's text of 300 MB would fill the kernel's memory, the
-# notebook,
-# and the front end. What exceeds its bound is shortened or left out, and a note in the rank's output says so.
+# notebook, and the front end. What exceeds its bound is shortened or left out, and a note in the rank's output says so.
 
 MAX_NAME_CHARS = 500
 """Longest name of a metric, and longest label of a progress bar."""
@@ -347,3 +356,114 @@ BOUNDS: dict[type[Event], Callable[[Any], tuple[Event, str]]] = {
     CheckpointEvent: _texts,
 }
 """By kind of event: returns the event within its bounds, and a note about what is shortened or left out, or ""."""
+
+
+# ---- the agent: the thread of this package in a rank
+
+FLUSH_SECONDS = 0.05
+"""Seconds between two flushes of the event queue while it has urgent events."""
+_PERIODS_PER_FLUSH = 4
+"""Number of periods between two flushes of other events: panels repaint every 0.2 s, and a flush takes 0.2 ms."""
+MAX_FAILURES = 5
+"""After this many unexpected errors the agent ends."""
+
+
+class Agent:
+    """Flushes ``sink``, and calls the registered handlers with what the kernel sends."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self._process = os.getpid()
+        self._replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
+        self._prompts = itertools.count(1)
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {InputReply: self._replies.put}
+        self._ticks: list[Callable[[], None]] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="notebook-accelerate-agent", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is queued. The thread ends with the process: joining it would take up to one period."""
+        self._stopping.set()
+        self.sink.flush()
+
+    def on(self, kind: type[Event], handler: Callable[[Any], None]) -> None:
+        """Call ``handler(event)`` on the agent's thread for every event of ``kind`` from the kernel."""
+        self._handlers[kind] = handler
+
+    def every_tick(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` on the agent's thread, about 20 times a second."""
+        self._ticks.append(callback)
+
+    def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
+        """Prompt the user in the notebook and return the answer; blocks until then.
+
+        Args:
+            prompt: Text before the answer.
+            password: Whether to hide the answer.
+            shown: Lines to show before the prompt.
+            kind: "input" or "debugger".
+
+        Raises:
+            EOFError: The notebook cannot prompt; or the caller is a process that the rank has started, such as a worker
+                of a DataLoader.
+        """
+        if os.getpid() != self._process:  # the rank would receive the answer
+            raise EOFError("only the rank itself can prompt the user, not a process that it has started")
+        number = next(self._prompts)
+        try:
+            self.sink.send(InputRequest(prompt, password, shown, kind, number))
+            while (reply := self._replies.get()).number != number:
+                pass  # an answer to an earlier prompt, which an interrupt has ended
+        finally:  # an interrupt ends the prompt too
+            self.sink.send(AnsweredEvent(number))
+        if reply.text is None:
+            raise EOFError("the notebook gave no answer")
+        return reply.text
+
+    def _run(self) -> None:
+        for left in reversed(range(MAX_FAILURES)):
+            try:
+                self._serve()
+                return
+            except ChannelClosedError:
+                if not self._stopping.is_set():
+                    # The kernel has ended, and with it the run: end this rank and the processes that it started.
+                    os.kill(0, signal.SIGKILL)
+                return
+            except BaseException as error:  # noqa: BLE001 - nothing above could handle it, or show it
+                self._report(error, ended=left == 0)
+
+    def _serve(self) -> None:
+        for turn in itertools.count():
+            if self._stopping.is_set():
+                return
+            for _, event in self.sink.channel.receive(FLUSH_SECONDS):
+                self._handle(event)
+            for tick in self._ticks:
+                tick()
+            if self.sink.urgent or turn % _PERIODS_PER_FLUSH == 0:
+                self.sink.flush()
+
+    def _report(self, error: BaseException, *, ended: bool) -> None:
+        """Report an error of this thread past the queue, which may be its cause."""
+        text = describe_error(error, 500)
+        with suppress(OSError):  # closed by the function
+            os.write(2, "".join(traceback.format_exception(error)).encode(errors="replace"))
+        with suppress(Exception):
+            self.sink.channel.send(AgentFailedEvent(text, ended))
+
+    def _handle(self, event: Event) -> None:
+        """Call the handler of an event; its failure must not end the thread, or the rank would never reply again."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            return
+        try:
+            handler(event)
+        except ChannelClosedError:
+            raise
+        except Exception:  # noqa: BLE001 - shown in the rank's stderr
+            traceback.print_exc()

@@ -10,7 +10,6 @@ adds 24 KB per metric. Failures and results are never dropped.
 
 from __future__ import annotations
 
-import importlib
 import threading
 from array import array
 from collections import Counter, deque
@@ -20,8 +19,14 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accelerate.telemetry import automatic_metrics
-from notebook_accelerate.telemetry.downsampling import extremes
-from notebook_accelerate.telemetry.envelope import FEW_RANKS, EnvelopeTail, MetricEnvelope
+from notebook_accelerate.telemetry.curves import (
+    FEW_RANKS,
+    EnvelopeTail,
+    MetricEnvelope,
+    MetricSeries,
+    extremes,
+    plot_series,
+)
 from notebook_accelerate.telemetry.events import (
     CheckpointEvent,
     DeviceMemoryEvent,
@@ -44,10 +49,7 @@ from notebook_accelerate.telemetry.step_time import StepTimeEvent
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
-    from matplotlib.axes import Axes
 
-_PLOTS = "notebook_accelerate.launch.report.svg_curves"
-"""Draws them, in the kernel; imported by name, because ranks, which log, have this module too."""
 MAX_POINTS = 50_000
 MAX_SERIES = 2_000
 MAX_LOG_BYTES = 8 << 20
@@ -97,6 +99,31 @@ class Epoch(NamedTuple):
     done: int
 
 
+def to_int64(value: object) -> int | None:
+    """Return a value as a 64-bit integer; None where it is none: a rank may send anything."""
+    try:
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if -(2**63) <= number < 2**63 else None
+
+
+def to_float(value: object) -> float | None:
+    """Return a value as a float; None where it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _to_floats(values: object) -> dict[str, float] | None:
+    """Return a dict with its values as floats; None where it is no dict, or a value is no number."""
+    if not isinstance(values, dict):
+        return None
+    numbers = {name: number for name, value in values.items() if (number := to_float(value)) is not None}
+    return numbers if len(numbers) == len(values) else None
+
+
 class SeriesTail(NamedTuple):
     """The points of one metric and rank since a cursor.
 
@@ -120,7 +147,7 @@ class SeriesTail(NamedTuple):
 
 
 class _Points:
-    """The points of one metric on one rank."""
+    """The points of one metric on one rank; of every four neighbours, thinning keeps the smallest and the largest."""
 
     def __init__(self) -> None:
         self.steps, self.times, self.values = array("q"), array("d"), array("d")
@@ -175,129 +202,12 @@ class _Points:
         self.thinned += 1
 
 
-class MetricSeries(NamedTuple):
-    """One metric over all ranks, in order of time.
-
-    Attributes:
-        name: The metric.
-        steps: int64, shape (n,); -1 where no step was given.
-        times: Seconds since the epoch, float64, shape (n,).
-        ranks: int64, shape (n,).
-        values: float64, shape (n,).
-        thinned: Whether points were removed to stay within the store's bounds (extremes are kept).
-    """
-
-    name: str
-    steps: np.ndarray
-    times: np.ndarray
-    ranks: np.ndarray
-    values: np.ndarray
-    thinned: bool
-
-    def rank(self, rank: int) -> MetricSeries:
-        """Return the points that ``rank`` logged."""
-        mask = self.ranks == rank
-        return MetricSeries(
-            self.name, self.steps[mask], self.times[mask], self.ranks[mask], self.values[mask], self.thinned
-        )
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a frame with the columns step, time, rank, value (needs pandas)."""
-        import pandas as pd
-
-        columns = {"step": self.steps, "time": self.times, "rank": self.ranks, "value": self.values}
-        return pd.DataFrame(columns)
-
-    def plot(self, ax: Axes | None = None) -> Any:
-        """Plot the values over the steps (over seconds where points have no step).
-
-        Each rank has a line; more than eight ranks have their mean and range.
-
-        Args:
-            ax: matplotlib's axes to draw into; None: a new figure.
-
-        Returns:
-            matplotlib's axes; where matplotlib is not installed, the image that reports show.
-
-        Raises:
-            ImportError: Axes are given, and matplotlib is not installed.
-        """
-        return importlib.import_module(_PLOTS).plot([self], ax)
-
-
-class Metrics(Mapping[str, MetricSeries]):
-    """A live, read-only view from metric name to series."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __getitem__(self, name: str) -> MetricSeries:
-        return self._store.series(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._store.metric_names())
-
-    def __len__(self) -> int:
-        return len(self._store.metric_names())
-
-    def __repr__(self) -> str:
-        return f"<metrics: {', '.join(self) or 'none yet'}>"
-
-    def plot(self, *names: str) -> Any:
-        """Plot metrics side by side.
-
-        Args:
-            names: The metrics, in this order; none: all.
-
-        Returns:
-            matplotlib's axes, one or an array of them; where matplotlib is not installed, the images that reports show.
-
-        Raises:
-            KeyError: A metric was not logged.
-            ValueError: There is no metric.
-        """
-        return importlib.import_module(_PLOTS).plot([self[name] for name in names or self])
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return all metrics in one long frame: name, step, time, rank, value (needs pandas)."""
-        import pandas as pd
-
-        frames = [series.to_pandas().assign(name=series.name) for series in self.values()]
-        columns = ["name", "step", "time", "rank", "value"]
-        return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
-
-
-def _envelope(ranks: Mapping[int, _Points]) -> MetricEnvelope:
+def _envelope_of(ranks: Mapping[int, _Points]) -> MetricEnvelope:
     envelope = MetricEnvelope()
     for points in ranks.values():
         for step, time, value in zip(points.steps, points.times, points.values, strict=True):
             envelope.add(step, time, value)
     return envelope
-
-
-def to_int64(value: object) -> int | None:
-    """Return a value as a 64-bit integer; None where it is none: a rank may send anything."""
-    try:
-        number = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if -(2**63) <= number < 2**63 else None
-
-
-def to_float(value: object) -> float | None:
-    """Return a value as a float; None where it is none."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _to_floats(values: object) -> dict[str, float] | None:
-    """Return a dict with its values as floats; None where it is no dict, or a value is no number."""
-    if not isinstance(values, dict):
-        return None
-    numbers = {name: number for name, value in values.items() if (number := to_float(value)) is not None}
-    return numbers if len(numbers) == len(values) else None
 
 
 class Store:
@@ -427,7 +337,7 @@ class Store:
         self._series_count += 1
         self._most_points = self._limit()
         if len(ranks) == FEW_RANKS + 1:
-            self._envelopes[name] = _envelope(ranks)
+            self._envelopes[name] = _envelope_of(ranks)
         return points
 
     def _limit(self) -> int:
@@ -667,3 +577,45 @@ class Store:
         """Return the kept lines of ``rank``, oldest first."""
         chunks = self.log_chunks(rank)
         return [LogLine(chunk.time, chunk.stream, text) for chunk in chunks for text in chunk.text.split("\n")]
+
+
+class Metrics(Mapping[str, MetricSeries]):
+    """A live, read-only view from metric name to series."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getitem__(self, name: str) -> MetricSeries:
+        return self._store.series(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store.metric_names())
+
+    def __len__(self) -> int:
+        return len(self._store.metric_names())
+
+    def __repr__(self) -> str:
+        return f"<metrics: {', '.join(self) or 'none yet'}>"
+
+    def plot(self, *names: str) -> Any:
+        """Plot metrics side by side.
+
+        Args:
+            names: The metrics, in this order; none: all.
+
+        Returns:
+            matplotlib's axes, one or an array of them; where matplotlib is not installed, the images that reports show.
+
+        Raises:
+            KeyError: A metric was not logged.
+            ValueError: There is no metric.
+        """
+        return plot_series([self[name] for name in names or self])
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return all metrics in one long frame: name, step, time, rank, value (needs pandas)."""
+        import pandas as pd
+
+        frames = [series.to_pandas().assign(name=series.name) for series in self.values()]
+        columns = ["name", "step", "time", "rank", "value"]
+        return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)

@@ -15,9 +15,7 @@ from types import FrameType
 from typing import Any, TypeGuard
 
 from notebook_accelerate._collection import uncollected
-from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo
-from notebook_accelerate.telemetry.cell_names import NAMED_CELL, is_cell
-from notebook_accelerate.telemetry.error_text import attribute, class_name
+from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 
 MAX_FRAMES = 60
 """Frames kept of one exception: the first and the last half of a deeper one."""
@@ -44,10 +42,10 @@ def chain_of(error: BaseException) -> tuple[ExceptionInfo, ...]:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         chain.append(ExceptionInfo(_type_name(current), _message(current), _frames(current), link))
-        cause, context = attribute(current, "__cause__"), attribute(current, "__context__")
+        cause, context = built_in_attribute(current, "__cause__"), built_in_attribute(current, "__context__")
         if cause is not None:
             link, current = "cause", cause
-        elif context is not None and not attribute(current, "__suppress_context__"):
+        elif context is not None and not built_in_attribute(current, "__suppress_context__"):
             link, current = "context", context
         else:
             break
@@ -66,7 +64,7 @@ def _type_name(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     """Return the text of an exception, of the members of a group, and its notes; a class may define all of them."""
     members: list[Any] = [part for part in _items(error, "exceptions") if issubclass(type(part), BaseException)]
-    text = attribute(error, "msg", SyntaxError) if _is_located(error) else _text(error)
+    text = built_in_attribute(error, "msg", SyntaxError) if _is_located(error) else _text(error)
     lines = [text, *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
     if len(members) > MAX_MEMBERS:
         lines.append(f"  … {len(members) - MAX_MEMBERS:,} more exceptions …")
@@ -92,19 +90,19 @@ def _is_located(error: BaseException) -> TypeGuard[SyntaxError]:
     """Return whether an error names a place in a source, which is none of its frames: its text has the file's name."""
     if not issubclass(type(error), SyntaxError):  # isinstance would ask the class
         return False
-    places = attribute(error, "filename", SyntaxError), attribute(error, "lineno", SyntaxError)
+    places = built_in_attribute(error, "filename", SyntaxError), built_in_attribute(error, "lineno", SyntaxError)
     return type(places[0]) is str and type(places[1]) is int
 
 
 def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
     frames = [
         FrameInfo(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame in traceback.extract_tb(attribute(error, "__traceback__"))
+        for frame in traceback.extract_tb(built_in_attribute(error, "__traceback__"))
     ]
     while frames and frames[0].filename.startswith(_OWN):
         frames.pop(0)
     if _is_located(error):
-        filename, line, text = (attribute(error, name, SyntaxError) for name in ("filename", "lineno", "text"))
+        filename, line, text = (built_in_attribute(error, name, SyntaxError) for name in ("filename", "lineno", "text"))
         frames.append(FrameInfo(filename, line, "<module>", text.strip() if type(text) is str else ""))
     if len(frames) > MAX_FRAMES:
         half = MAX_FRAMES // 2
@@ -229,13 +227,11 @@ def format_frame(frame: FrameInfo) -> list[str]:
     return [head, f"    {source}"] if source else [head]
 
 
-# Frames of threads that run meanwhile.
+# ---- frames of threads that are running
 #
 # Python 3.11 makes the object of a frame when it is asked for, which may start a garbage collection. A finalizer may
-# then
-# let the thread run on: its function returns, the new object refers to memory that other frames use, and reading it
-# ends
-# the process with a segmentation fault. Collections are left out while frames are read. Python 3.10 has an object for
+# then let the thread run on: its function returns, the new object refers to memory that other frames use, and reading
+# it ends the process with a segmentation fault. No collection runs while frames are read. Python 3.10 has an object for
 # each frame from the beginning, and from 3.12 on collections start between bytecodes only.
 
 _FRAMES_ARE_MADE = sys.version_info[:2] == (3, 11)
@@ -270,3 +266,85 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
             found.append(frame)
             frame = frame.f_back
     return iter(found)
+
+
+# Describe exceptions safely, even if their attributes or ``__str__`` raise.
+
+MAX_TEXT = 2000
+"""Characters of an exception's text in an error about it."""
+
+
+def class_name(error: BaseException) -> str:
+    """Return the name of an exception's class, whatever its metaclass does."""
+    return str(type.__dict__["__name__"].__get__(type(error)))
+
+
+def built_in_attribute(error: BaseException | None, name: str, base: type[BaseException] = BaseException) -> Any:
+    """Return an attribute that an exception has from a built-in class, whatever its own class does.
+
+    Args:
+        error: The exception, an instance of ``base``.
+        name: The attribute, such as "__cause__".
+        base: The class that defines it.
+    """
+    return base.__dict__[name].__get__(error)
+
+
+def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
+    """Return an exception's class and the start of its text, which its class may be unable to make.
+
+    Args:
+        error: The exception.
+        limit: Maximum number of characters.
+    """
+    try:
+        text = f"{class_name(error)}: {error}"
+    except BaseException:  # noqa: BLE001 - the user's class, which may exit
+        return class_name(error)
+    return text if len(text) <= limit else text[:limit] + " …"
+
+
+def exit_code(error: BaseException | None) -> str:
+    """Return the repr of the code of a ``SystemExit``, which may be any object of the user."""
+    code = built_in_attribute(error, "code", SystemExit)
+    try:
+        return repr(code)
+    except BaseException:  # noqa: BLE001 - the user's class, which may exit
+        return f"<{type(code).__name__}>"
+
+
+# ---- the sources of cells, which a launch sends to its ranks
+
+MAX_SOURCE_BYTES = 8 << 20
+"""Cell sources beyond this are omitted, the oldest first."""
+
+
+def cell_sources() -> dict[str, str]:
+    """Return the sources of notebook cells by file name, so that tracebacks elsewhere show their lines."""
+    found: dict[str, str] = {}
+    size = 0
+    for name, entry in reversed(list(linecache.cache.items())):
+        if not is_cell(name) or len(entry) < 3:
+            continue
+        source = "".join(entry[2])
+        size += len(source)
+        if size > MAX_SOURCE_BYTES:
+            break
+        found[name] = source
+    return found
+
+
+NAMED_CELL = "Cell In["
+"""Prefix of the file name of another notebook's cell, of which this kernel has no file."""
+
+
+def is_cell(filename: str) -> bool:
+    """Whether a code object's file name is that of a notebook cell or a prompt."""
+    return "ipykernel_" in filename or filename.startswith(("<ipython-input", "<python-input", "<stdin", NAMED_CELL))
+
+
+def install_sources(sources: dict[str, str]) -> None:
+    """Add ``sources`` to this process's linecache, for tracebacks."""
+    for name, source in sources.items():
+        # No loader and no modification time: linecache.checkcache leaves such entries alone.
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)

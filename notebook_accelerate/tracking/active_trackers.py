@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.telemetry import step_sources
+from notebook_accelerate.telemetry import automatic_metrics
 from notebook_accelerate.telemetry.events import MetricEvent
 from notebook_accelerate.tracking.tracker import BlankTracker, GeneralTracker, LogValueError, number_of, with_text_names
 from notebook_accelerate.tracking.tracker_table import find_row, known_trackers
@@ -155,7 +155,7 @@ def log(
         )
     plain = with_text_names(values)
     _live.log(plain, step=step)
-    with step_sources.reported():
+    with automatic_metrics.reported():
         for tracker in accelerator.trackers:
             extra = (log_kwargs or {}).get(tracker.name, {})
             _call_tracker(tracker.name, "log", tracker.log, plain, step=step, **extra)

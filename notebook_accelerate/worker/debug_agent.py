@@ -47,11 +47,10 @@ from notebook_accelerate.telemetry.debug_protocol import (
     StacksReply,
     StacksRequest,
 )
-from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
-from notebook_accelerate.telemetry.tracebacks import main_frame
+from notebook_accelerate.telemetry.sink import Agent
+from notebook_accelerate.telemetry.tracebacks import describe_error, main_frame
 from notebook_accelerate.worker import breakpoints, collective_timeouts, device_waits, flight_recorder, stacks
-from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.console import flush
 from notebook_accelerate.worker.exit_handlers import ExitWatch
 

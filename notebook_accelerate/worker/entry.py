@@ -40,8 +40,7 @@ from notebook_accelerate.telemetry import (
     ResultEvent,
     Sink,
     StatusEvent,
-    cell_classes,
-    cell_names,
+    cells,
     inherited_state,
     install_sink,
     notebook_settings,
@@ -50,13 +49,12 @@ from notebook_accelerate.telemetry import (
     tracebacks,
 )
 from notebook_accelerate.telemetry.automatic_metrics import sampler
-from notebook_accelerate.telemetry.cell_names import install_sources
-from notebook_accelerate.telemetry.error_text import attribute, class_name, describe_error
 from notebook_accelerate.telemetry.events import AgentFailedEvent, DeviceMemoryEvent
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.results import WorkerOrder, advice, dump_result
+from notebook_accelerate.telemetry.sink import Agent
+from notebook_accelerate.telemetry.tracebacks import built_in_attribute, class_name, describe_error, install_sources
 from notebook_accelerate.worker import console, exit_handlers, plain_process
-from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.debug_agent import DebugAgent
 
 # signal's own converts each of 60 signals into a member of an enum: 0.1 ms.
@@ -103,7 +101,7 @@ def main(
         if forked:
             exit_handlers.forget_inherited()
         if inherited is None:
-            cell_names.renew_main()
+            cells.renew_main()
         gc.freeze()  # O(1): from now on the collector sees the rank's own objects only, and copies no memory
         detach(wiring, inherited)
         agent, debugging, devices = connect(wiring)
@@ -129,7 +127,7 @@ def prepare_forks() -> None:
     reporting.preload()
     plain_process.look_for_notebook()
     exit_handlers.note_inherited()
-    cell_classes.note_classes()
+    cells.note_classes()
 
 
 # ---- 1. detach
@@ -230,7 +228,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         sink.send(StatusEvent("running"))
         value = call(function, arguments)
     except SystemExit as stop:
-        code = attribute(stop, "code", SystemExit)
+        code = built_in_attribute(stop, "code", SystemExit)
         if code is None or (type(code) in (int, bool) and not code):
             return returned(None, order.result_bytes)
         return Outcome(failure_event(stop, "exit"))
@@ -240,9 +238,9 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         return Outcome(failure_event(stop, "interrupted"))
     except BaseException as error:  # noqa: BLE001 - the kernel handles what the user's function raises
         note_memory(error)
-        cell_names.explain_omitted(error)
+        cells.explain_omitted(error)
         event = failure_event(error, "exception")
-        if order.hold and (place := attribute(error, "__traceback__")) is not None:
+        if order.hold and (place := built_in_attribute(error, "__traceback__")) is not None:
             plain_process.require_sink().send(event)
             debugging.hold(place)
         return Outcome(event)
@@ -268,7 +266,7 @@ def end_child(error: BaseException | None) -> NoReturn:
     code = 0
     try:
         if issubclass(type(error), SystemExit):
-            given = attribute(error, "code", SystemExit)
+            given = built_in_attribute(error, "code", SystemExit)
             code = given if issubclass(type(given), int) else int(given is not None)
         elif error is not None:
             code = 1

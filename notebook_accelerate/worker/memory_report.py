@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any
 
 from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size, states_per_parameter
-from notebook_accelerate.telemetry import memory_text
+from notebook_accelerate.telemetry.debug_protocol import memory_table
+from notebook_accelerate.telemetry.events import KINDS
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.torch_internals import local_tensor
 from notebook_accelerate.worker.held_tensors import user_frames, variables_of
@@ -59,11 +60,11 @@ def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
     state = {id(p): held for each in optimizers for p, held in list(each.state.items())}
     held = _Held()
     rows: list[list[Any]] = []
-    totals = dict.fromkeys(memory_text.KINDS, 0)
+    totals = dict.fromkeys(KINDS, 0)
     for root in roots:
         for name, module in list(root.named_modules()):
             row = _module_row(module, state, held)
-            for kind, size in zip(memory_text.KINDS, row, strict=False):
+            for kind, size in zip(KINDS, row, strict=False):
                 totals[kind] += size
             if any(row):
                 rows.append([name or type(module).__name__, *row])
@@ -194,5 +195,5 @@ def note_failure(error: BaseException) -> None:
         return
     with suppress(Exception):  # the error itself is what counts
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame.f_code.co_filename)]
-        notes = [*getattr(error, "__notes__", ()), memory_text.table(take(frames[::-1]))]
+        notes = [*getattr(error, "__notes__", ()), memory_table(take(frames[::-1]))]
         error.__notes__ = notes  # type: ignore[attr-defined]  # add_note comes with Python 3.11

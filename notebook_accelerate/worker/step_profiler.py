@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate import torch_internals
 from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.telemetry import Event, steady_time, step_time
-from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
-from notebook_accelerate.telemetry.error_text import describe_error
-from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
+from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY, ProfileReply, ProfileRequest
+from notebook_accelerate.telemetry.tracebacks import describe_error
 from notebook_accelerate.worker import exit_handlers, flight_recorder, held_tensors
 from notebook_accelerate.worker.timed_samples import TimedSamples, read_quickly, thread_delay
 
@@ -486,4 +485,4 @@ def append(path: Path, facts: Mapping[str, Any]) -> None:
         if not end.endswith(b"}"):
             raise ValueError(f"{path} does not end as a trace")
         file.seek(start + len(end) - 1)
-        file.write(f',\n"{KEY}": {json.dumps(facts)}}}\n'.encode())
+        file.write(f',\n"{TRACE_KEY}": {json.dumps(facts)}}}\n'.encode())

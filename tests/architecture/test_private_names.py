@@ -31,7 +31,7 @@ _OF_OTHERS = {
     "integrations.reporting.progress_bars": {"_tasks"},
     "telemetry.tracebacks": {"_filename_map"},
     # cloudpickle: the tokens by which it finds the classes that it has pickled.
-    "telemetry.cell_classes": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
+    "telemetry.cells": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
     "utils.imports": {"_get_device_type"},
     "worker.plain_process": {"_IS_INTERACTIVE", "_console"},
     # torch_xla.

@@ -14,6 +14,8 @@ import torch
 
 import notebook_accelerate
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError
+from notebook_accelerate.widgets.live_panel import ticker
+from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.support.waiting import until
 from tests.support.walks import Call, Trace, first_missing, steps_of
 
@@ -36,6 +38,31 @@ def test_a_launch(trace: Trace) -> None:
     run = notebook_accelerate.notebook_launcher(_calls, num_processes=2, use_port=0, start_method="fork")
     missing = first_missing(steps_of("A launch"), trace.merged(*run.results))
     assert missing is None, f"the launch did not come to {missing}"
+
+
+def _log(go: Path) -> list[Call]:
+    accelerator = notebook_accelerate.Accelerator(cpu=True)
+    until(go.exists)
+    accelerator.log({"loss": 0.5}, step=1)
+    time.sleep(0.5)  # the agent sends it
+    return _trace.own_calls()
+
+
+def test_a_metric(trace: Trace, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    run = notebook_accelerate.notebook_launcher(
+        _log, (go,), num_processes=2, use_port=0, start_method="fork", block=False
+    )
+    panel = RunPanel(run)
+    ticker.add(panel.binding)
+    try:
+        go.touch()
+        until(lambda: panel.plot.full)
+        assert run.wait(240)
+    finally:
+        panel.close()
+    missing = first_missing(steps_of("A metric"), trace.merged(*run.results))
+    assert missing is None, f"the metric did not come to {missing}"
 
 
 def _run_until_stopped(folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator
 from notebook_accelerate.launch import Profile
-from notebook_accelerate.telemetry.trace_names import AFTER_STEPS
+from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS
 from tests.support import perfetto
 from tests.support.browser import SCREENSHOTS
 from tests.support.profiled_trainings import mlp, prepared, step, training

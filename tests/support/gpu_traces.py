@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accelerate.profiling.trace import RankTrace, parse
-from notebook_accelerate.telemetry.trace_names import KEY
+from notebook_accelerate.telemetry.debug_protocol import TRACE_KEY
 
 MAIN, BACKWARD = 100, 101
 COMPUTE, NCCL = 7, 20
@@ -129,7 +129,9 @@ def traces(ranks: list[GpuRank]) -> list[RankTrace]:
     """Return the traces, as they are read from files."""
     group = {"pg_name": "0", "ranks": [each.rank for each in ranks]}
     head = {"distributedInfo": {"world_size": len(ranks), "pg_count": 1, "pg_config": [group]}}
-    return [parse({**head, KEY: {"steps": each._steps, "asked": each.asked}}, each.rows, each.rank) for each in ranks]
+    return [
+        parse({**head, TRACE_KEY: {"steps": each._steps, "asked": each.asked}}, each.rows, each.rank) for each in ranks
+    ]
 
 
 __all__ = ["BACKWARD", "COMPUTE", "CPU", "CUDA", "MAIN", "NCCL", "GpuRank", "all_reduce", "traces"]

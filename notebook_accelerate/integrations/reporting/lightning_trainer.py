@@ -9,7 +9,7 @@ from typing import Any
 from notebook_accelerate import telemetry
 from notebook_accelerate.integrations.reporting.sources import mark_reported, send_numbers
 from notebook_accelerate.telemetry import ProgressEvent
-from notebook_accelerate.telemetry.step_sources import LIBRARY, claim
+from notebook_accelerate.telemetry.automatic_metrics import LIBRARY, claim_steps
 
 
 def connect(module: Any) -> None:
@@ -32,7 +32,7 @@ def connect(module: Any) -> None:
             send_numbers(new, step)
 
         def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-            claim(LIBRARY)
+            claim_steps(LIBRARY)
             step = trainer.global_step
             telemetry.emit(
                 ProgressEvent(step=step, total=_steps_in_all(trainer), label=f"epoch {trainer.current_epoch}")

@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any
 
 from notebook_accelerate.integrations.reporting.sources import send_numbers
-from notebook_accelerate.telemetry.step_sources import reported
+from notebook_accelerate.telemetry.automatic_metrics import reported
 
 
 def connect(module: Any) -> None:

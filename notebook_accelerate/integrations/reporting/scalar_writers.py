@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from notebook_accelerate.integrations.reporting.sources import after, send_numbers
-from notebook_accelerate.telemetry.step_sources import is_reported
+from notebook_accelerate.telemetry.automatic_metrics import is_reported
 
 
 def connect_tensorboard(module: Any) -> None:

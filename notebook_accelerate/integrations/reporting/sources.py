@@ -11,8 +11,8 @@ from typing import Any
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.integrations.import_hooks import when_imported
-from notebook_accelerate.telemetry import MetricEvent, step_sources
-from notebook_accelerate.telemetry.step_sources import reported
+from notebook_accelerate.telemetry import MetricEvent, automatic_metrics
+from notebook_accelerate.telemetry.automatic_metrics import reported
 
 _HERE = "notebook_accelerate.integrations.reporting"
 
@@ -48,7 +48,7 @@ def install(sources: Iterable[str]) -> None:
     Args:
         sources: Values of ``LaunchConfig.report_from``.
     """
-    step_sources.reset()
+    automatic_metrics.reset_step_source()
     for source in sources:
         if source not in _connected:
             _connected.add(source)

@@ -15,8 +15,14 @@ import torch
 from notebook_accelerate import telemetry
 from notebook_accelerate.integrations.import_hooks import when_imported
 from notebook_accelerate.telemetry import ProgressEvent, current_sink, step_time
-from notebook_accelerate.telemetry.automatic_metrics import sampler
-from notebook_accelerate.telemetry.step_sources import ACCELERATOR, OPTIMIZER, StepCounter, claim, counts
+from notebook_accelerate.telemetry.automatic_metrics import (
+    ACCELERATOR,
+    OPTIMIZER,
+    StepCounter,
+    claim_steps,
+    sampler,
+    step_source,
+)
 
 LONE_STEPS = 3
 """Steps without a process group after which several ranks count as training apart."""
@@ -39,7 +45,7 @@ class _Steps:
             return
         step_time.switch(step_time.OTHER)
         if steps := self._counter.count(optimizer):
-            if claim(OPTIMIZER):
+            if claim_steps(OPTIMIZER):
                 sampler.end_step(steps, optimizer)
                 telemetry.emit(ProgressEvent(step=steps))
             step_time.end_step()
@@ -73,7 +79,7 @@ def _times() -> bool:
     """Return whether the calling thread trains in a launched rank, without an Accelerator that times its steps."""
     return (
         not torch.compiler.is_compiling()
-        and counts() < ACCELERATOR
+        and step_source() < ACCELERATOR
         and current_sink() is not None
         and threading.current_thread() is threading.main_thread()
     )

@@ -8,7 +8,7 @@ from typing import Any
 from notebook_accelerate import telemetry
 from notebook_accelerate.integrations.reporting.sources import mark_reported, send_numbers
 from notebook_accelerate.telemetry import ProgressEvent
-from notebook_accelerate.telemetry.step_sources import LIBRARY, claim
+from notebook_accelerate.telemetry.automatic_metrics import LIBRARY, claim_steps
 
 
 def connect(module: Any) -> None:
@@ -19,7 +19,7 @@ def connect(module: Any) -> None:
         """Reports a Trainer to the run of this rank."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            claim(LIBRARY)
+            claim_steps(LIBRARY)
             epochs = f"epoch {state.epoch:.2f}" if state.epoch is not None else ""
             telemetry.emit(ProgressEvent(step=state.global_step, total=state.max_steps or None, label=epochs))
 

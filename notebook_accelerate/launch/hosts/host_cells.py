@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from notebook_accelerate.launch.state.run_events import FailuresRecorded, RankFailed
 from notebook_accelerate.telemetry import Event, ExceptionInfo, FailureEvent, FrameInfo, InputRequest, tracebacks
-from notebook_accelerate.telemetry.cell_names import cell_sources, install_sources
 from notebook_accelerate.telemetry.debug_protocol import CellReply, StacksReply
-from notebook_accelerate.telemetry.tracebacks import cell_name
+from notebook_accelerate.telemetry.tracebacks import cell_name, cell_sources, install_sources
 
 
 def own_cells() -> dict[str, list[str]]:

@@ -38,9 +38,9 @@ from notebook_accelerate.telemetry import (
     TraceEvent,
 )
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
-from notebook_accelerate.telemetry.downsampling import m4
-from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.curves import m4
 from notebook_accelerate.telemetry.store import Record, SeriesTail
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 JOURNAL_NAME = "journal.nbac"
 MAX_JOURNAL_BYTES = 64 << 20

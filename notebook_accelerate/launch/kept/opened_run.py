@@ -41,7 +41,7 @@ from notebook_accelerate.launch.state.run_events import (
     SavingChanged,
     WarningAdded,
 )
-from notebook_accelerate.telemetry import DroppedEvent, LogEvent, cell_names, tracebacks
+from notebook_accelerate.telemetry import DroppedEvent, LogEvent, tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.store import Record
 
@@ -116,7 +116,7 @@ def _cells_of(header: dict[str, Any]) -> dict[str, str]:
     return {
         filename: name[:MAX_CELL_CHARS]
         for filename, name in found
-        if isinstance(name, str) and len(filename) <= MAX_CELL_CHARS and cell_names.is_cell(filename)
+        if isinstance(name, str) and len(filename) <= MAX_CELL_CHARS and tracebacks.is_cell(filename)
     }
 
 

@@ -23,8 +23,8 @@ from notebook_accelerate.launch.kept.journal_file import read_journal
 from notebook_accelerate.launch.report.run_report import environment
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.telemetry import tracebacks
-from notebook_accelerate.telemetry.cell_names import cell_sources
 from notebook_accelerate.telemetry.channel import printable
+from notebook_accelerate.telemetry.tracebacks import cell_sources
 
 _SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 _TEXT_CHARS = 1000

@@ -34,9 +34,9 @@ from notebook_accelerate.telemetry import (
     TraceEvent,
 )
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
-from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.sink import drop_key, thin
 from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run

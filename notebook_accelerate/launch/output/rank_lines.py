@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.hardware.detection import ipython_shell
 from notebook_accelerate.launch.output.output_budget import HeadAndTail, OutputBudget, WaitingDisplays, display_size
 from notebook_accelerate.launch.output.standard_streams import StandardStream
-from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

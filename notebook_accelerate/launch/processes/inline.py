@@ -32,8 +32,8 @@ from notebook_accelerate.launch.state.run_events import (
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, steady_time, tracebacks
 from notebook_accelerate.telemetry.automatic_metrics import sampler
-from notebook_accelerate.telemetry.error_text import attribute, exit_code
 from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.telemetry.tracebacks import built_in_attribute, exit_code
 from notebook_accelerate.worker import plain_process
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _is_clean_exit(error: BaseException) -> bool:
     """Whether an exception ends a process with status 0; isinstance and "==" would run code of the user's classes."""
     if not issubclass(type(error), SystemExit):
         return False
-    code = attribute(error, "code", SystemExit)
+    code = built_in_attribute(error, "code", SystemExit)
     return code is None or (type(code) in (int, bool) and code == 0)
 
 

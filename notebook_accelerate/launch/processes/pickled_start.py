@@ -21,8 +21,8 @@ from notebook_accelerate.launch.processes.isolated_path import (
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.telemetry import notebook_settings, steady_time
-from notebook_accelerate.telemetry.cell_names import cell_sources
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_file
+from notebook_accelerate.telemetry.tracebacks import cell_sources
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.call_arguments import Plain

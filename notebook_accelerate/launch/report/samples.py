@@ -11,8 +11,7 @@ from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, svg_text, text_table
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.profiling.tables import PeakMemory, what_fits
-from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply
-from notebook_accelerate.telemetry.memory_text import part_rows, size
+from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply, memory_rows, size_text
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.telemetry.sampler import machine_memory
 from notebook_accelerate.telemetry.tracebacks import is_user_code
@@ -307,7 +306,7 @@ class RunMemory:
         Raises:
             KeyError: There is no report of this rank; ``missing`` says why.
         """
-        return dict(part_rows(self.reports[rank]))
+        return dict(memory_rows(self.reports[rank]))
 
     def fits(self) -> list[str]:
         """Return what would fit, a sentence each; empty where no step was recorded."""
@@ -329,8 +328,8 @@ class RunMemory:
         head = ["bytes of", *(f"rank {rank}" for rank in ranks), *([title] if estimated else [])]
         rows = [head]
         for name in names:
-            cells = [size(columns[rank][name]) if name in columns[rank] else "–" for rank in ranks]
-            last = [size(estimated[name]) if name in estimated else "–"] if estimated else []
+            cells = [size_text(columns[rank][name]) if name in columns[rank] else "–" for rank in ranks]
+            last = [size_text(estimated[name]) if name in estimated else "–"] if estimated else []
             rows.append([name, *cells, *last])
         return rows
 
@@ -348,22 +347,26 @@ class RunMemory:
     def _module_table(self) -> list[list[str]]:
         rows = [["module", "rank", "parameters", "gradients", "optimizer state"]]
         for rank, report in list(self.reports.items())[:1]:
-            rows += [[row[0], str(rank), *map(size, row[1:])] for row in report["modules"][:MAX_ROWS]]
+            rows += [[row[0], str(rank), *map(size_text, row[1:])] for row in report["modules"][:MAX_ROWS]]
         return rows
 
     def _variable_table(self) -> list[list[str]]:
         rows = [["variable", "rank", "function", "bytes"]]
         for rank, report in self.reports.items():
-            rows += [[name, str(rank), function, size(nbytes)] for name, function, nbytes in report["variables"][:5]]
+            rows += [
+                [name, str(rank), function, size_text(nbytes)] for name, function, nbytes in report["variables"][:5]
+            ]
         return rows
 
     def _line_table(self) -> list[list[str]]:
         rows = [["line", "rank", "bytes", "code"]]
         for rank, peak in self.peaks.items():
-            rows += [[line.place, str(rank), size(nbytes), line.source[:60]] for line, nbytes in peak.lines[:5]]
+            rows += [[line.place, str(rank), size_text(nbytes), line.source[:60]] for line, nbytes in peak.lines[:5]]
         for rank, report in self.reports.items():
             for name, number, nbytes in report["lines"][:5]:
-                rows.append([self._where(FrameInfo(name, number, "", "")), str(rank), size(nbytes), "Python's own"])
+                rows.append(
+                    [self._where(FrameInfo(name, number, "", "")), str(rank), size_text(nbytes), "Python's own"]
+                )
         return rows
 
     def _tables(self) -> list[list[list[str]]]:

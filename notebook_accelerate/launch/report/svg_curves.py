@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.report.markup import Markup, element, join, number, svg_drawing, svg_image, svg_text
-from notebook_accelerate.telemetry.downsampling import m4
+from notebook_accelerate.telemetry.curves import m4
 
 if TYPE_CHECKING:
     import numpy as np

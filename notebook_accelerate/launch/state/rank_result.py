@@ -12,9 +12,9 @@ from typing import Any
 
 from notebook_accelerate.errors import ResultsFreedError, SerializationError
 from notebook_accelerate.telemetry import ResultEvent
-from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.results import ResultFiles
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MAX_ESTIMATED = 10_000
 """Objects whose sizes are added for an estimate."""

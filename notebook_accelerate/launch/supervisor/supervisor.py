@@ -23,7 +23,7 @@ from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.launch.supervisor.run_thread import RunThread
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.sampler import Sampler
+from notebook_accelerate.telemetry.sampler import ResourceSampler
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
@@ -92,7 +92,7 @@ class Supervisor(RunThread):
         self.journal.append(AttemptStarted(number))
         self.journal.free_old_results()
         group = self._start_group(plan, number)
-        sampler = Sampler(group.pids(), self.journal.add)
+        sampler = ResourceSampler(group.pids(), self.journal.add)
         sampler.start()
         try:
             group.supervise()

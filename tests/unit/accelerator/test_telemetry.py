@@ -9,7 +9,7 @@ from torch import nn
 
 from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.telemetry import Channel, Event, MetricEvent, ProgressEvent, Sink, install_sink
-from notebook_accelerate.telemetry.step_sources import StepCounter
+from notebook_accelerate.telemetry.automatic_metrics import StepCounter
 
 
 class Kernel:

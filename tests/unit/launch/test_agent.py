@@ -8,7 +8,7 @@ from types import FrameType
 import pytest
 
 from notebook_accelerate.telemetry import AnsweredEvent, Channel, InputReply, InputRequest, Sink, StatusEvent
-from notebook_accelerate.worker.agent import Agent
+from notebook_accelerate.telemetry.sink import Agent
 
 
 def test_a_handler_that_fails_does_not_end_the_thread(capsys: pytest.CaptureFixture[str]) -> None:

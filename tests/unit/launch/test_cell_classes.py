@@ -22,7 +22,7 @@ import torch
 from cloudpickle import cloudpickle
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry import cell_classes, cell_names, pickling
+from notebook_accelerate.telemetry import cells, pickling
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_bytes
 
 SOURCES = {
@@ -74,7 +74,7 @@ def _run(source: str, names: dict[str, Any]) -> Any:
 def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], source: str) -> None:
     first = _run(source, main)
     dump_bytes(first, "the class")  # pickling leaves caches in classes
-    assert cell_classes.definition_digest(first) == cell_classes.definition_digest(_run("\n\n" + source, main))
+    assert cells.definition_digest(first) == cells.definition_digest(_run("\n\n" + source, main))
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], so
 )
 def test_an_edited_cell_has_another_definition(main: dict[str, Any], source: str, change: tuple[str, str]) -> None:
     first, second = _run(source, main), _run(source.replace(*change), main)
-    assert cell_classes.definition_digest(first) != cell_classes.definition_digest(second)
+    assert cells.definition_digest(first) != cells.definition_digest(second)
 
 
 def test_a_changed_base_class_is_another_definition(main: dict[str, Any]) -> None:
     first = _run(SOURCES["child"], main)
     exec(compile("class Base:\n    def f(self): return 2", "<cell>", "exec", dont_inherit=True), main)
-    assert cell_classes.definition_digest(first) != cell_classes.definition_digest(_run(SOURCES["child"], main))
+    assert cells.definition_digest(first) != cells.definition_digest(_run(SOURCES["child"], main))
 
 
 def test_classes_are_found_by_name_in_another_process(main: dict[str, Any], tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], forget: Calla
     _run(source, main)
     descriptor = dump((main["train"], ()), "the function").to_file()
     forget()
-    cell_names.renew_main()
+    cells.renew_main()
     train, _ = pickling.load_file(descriptor)
     names = vars(sys.modules["__main__"])
     assert train.__globals__ is names
@@ -199,7 +199,7 @@ def test_names_that_a_function_reads_by_texts(main: dict[str, Any], body: str, e
     _run("def eval(model): ...\ntable = lock = size = 1\ndef Kind(): return " + body, main)
     if not expected or "eval" not in expected:
         del main["eval"]
-    assert cell_names.undetected_names(main["Kind"].__code__) == expected
+    assert cells.undetected_names(main["Kind"].__code__) == expected
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_names_that_a_function_reads_by_texts(main: dict[str, Any], body: str, e
 )
 def test_names_in_statements_of_a_function(main: dict[str, Any], lines: str, expected: set[str]) -> None:
     _run("def eval(model): ...\ntable = lock = size = 1\ndef Kind():\n " + lines, main)
-    assert cell_names.undetected_names(main["Kind"].__code__) == expected
+    assert cells.undetected_names(main["Kind"].__code__) == expected
 
 
 def test_an_own_function_named_eval_reads_no_names_in_texts(main: dict[str, Any]) -> None:
     _run("def eval(model, name): ...\ntable = 1\ndef Kind(): return eval(1, 'table')", main)
-    assert cell_names.undetected_names(main["Kind"].__code__) == set()
+    assert cells.undetected_names(main["Kind"].__code__) == set()
 
 
 def test_names_in_texts_that_cannot_be_pickled_are_left_out(main: dict[str, Any], forget: Callable[[], None]) -> None:
@@ -234,13 +234,13 @@ def Kind(name):
     _run(source, main)
     descriptor = dump((main["Kind"], ("table",)), "the function").to_file()
     forget()
-    cell_names.renew_main()
+    cells.renew_main()
     function, _ = pickling.load_file(descriptor)
     assert function("table")[0] == [1]
     assert {"helper", "table"} < vars(sys.modules["__main__"]).keys()
     with pytest.raises(KeyError, match="'lock'") as found:
         function("helper")[0]()
-    cell_names.explain_omitted(found.value)
+    cells.explain_omitted(found.value)
     assert found.value.__notes__ == [
         "The notebook has 'lock', but it could not be sent to this rank: TypeError: cannot pickle '_thread.lock' object"
     ]
@@ -249,10 +249,10 @@ def Kind(name):
 def test_an_error_about_another_name_is_not_explained(main: dict[str, Any]) -> None:
     _run("lock = threading.Lock()\ndef Kind(): return globals()['lock']", main)
     descriptor = dump((main["Kind"], ()), "the function").to_file()
-    cell_names.renew_main()
+    cells.renew_main()
     pickling.load_file(descriptor)
     for error in (NameError("name 'block' is not defined"), ValueError("lock"), AttributeError("no lock")):
-        cell_names.explain_omitted(error)
+        cells.explain_omitted(error)
         assert not hasattr(error, "__notes__")
 
 
@@ -275,7 +275,7 @@ def train(): return [scale(1) for scale in scales], first(), type(first) is type
     descriptor = dump((main["train"], ()), "the function").to_file()
     expected = main["train"]()
     forget()
-    cell_names.renew_main()
+    cells.renew_main()
     train, _ = pickling.load_file(descriptor)
     assert train() == expected == ([2, 3, 2], 1, False, True)
 
@@ -336,6 +336,6 @@ class _Equal(type):
 def test_a_class_that_cannot_be_hashed_is_no_obstacle(main: dict[str, Any]) -> None:
     odd = _Equal("Odd", (), {"__module__": "__main__"})
     plain = type("Plain", (), {"__module__": "__main__"})
-    cell_classes.note_classes()
-    assert cell_classes.known(cell_classes.token_of(plain)) is plain
+    cells.note_classes()
+    assert cells.known(cells.token_of(plain)) is plain
     assert odd is not plain

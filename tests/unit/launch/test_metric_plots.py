@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from notebook_accelerate.launch.report import svg_curves
 from notebook_accelerate.telemetry import MetricEvent, Store
+from notebook_accelerate.telemetry.curves import plot_with
 from notebook_accelerate.telemetry.store import Metrics, Record
 
 plt = pytest.importorskip("matplotlib.pyplot")
 
 
 @pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def drawing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plt.switch_backend("agg")
+    plot_with(svg_curves.plot)  # as `Run.metrics` does
     yield
     plt.close("all")
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry.cell_names import cell_sources, install_sources, is_cell
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_bytes, load_file
+from notebook_accelerate.telemetry.tracebacks import cell_sources, install_sources, is_cell
 
 
 def _through_file(value: Any) -> Any:

@@ -22,8 +22,7 @@ from notebook_accelerate.launch import Profile, Run
 from notebook_accelerate.profiling.facts import RankReader
 from notebook_accelerate.profiling.tables import SampledLines
 from notebook_accelerate.profiling.trace import parse, read_trace
-from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
-from notebook_accelerate.telemetry.trace_names import KEY
+from notebook_accelerate.telemetry.debug_protocol import TRACE_KEY, ProfileReply, ProfileRequest
 from notebook_accelerate.utils import ProfileKwargs
 from notebook_accelerate.worker import exit_handlers, held_tensors, stacks, step_profiler, timed_samples
 from tests.support.waiting import until
@@ -389,7 +388,7 @@ def test_facts_are_appended_to_a_trace_of_torch(tmp_path: Path) -> None:
     before = json.loads(file.read_text())
     facts = {"rank": 3, "held": [{"né": {"bytes": 3, "name": 'a "quoted" \\ name'}}]}
     step_profiler.append(file, facts)
-    assert json.loads(file.read_text()) == {**before, KEY: facts}
+    assert json.loads(file.read_text()) == {**before, TRACE_KEY: facts}
     assert read_trace(file).facts == facts
     file.write_text("[1, 2]")
     with pytest.raises(ValueError, match="does not end as a trace"):
@@ -406,7 +405,7 @@ def test_a_trace_travels_where_the_folder_of_the_kernel_is_elsewhere(tmp_path: P
     request = ProfileRequest(7, 2, 0.0, memory=False, folder=str(tmp_path), token="its-mark")
     reply = recorded().complete()
     assert (reply.number, reply.path, reply.steps, reply.seconds, reply.clock) == (7, "", 2, 0.5, 0.25)
-    assert json.loads(gzip.decompress(reply.payload))[KEY] == facts
+    assert json.loads(gzip.decompress(reply.payload))[TRACE_KEY] == facts
     (tmp_path / "its-mark").touch()
     reply = recorded().complete()
     assert (reply.path, reply.payload) == (str(tmp_path / "rank1.7.pt.trace.json"), b"")
@@ -478,7 +477,7 @@ def looked(steps: int) -> list[dict[str, Any]]:
 def test_what_grows_is_told_from_what_stays() -> None:
     rows = [{"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}", "ts": 1e4 * number, "dur": 1e4}
             for number in range(4)]  # fmt: skip
-    trace = parse({KEY: {"rank": 0, "steps": 4, "held": looked(4)}}, rows)
+    trace = parse({TRACE_KEY: {"rank": 0, "steps": 4, "held": looked(4)}}, rows)
     facts = RankReader(trace, SampledLines(trace, str)).read()
     grown = {name: growth for name, _, growth in facts.grown}
     assert {name: grown[name] for name in ("losses", "holder.history")} == {"losses": 4, "holder.history": 4}

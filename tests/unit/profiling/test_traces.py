@@ -19,7 +19,7 @@ from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.tables import peak_of, what_fits
 from notebook_accelerate.profiling.timeline import ChromeEvents, Step, Timeline, Track
 from notebook_accelerate.profiling.trace import RankTrace, parse, read_trace
-from notebook_accelerate.telemetry.trace_names import AFTER_STEPS, KEY
+from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY
 from tests.support import perfetto
 from tests.support.odd_values import with_odd_values
 
@@ -62,7 +62,7 @@ def facts(rank: int, late: float) -> dict[str, Any]:
 
 
 def trace(rank: int, late: float = 0.0) -> RankTrace:
-    return parse({KEY: facts(rank, late), "distributedInfo": {"rank": rank, "pg_count": 1}}, rank_events(late))
+    return parse({TRACE_KEY: facts(rank, late), "distributedInfo": {"rank": rank, "pg_count": 1}}, rank_events(late))
 
 
 def test_columns_steps_and_own_times() -> None:
@@ -75,7 +75,7 @@ def test_columns_steps_and_own_times() -> None:
 
 
 def test_a_step_in_whose_middle_recording_began_is_left_out() -> None:
-    head = {KEY: {**facts(0, 0.0), "steps": 1, "skipped": 1}}
+    head = {TRACE_KEY: {**facts(0, 0.0), "steps": 1, "skipped": 1}}
     assert parse(head, rank_events(0.0)).steps() == [(10_000.0, 20_000.0)]
 
 
@@ -84,13 +84,13 @@ def printing(times: list[float], which: list[int], **more: Any) -> RankFacts:
     found = facts(0, 0.0)
     frames = [["train.py", 5, "train", "x = model(x)"], ["train.py", 9, "train", "print(x)"]]
     found["samples"] |= {"frames": frames, "times": [int(at * 1e6) for at in times], "which": which}
-    return Analysis([parse({KEY: {**found, **more}}, rank_events(0.0))], {}, str).facts.ranks[0]
+    return Analysis([parse({TRACE_KEY: {**found, **more}}, rank_events(0.0))], {}, str).facts.ranks[0]
 
 
 def test_reads_with_other_operations_between_them_are_no_loop_over_values() -> None:
     def reading(pause: float) -> RankFacts:
         reads = [event("aten::item", 7000 + index * (pause + 10), 10) for index in range(10)]
-        return Analysis([parse({KEY: facts(0, 0.0)}, [*rank_events(0.0), *reads])], {}, str).facts.ranks[0]
+        return Analysis([parse({TRACE_KEY: facts(0, 0.0)}, [*rank_events(0.0), *reads])], {}, str).facts.ranks[0]
 
     assert (reading(50).items, reading(150).items) == (5, 5)
     assert reading(50).item_seconds == pytest.approx((10 * 10 + 9 * 50) / 2e6)
@@ -108,7 +108,7 @@ def waiting_for_batches(seconds: float, processes: str = "MultiProcessing", dela
     found["boundaries"] = [30_000_000, 50_000_000, 70_000_000]
     found["marks"] = [{"time": 0.0, "delay": 0.0}, {"time": 2e7, "delay": 0.02 * delay}]
     rows = [*rank_events(0.0), event(f"enumerate(DataLoader)#_{processes}DataLoaderIter.__next__", 50.0, 20.0)]
-    return Analysis([parse({KEY: found}, rows)], {}, str).facts.ranks[0]
+    return Analysis([parse({TRACE_KEY: found}, rows)], {}, str).facts.ranks[0]
 
 
 def test_steps_that_were_only_sampled_tell_how_long_they_wait_for_worker_processes() -> None:
@@ -141,7 +141,7 @@ def test_one_long_step_does_not_hide_what_takes_a_part_of_the_others() -> None:
 
 def test_a_forward_pass_of_ddp_is_a_phase_and_no_operation() -> None:
     rows = [*rank_events(0.0), event("DistributedDataParallel.forward", 50, 3500)]
-    merged = Analysis([parse({KEY: facts(0, 0.0)}, rows)], {}, str)
+    merged = Analysis([parse({TRACE_KEY: facts(0, 0.0)}, rows)], {}, str)
     assert {row.name for row in merged.ops} == {"gloo:all_reduce", "aten::linear", "aten::addmm"}
     categories, names = merged.timeline.categories, merged.timeline.names
     main = merged.timeline.tracks[0]
@@ -178,7 +178,7 @@ def test_clocks_of_hosts_are_aligned() -> None:
 
 
 def test_collectives_of_unlike_ranks_are_not_joined() -> None:
-    other = parse({KEY: facts(1, 0.0)}, [row for row in rank_events(0.0) if "gloo" not in row["name"]])
+    other = parse({TRACE_KEY: facts(1, 0.0)}, [row for row in rank_events(0.0) if "gloo" not in row["name"]])
     assert Analysis([trace(0), other], {}, str).joined == []
     several = parse({"distributedInfo": {"rank": 1, "pg_count": 2}}, rank_events(0.0))
     assert Analysis([trace(0), several], {}, str).joined == []  # which group a collective is of is not known
@@ -193,7 +193,7 @@ def test_collectives_of_groups_are_joined_by_when_each_rank_has_entered_them() -
     for rank in range(4):
         own = {"pg_name": "1", "ranks": [0, 1] if rank < 2 else [2, 3]}
         world = {"pg_count": 2, "rank": rank, "pg_config": [every, own]}
-        head = {KEY: {**facts(rank, rank * 100.0), "collectives": entered[rank]}, "distributedInfo": world}
+        head = {TRACE_KEY: {**facts(rank, rank * 100.0), "collectives": entered[rank]}, "distributedInfo": world}
         read.append(parse(head, rank_events(rank * 100.0)))
     joined = Analysis(read, {}, str).joined
     assert [(each.number, sorted(each.calls), each.last) for each in joined] == [(8, [0, 1], 1), (5, [0, 1, 2, 3], 3)]
@@ -210,7 +210,7 @@ def test_a_device_has_streams_and_collectives_with_numbers() -> None:
         event("record_param_comms", 9000, 10, MAIN, **comms),
     ]
     rows.append(event(AFTER_STEPS, 10_000, 300))
-    read = [parse({KEY: {"rank": rank}}, rows, rank) for rank in (0, 1)]
+    read = [parse({TRACE_KEY: {"rank": rank}}, rows, rank) for rank in (0, 1)]
     assert read[0].steps() == [(0.0, 10_000.0)]
     merged = Analysis(read, {}, str)
     assert merged.joined[0].label() == "all_reduce #1 (64 MB)"
@@ -221,7 +221,7 @@ def test_a_device_has_streams_and_collectives_with_numbers() -> None:
 
 def test_files_are_read_and_written(tmp_path: Path) -> None:
     for rank in (0, 1):
-        head = {KEY: base64.b64encode(gzip.compress(json.dumps(facts(rank, 3000.0 * rank)).encode())).decode()}
+        head = {TRACE_KEY: base64.b64encode(gzip.compress(json.dumps(facts(rank, 3000.0 * rank)).encode())).decode()}
         head |= {"distributedInfo": {"rank": rank, "pg_count": 1}}  # type: ignore[dict-item]
         body = json.dumps({**head, "traceEvents": rank_events(3000.0 * rank)})
         (tmp_path / f"trace{rank}.json").write_text(body)
@@ -269,7 +269,8 @@ def test_a_trace_with_odd_values_is_refused_or_read(tmp_path: Path, seed: int) -
     memory = {"ph": "i", "name": "[memory]", "ts": 500.0, "args": {"Bytes": 100, "Addr": 7}}
     world = {"rank": 0, "world_size": 2, "pg_count": 1, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}
     content = {
-        KEY: added, "distributedInfo": world, "baseTimeNanoseconds": 0, "traceEvents": [*rank_events(0.0), memory],
+        TRACE_KEY: added,
+        "distributedInfo": world, "baseTimeNanoseconds": 0, "traceEvents": [*rank_events(0.0), memory],
     }  # fmt: skip
     for number in range(60):
         file = tmp_path / f"{number}.json"
@@ -290,7 +291,9 @@ def test_a_trace_with_odd_values_is_refused_or_read(tmp_path: Path, seed: int) -
         b"", b"\0" * 1000, b"[" * 60_000, b"[1]", b'{"traceEvents": 3}', b'{"traceEvents": [{"ph": "X"}]}',
         gzip.compress(b"[]")[:15], gzip.compress(b"[]")[:-4] + b"????", b"\x1f\x8b" + b"x" * 100,
         gzip.compress(b"[" * 400_000_000, 1),
-        json.dumps({KEY: base64.b64encode(gzip.compress(b" " * 100_000_000)).decode(), "traceEvents": []}).encode(),
+        json.dumps(
+            {TRACE_KEY: base64.b64encode(gzip.compress(b" " * 100_000_000)).decode(), "traceEvents": []}
+        ).encode(),
     ],
     ids=[
         "empty", "zeros", "deep", "number", "no list", "no name", "torn", "checksum", "no gzip", "400 MB", "facts",

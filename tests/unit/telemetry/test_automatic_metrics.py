@@ -9,7 +9,7 @@ import torch
 
 from notebook_accelerate import LaunchConfig, notebook_launcher
 from notebook_accelerate.telemetry import DeviceMemoryEvent, DeviceUseEvent, ResourceEvent, automatic_metrics
-from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent, Sampler, learning_rates
+from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent, TrainingSampler, learning_rates
 from notebook_accelerate.telemetry.events import Event
 from tests.support.runs import feed, make_run
 
@@ -78,7 +78,7 @@ def test_a_loss_is_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(automatic_metrics, "emit", sent.append)
     clock = [0.0]
     monkeypatch.setattr(automatic_metrics, "perf_counter", lambda: clock[0])
-    sampler, optimizer = Sampler(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    sampler, optimizer = TrainingSampler(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     sampler.start(enabled=True)
     loss = torch.tensor(2.0).as_subclass(_Watched)
     for step in range(1, 1001):
@@ -106,7 +106,7 @@ def test_ranks_of_another_speed_sample_the_same_steps(monkeypatch: pytest.Monkey
         clock = [0.0]
         monkeypatch.setattr(automatic_metrics, "emit", sent.append)
         monkeypatch.setattr(automatic_metrics, "perf_counter", lambda clock=clock: clock[0])
-        sampler, optimizer = Sampler(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        sampler, optimizer = TrainingSampler(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         sampler.start(enabled=True)
         for step in range(1, 1 + int(30 / seconds)):
             clock[0] += factor * seconds
@@ -125,7 +125,7 @@ def test_ranks_of_another_speed_sample_the_same_steps(monkeypatch: pytest.Monkey
 def test_numbers_that_cannot_be_read_without_waiting_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Event] = []
     monkeypatch.setattr(automatic_metrics, "emit", sent.append)
-    sampler = Sampler()
+    sampler = TrainingSampler()
     sampler.start(enabled=True)
     sampler.loss(torch.tensor(1.0, device="meta"))
     sampler.norm(torch.ones(3))

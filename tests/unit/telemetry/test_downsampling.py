@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from notebook_accelerate.telemetry.downsampling import m4
+from notebook_accelerate.telemetry.curves import m4
 
 
 def test_a_short_curve_is_kept_whole() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from notebook_accelerate.telemetry import MetricEvent, Store
-from notebook_accelerate.telemetry.envelope import FEW_RANKS, MAX_BUCKETS, MetricEnvelope
+from notebook_accelerate.telemetry.curves import FEW_RANKS, MAX_BUCKETS, MetricEnvelope
 from notebook_accelerate.telemetry.store import Record
 
 

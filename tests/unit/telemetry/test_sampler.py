@@ -11,7 +11,7 @@ import pytest
 
 from notebook_accelerate.hardware.nvml import GpuReader
 from notebook_accelerate.telemetry import DeviceUseEvent, ResourceEvent
-from notebook_accelerate.telemetry.sampler import Sampler, machine_memory, proportional_memory
+from notebook_accelerate.telemetry.sampler import ResourceSampler, machine_memory, proportional_memory
 from notebook_accelerate.telemetry.store import Record
 
 
@@ -30,7 +30,7 @@ def test_the_sampler_feeds_records_until_it_is_stopped() -> None:
         if len(got) >= 3:
             enough.set()
 
-    sampler = Sampler({4: os.getpid()}, sink, period=0.02)
+    sampler = ResourceSampler({4: os.getpid()}, sink, period=0.02)
     sampler.start()
     assert enough.wait(60)
     sampler.stop()
@@ -44,13 +44,13 @@ def test_the_sampler_feeds_records_until_it_is_stopped() -> None:
 def test_a_process_that_has_ended_is_left_out() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    records = Sampler({0: gone.pid, 1: os.getpid()}, lambda _: None).sample(GpuReader())
+    records = ResourceSampler({0: gone.pid, 1: os.getpid()}, lambda _: None).sample(GpuReader())
     assert {record.rank for record in records} == {1}
     assert sum(isinstance(record.event, ResourceEvent) for record in records) == 1
 
 
 def test_a_sampler_stops_at_once_even_with_a_long_period() -> None:
-    sampler = Sampler({0: os.getpid()}, lambda _: None, period=3600)
+    sampler = ResourceSampler({0: os.getpid()}, lambda _: None, period=3600)
     sampler.start()
     stopper = threading.Thread(target=sampler.stop)
     stopper.start()
@@ -80,7 +80,7 @@ def test_a_failing_sink_is_not_silent(period: float) -> None:
         calls.append(1)
         raise RuntimeError("bug")
 
-    sampler = Sampler({0: os.getpid()}, sink, period=period)
+    sampler = ResourceSampler({0: os.getpid()}, sink, period=period)
     sampler._thread = threading.Thread(target=_swallow(sampler._run), daemon=True)
     sampler.start()
     sampler._thread.join(60)

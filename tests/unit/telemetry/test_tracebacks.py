@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.telemetry import tracebacks
-from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 ODD_CLASSES = {
     "its class raises": "class E(Exception):\n    @property\n    def __class__(self): raise KeyError",

@@ -20,7 +20,7 @@ from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, Pace, dispatch
 from notebook_accelerate.launch.processes.zygote import guards_orphans
 from notebook_accelerate.telemetry import Event, Stamped, encode
-from notebook_accelerate.telemetry.sampler import Sampler
+from notebook_accelerate.telemetry.sampler import ResourceSampler
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.stream import Stream
@@ -84,7 +84,7 @@ class Host:
             LaunchError: A rank could not be started; the error has been sent to the kernel.
         """
         self._start(backend, orders)
-        sampler = Sampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)
+        sampler = ResourceSampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)
         sampler.start()
         try:
             self._relay()

@@ -1,4 +1,4 @@
-"""Match classes defined in notebook cells between the kernel and its ranks.
+"""Classes and names that notebook cells define, in ranks that are not forked from the kernel.
 
 A class of a cell belongs to ``__main__``, which no other process can import, and its instances are compared with
 ``isinstance`` and ``==`` on both sides. Three rules keep one class one class:
@@ -8,13 +8,20 @@ A class of a cell belongs to ``__main__``, which no other process can import, an
 - A class of the same name and definition is the same class: the user has run its cell again, perhaps in a new kernel.
 
 Everything else travels by value, and the reader of a value is warned when ``__main__`` has another class of that name.
+
+cloudpickle detects the globals that a function's code loads. This module adds the names that code reads in other ways.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import copyreg
+import dis
 import enum
 import hashlib
+import inspect
+import re
 import sys
 import warnings
 import weakref
@@ -35,8 +42,8 @@ from typing import Any
 
 from cloudpickle import cloudpickle
 
-from notebook_accelerate.telemetry.cell_names import Reduced, is_class, names_of_main
 from notebook_accelerate.telemetry.sink import current_sink
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
 _NOT_DEFINED = frozenset(
     (
@@ -338,3 +345,187 @@ def _complete(kind: type, state: tuple[Callable[[type, Any], Any], Any]) -> None
     if made is not None and made() is kind:
         set_state, attributes = state
         set_state(kind, attributes)
+
+
+# ---- names
+
+Reduced = tuple[Any, ...]
+"""The result of a reducer: callable, arguments, state, None, None, and the callable that sets the state."""
+_MODULE_NAMES = ("__name__", "__package__", "__file__")
+
+
+def is_class(value: object) -> bool:
+    """Return whether a value is a class; unlike ``isinstance``, this runs no code of the value."""
+    return issubclass(type(value), type)
+
+
+def names_of_main() -> dict[str, Any]:
+    """Return the globals of ``__main__``, the namespace of the user's cells."""
+    return vars(sys.modules["__main__"])
+
+
+def renew_main() -> None:
+    """Replace ``__main__`` with an empty module for the names of the user's cells."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+
+
+def owner_in_main(value: Any) -> Any:
+    """Return the value under the first part of a class's or function's name in ``__main__``.
+
+    Returns:
+        ``value`` itself, or the class that it is nested in; None if it is not found by its name.
+    """
+    if getattr(value, "__module__", None) != "__main__":
+        return None
+    first, *rest = value.__qualname__.split(".")
+    owner = found = names_of_main().get(first)
+    for name in rest:
+        found = vars(found).get(name) if is_class(found) else None
+    return owner if found is value else None
+
+
+_WAYS = frozenset(("globals", "eval", "exec", "__main__", "modules", "import_module", "__import__"))
+"""Code that uses one of these names may read names of ``__main__`` from strings, or as attributes."""
+_READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+_READS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+_LOADS = _READS | _READS_ATTRIBUTE | {"LOAD_CONST"}
+_NO_EFFECT = frozenset(("PUSH_NULL", "EXTENDED_ARG", "CACHE"))
+
+
+def undetected_names(code: CodeType) -> set[str]:
+    """Return the names of ``__main__`` that a function reads in ways that cloudpickle does not detect.
+
+    These are the bodies of classes in functions, ``globals()["name"]``, ``eval("name + 1")``, ``from __main__ import
+    name``, and attributes of ``__main__`` or ``sys.modules[__name__]``.
+    """
+    codes = [code]
+    for each in codes:
+        codes += [value for value in each.co_consts if type(value) is CodeType]
+    if all(each.co_flags & inspect.CO_OPTIMIZED and _WAYS.isdisjoint(each.co_names) for each in codes):
+        return set()
+    uses = _Uses()
+    for each in codes:
+        uses.add(each)
+    main = names_of_main()
+    return {name for name in uses.undetected(main) if name in main and not name.startswith("__")}
+
+
+class _Uses:
+    """How code uses names. ``co_names`` does not distinguish a global from an attribute, as in ``model.eval()``."""
+
+    def __init__(self) -> None:
+        self._read: set[str] = set()
+        self._read_in_bodies: set[str] = set()
+        self._attributes: set[str] = set()
+        self._imported: set[str] = set()
+        """Names that are imported from ``__main__``."""
+        self._texts: set[str] = set()
+        self._has_main = False
+        """Whether the code gets the module ``__main__``."""
+
+    def add(self, code: CodeType) -> None:
+        """Add what one code object uses; those in its constants are not included."""
+        self._texts.update(_texts(code.co_consts))
+        stored: set[str] = set()  # in the body of a class, names are also its attributes
+        loaded: list[Any] = []
+        """Operands of the last instructions, if they only loaded values."""
+        for each in dis.get_instructions(code):
+            name = each.argval
+            if each.opname in _READS:
+                self._read.add(name)
+                if not code.co_flags & inspect.CO_OPTIMIZED and name not in stored:
+                    self._read_in_bodies.add(name)
+            elif each.opname in _READS_ATTRIBUTE:
+                self._attributes.add(name)
+            elif each.opname == "STORE_NAME":
+                stored.add(name)
+            elif each.opname == "IMPORT_NAME" and name == "__main__":
+                self._imported.update(loaded[-1] or ())  # in "import __main__", it is None
+                self._has_main |= loaded[-1] is None
+            if each.opname in _LOADS:
+                loaded.append(name)
+                self._has_main |= name in ("__main__", "__name__") and _looks_up_module(loaded)
+            elif each.opname not in _NO_EFFECT:
+                loaded.clear()
+
+    def undetected(self, main: dict[str, Any]) -> set[str]:
+        """Return the names that cloudpickle does not detect; some of them may be texts with another meaning."""
+        found = self._read_in_bodies | self._imported
+        if self._has_main:
+            found |= self._attributes | self._texts
+        builtin = self._read - main.keys()  # a notebook may have its own eval
+        if "globals" in builtin:
+            found |= self._texts
+        if builtin & {"eval", "exec"}:
+            found |= {name for text in self._texts for name in _names_in_source(text)}
+        return found
+
+
+def _looks_up_module(loaded: list[Any]) -> bool:
+    """Return whether the last of the loaded values is the argument of ``sys.modules`` or ``import_module``."""
+    return loaded[-2:-1] in (["modules"], ["import_module"], ["__import__"]) or loaded[-3:-1] == ["modules", "get"]
+
+
+def _texts(values: Iterable[object]) -> Iterator[str]:
+    for value in values:
+        if type(value) is str:
+            yield value
+        elif isinstance(value, (tuple, frozenset)):
+            yield from _texts(value)
+
+
+def _names_in_source(text: str) -> set[str]:
+    try:
+        return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python source
+        return set()
+
+
+class MainNames(dict[str, Any]):
+    """The globals of the functions of cells in a pickle; its reader uses the globals of ``__main__``.
+
+    Args:
+        omitted: Names that could not be pickled, each with the reason, for ``explain_omitted``.
+    """
+
+    def __init__(self, omitted: dict[str, str]) -> None:
+        main = names_of_main()
+        super().__init__({name: main[name] for name in _MODULE_NAMES if name in main})
+        self._omitted = omitted
+
+    def __reduce__(self) -> Reduced:
+        return _enter_names, (dict(self), self._omitted)
+
+
+_omitted: dict[str, str] = {}
+"""Names that the kernel could not send to this process, each with the reason."""
+
+
+def _enter_names(module_names: dict[str, Any], omitted: dict[str, str]) -> dict[str, Any]:
+    names = names_of_main()
+    names.update(module_names)
+    _omitted.update(omitted)
+    return names
+
+
+def explain_omitted(error: BaseException) -> None:
+    """Add a note to an error about a missing name if the notebook has that name but could not send it."""
+    text = describe_error(error)
+    of_main = issubclass(type(error), (ImportError, AttributeError)) and "'__main__'" in text
+    if not of_main and not issubclass(type(error), (NameError, KeyError)):
+        return
+    for name, reason in _omitted.items():
+        if name not in names_of_main() and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
+            note = f"The notebook has {name!r}, but it could not be sent to this rank: {reason}"
+            with suppress(Exception):  # classes of the user
+                error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+def put_into_main(value: Any, state: Reduced) -> None:
+    """Set the state of a class or function, and enter it in ``__main__``."""
+    set_state, inner, owner = state
+    set_state(value, inner)
+    if value is owner:
+        names_of_main()[value.__qualname__] = value

@@ -1,18 +1,89 @@
-"""The envelope of one metric over all ranks: the smallest, the mean and the largest value of each range of steps.
-
-The curves of many ranks are drawn as an envelope: hundreds of curves are illegible, and too many for a front end. The
-store updates an envelope with every point, at the cost of one addition, in at most ``MAX_BUCKETS`` buckets: when more
-are needed, neighbours are merged, and each bucket covers twice as many steps.
-"""
+"""Metrics as curves: as users read and plot them, as an envelope of many ranks, and with fewer points."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+
+class MetricSeries(NamedTuple):
+    """One metric over all ranks, in order of time.
+
+    Attributes:
+        name: The metric.
+        steps: int64, shape (n,); -1 where no step was given.
+        times: Seconds since the epoch, float64, shape (n,).
+        ranks: int64, shape (n,).
+        values: float64, shape (n,).
+        thinned: Whether points were removed to stay within the store's bounds (extremes are kept).
+    """
+
+    name: str
+    steps: np.ndarray
+    times: np.ndarray
+    ranks: np.ndarray
+    values: np.ndarray
+    thinned: bool
+
+    def rank(self, rank: int) -> MetricSeries:
+        """Return the points that ``rank`` logged."""
+        mask = self.ranks == rank
+        return MetricSeries(
+            self.name, self.steps[mask], self.times[mask], self.ranks[mask], self.values[mask], self.thinned
+        )
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a frame with the columns step, time, rank, value (needs pandas)."""
+        import pandas as pd
+
+        columns = {"step": self.steps, "time": self.times, "rank": self.ranks, "value": self.values}
+        return pd.DataFrame(columns)
+
+    def plot(self, ax: Axes | None = None) -> Any:
+        """Plot the values over the steps (over seconds where points have no step).
+
+        Each rank has a line; more than eight ranks have their mean and range.
+
+        Args:
+            ax: matplotlib's axes to draw into; None: a new figure.
+
+        Returns:
+            matplotlib's axes; where matplotlib is not installed, the image that reports show.
+
+        Raises:
+            ImportError: Axes are given, and matplotlib is not installed.
+        """
+        return plot_series([self], ax)
+
+
+Plotter = Callable[[Sequence[MetricSeries], "Axes | None"], Any]
+_plotter: Plotter | None = None
+
+
+def plot_with(plotter: Plotter) -> None:
+    """Set the function that plots metrics: this module is also in the ranks, which have no charts."""
+    global _plotter  # noqa: PLW0603 - one kernel, one kind of chart
+    _plotter = plotter
+
+
+def plot_series(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
+    """Plot metrics as `plot_with` has set it."""
+    assert _plotter is not None, "call plot_with() first, as Run.metrics does"
+    return _plotter(several, ax)
+
+
+# ---- the envelope of many ranks: the smallest, the mean and the largest value of each range of steps
+#
+# Hundreds of curves are illegible, and too many for a front end. The store updates an envelope with every point, at the
+# cost of one addition, in at most `MAX_BUCKETS` buckets: when more are needed, neighbours are merged, and each bucket
+# covers twice as many steps.
 
 FEW_RANKS = 8
 """Metrics of more ranks have an envelope."""
@@ -148,3 +219,55 @@ _COLUMNS = (
     ("_low", "d", math.inf),
     ("_high", "d", -math.inf),
 )
+
+
+# ---- downsampling
+#
+# M4 keeps the first, the last, the smallest and the largest value of every group of neighbours, so that a line through
+# the kept points has the same extremes and the same joints as the complete line (Jugel, Jerzak, Hackenbroich and Markl,
+# "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014). A group with NaN keeps one NaN too, because
+# readers look for it.
+
+
+def m4(values: np.ndarray, points: int) -> np.ndarray:
+    """Return the indices that M4 keeps.
+
+    Args:
+        values: float64, shape (n,), in drawing order.
+        points: Approximate number of points to keep, at least 4; NaN may add a quarter.
+
+    Returns:
+        Ascending indices, int64; all indices where n is at most ``points``.
+    """
+    import numpy as np
+
+    count = len(values)
+    if count <= points:
+        return np.arange(count)
+    size = -(-count // max(1, points // 4))
+    full = count // size * size
+    base = np.arange(0, full, size)
+    kept = [base, base + size - 1, *extremes(values[:full], size)]
+    if full < count:  # the last, shorter group
+        kept.append(full + m4(values[full:], 4) if count - full > 4 else np.arange(full, count))
+    return np.unique(np.concatenate(kept))
+
+
+def extremes(values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the indices of the smallest and of the largest value of each group, and of one NaN of groups with NaN.
+
+    Args:
+        values: float64, shape (n,), a multiple of ``size``.
+        size: Number of neighbours in a group.
+    """
+    import numpy as np
+
+    groups = values.reshape(-1, size)
+    first = np.arange(0, len(values), size)
+    missing = np.isnan(groups)
+    rows = missing.any(axis=1)
+    return (
+        first + np.where(missing, np.inf, groups).argmin(axis=1),
+        first + np.where(missing, -np.inf, groups).argmax(axis=1),
+        first[rows] + missing[rows].argmax(axis=1),
+    )
