@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import notebook_accelerate
+from notebook_accelerate.accelerator import Accelerator  # before a trace begins, which makes importing torch slow
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError
 from notebook_accelerate.widgets.live_panel import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
@@ -41,7 +42,7 @@ def test_a_launch(trace: Trace) -> None:
 
 
 def _log(go: Path) -> list[Call]:
-    accelerator = notebook_accelerate.Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
     until(go.exists)
     accelerator.log({"loss": 0.5}, step=1)
     time.sleep(0.5)  # the agent sends it
