@@ -1,4 +1,4 @@
-"""`AlignDevicesHook` moves inputs and weights to the device where a module computes; functions attach it to models."""
+"""`AlignDevicesHook`, which moves inputs and weights to the device of a module, and the functions that attach it."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to every module inside a module that has tensors of its own.
+    """Attach an `AlignDevicesHook` to every module with its own tensors inside a module.
 
     Args:
         module: The module.
@@ -310,7 +310,7 @@ def attach_align_device_hook(
         offload_buffers: Offload buffers too.
         module_name: The module's name in `weights_map`.
         skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
+        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
         tied_params_map: See `AlignDevicesHook`.
     """
     loads_submodules = offload and type(module).__name__ in as_names(preload_module_classes)

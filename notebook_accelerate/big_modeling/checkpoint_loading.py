@@ -358,7 +358,7 @@ def load_checkpoint_and_dispatch(
         dtype: Dtype that floating weights are converted to.
         offload_state_dict: See `load_checkpoint_in_model`.
         skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
+        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
         force_hooks: Attach hooks even if the model is on one device.
         strict: Raise if names are missing or unexpected.
         full_state_dict: See `load_checkpoint_in_model`.

@@ -53,7 +53,7 @@ def cpu_offload(
         execution_device: Where it computes; None: where its first parameter is.
         offload_buffers: Offload buffers too.
         state_dict: The weights on the CPU; None: the model's own.
-        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
+        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
 
     Returns:
         The model.
@@ -78,7 +78,7 @@ def disk_offload(
         offload_dir: The folder; if it contains an offloaded model already, its weights are used.
         execution_device: Where it computes; None: where its first parameter is.
         offload_buffers: Offload buffers too.
-        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
+        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
 
     Returns:
         The model.
@@ -162,7 +162,7 @@ def dispatch_model(
         offload_index: Dtype and shape, or file, of each weight on disk; None: the folder's index.
         offload_buffers: Offload buffers too.
         skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
+        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
         force_hooks: Attach hooks even if the model is on one device.
 
     Returns:

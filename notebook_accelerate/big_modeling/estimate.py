@@ -335,7 +335,7 @@ def measure_device_map(
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 """Parallel dimensions, as in `ParallelismConfig`."""
 EXPERTS = "experts"
-"""The name of modules that expert parallelism splits; the first dimension of their parameters is that of experts."""
+"""The name of modules that expert parallelism splits; the first dimension of their parameters counts the experts."""
 OFFLOAD_TARGETS = ("cpu", "disk")
 PARTS = ("weights", "gradients", "optimizer")
 """The parts of a training's memory that can be sharded and offloaded."""
@@ -383,7 +383,7 @@ class RankLayout:
     Args:
         strategy: One of `STRATEGIES`.
         ranks: Number of ranks.
-        degrees: Size of each of `DEGREES`; None: those of the strategy.
+        degrees: Size of each of `DEGREES`; None: the strategy's sizes.
 
     Raises:
         ValueError: A degree is unknown or not positive, or their product does not match the number of ranks.
@@ -453,7 +453,7 @@ def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
-    """Return the parameters that tensor parallelism divides: those of the model's plan, or every matrix without one."""
+    """Return the parameters that tensor parallelism divides: the model's plan, or every matrix."""
     plans = (getattr(model, name, None) for name in ("tp_plan", "_tp_plan"))
     plan: Any = next((found for found in plans if isinstance(found, Mapping) and found), None)
     named = dict(model.named_parameters())

@@ -290,8 +290,8 @@ def align_hooks(module: Any) -> list[Any]:
 def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Collect the gradients of a model's offloaded weights, summed on the CPU over all backward passes inside.
 
-    Offloaded weights are in their module during its forward only, so their gradients cannot be in ``parameter.grad``,
-    where those of other weights (adapters, for instance) are as usual. They take as much main memory as the weights.
+    Offloaded weights are in their module during its forward only, so their gradients cannot be in ``parameter.grad``.
+    Other weights (adapters, for instance) have theirs there. The gradients take as much main memory as the weights.
 
     Args:
         model: A model from `cpu_offload`, `disk_offload`, `dispatch_model` or `load_checkpoint_and_dispatch`.

@@ -208,7 +208,7 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
     Args:
         module: The module.
         recurse: Include submodules.
-        fqns: Return dotted names, where `recurse` is True.
+        fqns: Return dotted names if `recurse` is True.
     """
     if not recurse:
         return non_persistent_buffers(module)
@@ -219,7 +219,7 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
 
 
 class _PerElement(dict[torch.dtype, Any]):
-    """Bytes of one element by dtype; for floating dtypes at most those of the target dtype."""
+    """Bytes of one element by dtype; at most the target dtype's bytes for floating dtypes."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def compute_module_sizes(
 def compute_module_total_buffer_size(
     model: torch.nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None
 ) -> Any:
-    """Compute the bytes of all buffers of a model; the arguments are those of `compute_module_sizes`."""
+    """Compute the bytes of all buffers of a model; for the arguments see `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 

@@ -137,9 +137,6 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
     return list(wrappers.values())
 
 
-# The FSDP plugin as torch's FSDP takes it.
-
-
 def resolved_plugin(setup: Setup) -> FullyShardedDataParallelPlugin:
     """Return a copy of the user's plugin with torch's objects in place of names.
 

@@ -74,7 +74,7 @@ def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> No
     Args:
         engine: The engine.
         folder: The checkpoint, of Accelerate or of Megatron-LM; in the format torch_dist also with other degrees.
-        strict: Whether the names must be those of the model.
+        strict: Whether the names must match the model.
 
     Raises:
         CheckpointMismatchError: The folder contains no such engine.
@@ -364,7 +364,7 @@ def load_part(engine: MegatronEngine, source: Path, strict: bool = True) -> None
     Args:
         engine: The engine.
         source: The folder of an iteration, written with the same degrees.
-        strict: Whether the names must be those of the model.
+        strict: Whether the names must match the model.
 
     Raises:
         CheckpointMismatchError: The folder does not contain this part, or contains objects that are unsafe to load.

@@ -239,7 +239,7 @@ def _exchange(value: Any, group: Any) -> list[Any]:
     return found
 
 
-# A rank's part of a sharded state without torch's wrappers: memory that a thread can copy and write.
+# -- a rank's part without torch's wrappers: memory that a thread can copy and write ---------------------------------
 
 Wrapper = Callable[[Any], Any]
 """Wraps a rank's own memory in torch's sharded tensor again."""
