@@ -90,10 +90,10 @@ class Trace:
 def _file_of(code: CodeType) -> str:
     """Return the file of a function of the package, as the document names it; "" for other code."""
     path = Path(code.co_filename).resolve()
-    for folder in (ROOT / "notebook_accelerate", ROOT):
-        if path.is_relative_to(folder):
-            return path.relative_to(folder).as_posix()
-    return ""
+    if path.is_relative_to(ROOT / "widgets"):
+        return path.relative_to(ROOT).as_posix()
+    package = ROOT / "notebook_accelerate"
+    return path.relative_to(package).as_posix() if path.is_relative_to(package) else ""
 
 
 def first_missing(steps: Iterable[Step], calls: Iterable[Call]) -> Step | None:

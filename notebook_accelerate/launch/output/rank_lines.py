@@ -139,7 +139,6 @@ class TextPublisher(Publisher):
         self._streams[stream].write(text)
 
     def display(self, event: DisplayEvent, label: str) -> None:
-        """See ``Publisher.display``."""
         self.lines("stdout", str(event.data.get("text/plain", "<display>")), label)
 
 
@@ -171,22 +170,18 @@ class NotebookPublisher(Publisher):
         self._tail_id = f"notebook-accelerate-{run_id}-tail"
 
     def lines(self, stream: str, text: str, label: str) -> None:
-        """See ``Publisher.lines``."""
         if self._shows_text:
             super().lines(stream, text, label)
 
     def cleared_lines(self, rank: int, text: str, label: str) -> None:
-        """See ``Publisher.cleared_lines``."""
         if self._shows_text:
             super().cleared_lines(rank, text, label)
 
     def bar(self, rank: int, text: str, label: str) -> None:
-        """See ``Publisher.bar``."""
         if self._shows_text:
             super().bar(rank, text, label)
 
     def show_under(self, cell: Any) -> None:
-        """See ``Publisher.show_under``."""
         self._parent = cell
         self._bars_shown = self._tail_shown = False
         self._cleared_shown.clear()
@@ -202,7 +197,7 @@ class NotebookPublisher(Publisher):
             self._send("stream", {"name": stream, "text": shown}, f"stream.{stream}")
 
     def display(self, event: DisplayEvent, label: str) -> None:
-        """See ``Publisher.display``; its label stands above it, unless that of the output before is the same."""
+        """Show a rich output below its label, unless the output before it has the same label."""
         if not event.update and label.strip() and label != self._last_label:
             super().lines("stdout", "", label)
         super().flush(force=True)
@@ -242,7 +237,6 @@ class NotebookPublisher(Publisher):
         self._cleared_shown.add(rank)
 
     def seconds_until_due(self) -> float | None:
-        """See ``Publisher.seconds_until_due``."""
         due = super().seconds_until_due()
         if not self._text.changed:
             return due
@@ -257,7 +251,7 @@ class NotebookPublisher(Publisher):
         self._tail_shown = True
 
     def flush(self, *, force: bool = False) -> None:
-        """See ``Publisher.flush``; with ``force`` it also reports how many displays were left out."""
+        """Show what is due; with ``force`` also report how many displays were left out."""
         super().flush(force=force)
         if self._text.changed and (force or time.monotonic() >= self._tail_due):
             self._draw_tail()

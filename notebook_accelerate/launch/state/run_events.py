@@ -74,7 +74,6 @@ class DiagnosisAdded(RunEvent):
     diagnosis: Diagnosis
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.diagnosis = self.diagnosis.shifted(seconds)
 
 
@@ -86,7 +85,6 @@ class RunStalled(RunEvent):
     cause: str = ""
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.since += seconds
 
 
@@ -134,7 +132,6 @@ class RankFailed(RunEvent):
     failure: RankFailure
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.failure = replace(self.failure, time=self.failure.time + seconds)
 
 
@@ -206,7 +203,6 @@ class FailuresRecorded(RunEvent):
     failures: Sequence[RankFailure]
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.failures = [replace(failure, time=failure.time + seconds) for failure in self.failures]
 
 

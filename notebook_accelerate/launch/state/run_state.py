@@ -502,53 +502,40 @@ class RunView(Protocol):
     environment: Mapping[str, str]
 
     @property
-    def status(self) -> str:
-        """See ``Run.status``."""
+    def status(self) -> str: ...
 
     @property
-    def plan(self) -> LaunchPlan | None:
-        """See ``Run.plan``."""
+    def plan(self) -> LaunchPlan | None: ...
 
     @property
-    def ranks(self) -> tuple[RankInfo, ...]:
-        """See ``Run.ranks``."""
+    def ranks(self) -> tuple[RankInfo, ...]: ...
 
     @property
-    def attempts(self) -> Sequence[Attempt]:
-        """See ``Run.attempts``."""
+    def attempts(self) -> Sequence[Attempt]: ...
 
     @property
-    def failures(self) -> tuple[RankFailure, ...]:
-        """See ``Run.failures``."""
+    def failures(self) -> tuple[RankFailure, ...]: ...
 
     @property
-    def notes(self) -> Sequence[str]:
-        """See ``Run.notes``."""
+    def notes(self) -> Sequence[str]: ...
 
     @property
-    def warnings(self) -> Sequence[str]:
-        """See ``Run.warnings``."""
+    def warnings(self) -> Sequence[str]: ...
 
     @property
-    def store(self) -> Store:
-        """See ``Run.store``."""
+    def store(self) -> Store: ...
 
     @property
-    def metrics(self) -> Metrics:
-        """See ``Run.metrics``."""
+    def metrics(self) -> Metrics: ...
 
     @property
-    def error(self) -> WorkerError | None:
-        """See ``Run.error``."""
+    def error(self) -> WorkerError | None: ...
 
     @property
-    def ended(self) -> float | None:
-        """See ``Run.ended``."""
+    def ended(self) -> float | None: ...
 
     @property
-    def started(self) -> float:
-        """See ``Run.started``."""
+    def started(self) -> float: ...
 
     @property
-    def elapsed(self) -> float:
-        """See ``Run.elapsed``."""
+    def elapsed(self) -> float: ...

@@ -59,25 +59,21 @@ class CommandQueue:
         self.wake.set()
 
     def stop(self, grace: float) -> None:
-        """See ``RunCommands.stop``."""
         self._stopping = True
         self.post(lambda target: target.stop(grace, USER_STOP))
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """See ``RunCommands.interrupt``."""
         wanted = list(ranks)
         self.post(lambda target: target.interrupt(wanted))
 
     def show_under(self, cell: object) -> None:
-        """See ``RunCommands.show_under``."""
         self.post(lambda target: target.show_under(cell))
 
     def hold_clock(self, rank: int) -> None:
-        """See ``RunCommands.hold_clock``; a rank may be paused just before its start or just after its end."""
+        # On whatever the thread waits for: a rank may be paused just before its start or just after its end.
         self.post(lambda _: self.clock.pause(paused(rank)))
 
     def release_clock(self, rank: int) -> None:
-        """See ``RunCommands.release_clock``."""
         self.post(lambda _: self.clock.resume(paused(rank)))
 
     # ---- the run's thread
@@ -119,17 +115,15 @@ class WaitingTarget:
         self.stop_reason: StopReason | None = None
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """See ``CommandTarget.stop``."""
         self.stop_reason = self.stop_reason or reason
         self._on_stop(grace)
 
     def show_under(self, cell: object) -> None:
-        """See ``CommandTarget.show_under``."""
         self._publisher.flush(force=True)
         self._publisher.show_under(cell)
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """See ``CommandTarget.interrupt``; there are no ranks to interrupt."""
+        """Do nothing: there are no ranks."""
 
 
 class PausableClock:

@@ -149,7 +149,6 @@ class RankEventHandler:
     # ---- output and events
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """See ``RankListener.take_output``."""
         output = self._all[rank].output
         if data:
             self._active = True
@@ -158,13 +157,11 @@ class RankEventHandler:
             output.finish(stream)
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_frames``."""
         supervised = self._all[rank]
         messages = self._decode(supervised, supervised.decoder, data)
         self._handle(supervised, messages)
 
     def take_host_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_host_frames``."""
         supervised = self._all[rank]
         self._handle(supervised, self._decode(supervised, Decoder(), data))
 

@@ -113,12 +113,10 @@ class RankGroup:
     # ---- commands
 
     def show_under(self, cell: object) -> None:
-        """See ``CommandTarget.show_under``."""
         self._run.publisher.flush(force=True)
         self._run.publisher.show_under(cell)
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """See ``CommandTarget.interrupt``."""
         for rank in ranks:
             if rank in self._ranks.living:
                 self._ranks.living[rank].process.send_signal(signal.SIGINT)
