@@ -11,9 +11,7 @@ import atexit
 import ctypes
 import gc
 import logging
-import os
 import resource
-import signal
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from notebook_accelerate.hardware.process_liveness import FLAGS, STARTED, STATE, read_stat
+from notebook_accelerate.hardware.process_liveness import STARTED, read_stat
 from notebook_accelerate.telemetry.events import ExitWaitEvent
 from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.telemetry.tracebacks import frame_of, main_frame
@@ -265,9 +263,6 @@ def _place(frame: FrameType | None) -> str:
 # Linux 2.4.25: its soft value serves as the mark. On other systems there are no marks.
 
 _RLIMIT_LOCKS = 10
-_EXITING = 0x4  # PF_EXITING
-KILL_SECONDS = 5.0
-"""Seconds in which marked processes may start others before the search for them ends."""
 
 
 def mark_of(pid: int) -> int:
@@ -282,31 +277,3 @@ def set_mark(mark: int, pid: int = 0) -> None:
         with suppress(OSError, ValueError):  # the administrator has limited it
             hard = resource.prlimit(pid, _RLIMIT_LOCKS)[1]
             resource.prlimit(pid, _RLIMIT_LOCKS, (mark or hard, hard))
-
-
-def is_ending(pid: int) -> bool:
-    """Whether a process is ending or has ended."""
-    fields = read_stat(Path(f"/proc/{pid}"))
-    return not fields or fields[STATE] in ("Z", "X") or bool(int(fields[FLAGS]) & _EXITING)
-
-
-def kill_marked(mark: int) -> None:
-    """Kill all processes with a mark, also those that they start meanwhile."""
-    deadline = time.monotonic() + KILL_SECONDS
-    while (found := _marked(mark)) and time.monotonic() < deadline:
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _marked(mark: int) -> list[int]:
-    line = f"Max file locks {mark} "
-    found = []
-    for limits in Path("/proc").glob("[0-9]*/limits") if mark else ():
-        with suppress(OSError):
-            if line in " ".join(limits.read_text().split()):
-                pid = int(limits.parent.name)
-                if not is_ending(pid):
-                    found.append(pid)
-    return found

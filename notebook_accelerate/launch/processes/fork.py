@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
-from notebook_accelerate.launch.processes import zygote
 from notebook_accelerate.launch.processes.openmp_spin import BriefSpins, is_crowded
-from notebook_accelerate.launch.processes.orphan_guard import orphan_guard, own_mark
-from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
+from notebook_accelerate.launch.processes.rank_process import (
+    Ends,
+    OwnChild,
+    ProcessBackend,
+    RankProcess,
+    own_mark,
+    pidfd_of,
+)
 from notebook_accelerate.worker import entry
 
 if TYPE_CHECKING:
@@ -29,22 +34,19 @@ COLLAPSE_SECONDS = 0.5
 
 
 class ForkedRank(OwnChild):
-    """A rank whose process group the zygote, if it runs, ends with the kernel."""
+    """A rank that shares pages with this process."""
 
     living: set[int] = set()  # noqa: RUF012 - all runs of this process share it
-    """The ranks that share pages with this process."""
+    """The process ids of those that have not been closed."""
 
     def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid, ends, exit_descriptor)
         self.living.add(pid)
-        zygote.guard(pid)
 
     def close(self) -> None:
         """See ``RankProcess.close``."""
         super().close()
         self.living.discard(self.pid)
-        zygote.end_guard(self.pid)
-        orphan_guard.release()
 
 
 class ForkBackend(ProcessBackend):
@@ -63,9 +65,7 @@ class ForkBackend(ProcessBackend):
             super().start_ranks(orders, processes.append)
         finally:
             spins.release()
-            unguarded = not zygote.guards_orphans()
             for process in processes:  # not between two forks, each of which makes this process copy what it writes to
-                orphan_guard.acquire(needed=unguarded)
                 started(process)
 
     def prepare_next(self) -> None:

@@ -18,8 +18,7 @@ from notebook_accelerate.launch.processes.isolated_path import (
     isolated_path,
     isolated_variables,
 )
-from notebook_accelerate.launch.processes.orphan_guard import own_mark
-from notebook_accelerate.launch.processes.rank_process import ProcessBackend
+from notebook_accelerate.launch.processes.rank_process import ProcessBackend, own_mark
 from notebook_accelerate.telemetry import notebook_settings, steady_time
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_file
 from notebook_accelerate.telemetry.tracebacks import cell_sources

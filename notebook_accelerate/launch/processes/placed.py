@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.processes.orphan_guard import own_mark
-from notebook_accelerate.launch.processes.rank_process import ProcessBackend
+from notebook_accelerate.launch.processes.rank_process import ProcessBackend, own_mark
 from notebook_accelerate.launch.processes.spawn import SpawnBackend
 
 if TYPE_CHECKING:

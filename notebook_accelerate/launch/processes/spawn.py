@@ -13,22 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.processes.isolated_path import existing_folder, isolated_variables
-from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend, interpreter_command, uninterrupted
 from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, RankProcess, pidfd_of
-from notebook_accelerate.launch.processes.zygote import guards_orphans
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry.results import WorkerOrder
-
-
-class SpawnedRank(OwnChild):
-    """A rank whose children end with the kernel."""
-
-    def close(self) -> None:
-        """See ``RankProcess.close``."""
-        super().close()
-        orphan_guard.release()
 
 
 class SpawnBackend(PickledBackend):
@@ -50,8 +39,7 @@ class SpawnBackend(PickledBackend):
         with suppress(BrokenPipeError), process.stdin:  # the supervisor reports the end of a rank that has died already
             process.stdin.write(body)
         process.returncode = 0  # the supervisor reaps it, to read its resource usage
-        orphan_guard.acquire(needed=not guards_orphans())
-        return SpawnedRank(order.rank, process.pid, ends, pidfd_of(process.pid))
+        return OwnChild(order.rank, process.pid, ends, pidfd_of(process.pid))
 
     def _start_interpreter(self, ends: Ends) -> subprocess.Popen[bytes]:
         channel = ends.rank_channel.fileno()

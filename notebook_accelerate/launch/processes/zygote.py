@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -27,7 +26,6 @@ from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.hardware.process_liveness import STATE, read_stat
 from notebook_accelerate.launch.plan.fork_probe import wait_readable
 from notebook_accelerate.launch.processes.openmp_spin import is_crowded
-from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.pickled_start import (
     PickledBackend,
     log_tail,
@@ -45,11 +43,7 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!qq")
 """Written by the server when a rank has ended: its wait status, and its peak resident memory in KiB."""
-GUARD = 1 << 31
-"""Set in a request's length: the other bits are a process group to end with the kernel; no longer, with `HELPER`."""
-HELPER = 1 << 30
-"""Set in a request's length: the request names a function for a helper process, in place of a rank."""
-CROWDED = 1 << 29
+CROWDED = 1 << 31
 """Set in a request's length: the ranks have more threads than there are processors."""
 READY = b"\1"
 """Written by the server once, when it has imported what ranks need first."""
@@ -68,8 +62,7 @@ class Zygote:
     """
 
     def __init__(self) -> None:
-        self._requests, self._writes = threading.Lock(), threading.Lock()
-        self._unsent: deque[bytes] = deque()
+        self._requests = threading.Lock()
         self._owner = os.getpid()
         self._ready = self.retired = False
         self._unread = 0  # replies to requests whose run was stopped before them
@@ -105,15 +98,19 @@ class Zygote:
         return self._ready
 
     def fork(
-        self, order: bytes, descriptors: list[int], kind: int = 0, stopping: Callable[[], bool] = lambda: False
+        self,
+        order: bytes,
+        descriptors: list[int],
+        *,
+        crowded: bool = False,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> int:
         """Have the server fork a rank and return the rank's process id.
 
         Args:
-            order: The rank's order, pickled; or with `HELPER` "module:function", called with the first descriptor.
+            order: The rank's order, pickled.
             descriptors: Channel, standard output and error, payload, and the pipe for the status.
-            kind: `HELPER` for a process that outlives the server, to act for a kernel that has died; `CROWDED` for a
-                rank of a launch with more threads than processors; else 0.
+            crowded: Whether the ranks of the launch have more threads than there are processors.
             stopping: Returns whether the run is to be stopped.
 
         Raises:
@@ -127,24 +124,23 @@ class Zygote:
         try:
             if self.retired:
                 raise ServerStuckError("the server process did not reply to another run")
-            pid = self._request(order, descriptors, kind, wait)
+            pid = self._request(LENGTH.pack(len(order) | (CROWDED if crowded else 0)) + order, descriptors, wait)
         finally:
             self._requests.release()
         return pid
 
-    def _request(self, order: bytes, descriptors: list[int], kind: int, wait: Wait) -> int:
+    def _request(self, request: bytes, descriptors: list[int], wait: Wait) -> int:
         try:
             if not self._ready:
                 self._ready = receive(self._control, len(READY), wait) == READY
             wait.begin_request()
-            self._send(LENGTH.pack(len(order) | kind) + order, descriptors, wait)
+            self._send(request, descriptors, wait)
             self._unread += 1
             pid = self._last_reply(wait)
         except (OSError, ServerStuckError) as error:
             self._retire()
             raise ServerStuckError(f"the server process did not reply: {error}{self.log_tail()}") from error
-        if not kind & HELPER:
-            self.ranks.add(pid)
+        self.ranks.add(pid)
         return pid
 
     def _last_reply(self, wait: Wait) -> int:
@@ -157,31 +153,10 @@ class Zygote:
 
     def _send(self, request: bytes, descriptors: list[int], wait: Wait) -> None:
         try:
-            with self._writes:
-                send(self._control, request, descriptors, wait)
+            send(self._control, request, descriptors, wait)
         except RunStoppedError:  # the server would take the next request for the rest of this one
             self._retire()
             raise
-        self._send_guards()
-
-    def guard(self, pid: int, *, on: bool = True) -> None:
-        """Let the server end the process group ``pid`` when this process dies; without ``on`` no longer.
-
-        The system ends a rank with its kernel, but not the processes that the rank has started. This never waits.
-        """
-        self._unsent.append(LENGTH.pack(GUARD | (0 if on else HELPER) | pid))
-        self._send_guards()
-
-    def _send_guards(self) -> None:
-        while self._unsent and self._writes.acquire(blocking=False):
-            try:
-                while self._unsent:
-                    self._control.send(self._unsent[0], socket.MSG_DONTWAIT)
-                    self._unsent.popleft()
-            except (OSError, IndexError):  # the server has ended, or does not read; another thread has sent it
-                return
-            finally:
-                self._writes.release()
 
     def log_tail(self) -> str:
         """Return the end of the server's output, for an error message."""
@@ -219,8 +194,6 @@ class Zygote:
 
 _lock = threading.Lock()
 _zygote: Zygote | None = None
-_guarded: set[tuple[int, int]] = set()
-"""The process groups that a server ends with their kernel: the kernel's process id, and the group."""
 
 
 def _renew_lock() -> None:
@@ -241,21 +214,12 @@ def ensure_zygote() -> Zygote:
             if _zygote is not None and not _zygote.retired:
                 _zygote.close()
             _zygote = Zygote()
-            for kernel, group in list(_guarded):
-                if kernel == os.getpid():
-                    _zygote.guard(group)
         return _zygote
 
 
 def running_zygote() -> Zygote | None:
     """Return the server; None if it does not run."""
     return _zygote if _zygote is not None and _zygote.alive() else None
-
-
-def guards_orphans() -> bool:
-    """Return whether a server runs that ends what ranks have started when this process dies."""
-    server = running_zygote()
-    return server is not None and not is_stopped(server.pid)
 
 
 def close_zygote() -> None:
@@ -265,20 +229,6 @@ def close_zygote() -> None:
         if (ended := _zygote) is not None:
             _zygote = None  # first: after an interrupt of close(), the next launch must not use it
             ended.close()
-
-
-def guard(group: int) -> None:
-    """Let the server, as soon as one runs, end a process group when this process dies."""
-    _guarded.add((os.getpid(), group))
-    if (server := running_zygote()) is not None:
-        server.guard(group)
-
-
-def end_guard(group: int) -> None:
-    """Undo ``guard``."""
-    _guarded.discard((os.getpid(), group))
-    if (server := running_zygote()) is not None:
-        server.guard(group, on=False)
 
 
 class ZygoteRank(LocalRank):
@@ -296,7 +246,6 @@ class ZygoteRank(LocalRank):
         super().__init__(rank, pid, ends, status)
         self._server, self._process = server, pidfd_of(pid)
         self._ended_at: float | None = None
-        orphan_guard.acquire(needed=False)  # only if the server stops serving
 
     def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
         """See ``RankProcess.connect``."""
@@ -350,13 +299,12 @@ class ZygoteRank(LocalRank):
                 self._process = None
         super().close()
         self._server.release(self.pid)
-        orphan_guard.release()
 
 
 class ZygoteBackend(PickledBackend):
     """Requests each rank from the server."""
 
-    _kind = 0
+    _crowded = False
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         """See ``ProcessBackend.configure``."""
@@ -367,7 +315,7 @@ class ZygoteBackend(PickledBackend):
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
-        self._kind = CROWDED if is_crowded(orders) else 0
+        self._crowded = is_crowded(orders)
         super().start_ranks(orders, started)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
@@ -390,7 +338,7 @@ class ZygoteBackend(PickledBackend):
             undo.callback(os.close, status_reader)  # a server that resumes later sees that the rank is not wanted
             os.set_blocking(status_reader, False)
             wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
-            pid = server.fork(order, wires, self._kind, self._stopping)
+            pid = server.fork(order, wires, crowded=self._crowded, stopping=self._stopping)
             undo.pop_all()
         Ends.kernel_side.add(status_reader)
         return ZygoteRank(rank, pid, ends, status_reader, server)

@@ -10,19 +10,16 @@ import select
 import selectors
 import signal
 import socket
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NoReturn
 
 from notebook_accelerate._collection import uncollected
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes import fork
 from notebook_accelerate.launch.processes.openmp_spin import BriefSpins
-from notebook_accelerate.launch.processes.zygote import CROWDED, GUARD, HELPER, LENGTH, READY, STATUS
+from notebook_accelerate.launch.processes.zygote import CROWDED, LENGTH, READY, STATUS
 from notebook_accelerate.telemetry.pickling import load_file
-from notebook_accelerate.worker import entry, exit_handlers
+from notebook_accelerate.worker import entry
 
 PRELOADED = (
     "torch",
@@ -45,21 +42,10 @@ COLLAPSE_AFTER = 0.01
 COLLAPSE_SECONDS = 1.0
 
 
-@dataclass
-class _Child:
-    pid: int
-    status: int
-    helper: bool = False
-
-
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._kernel = os.getppid()
-        self._mark = exit_handlers.mark_of(self._kernel)
-        exit_handlers.set_mark(0)  # of a rank that launches ranks: this process outlives it
-        self._children: dict[int, _Child] = {}
-        self._guarded: set[int] = set()
+        self._children: dict[int, int] = {}  # the ranks' process ids, each with the pipe for its status
         self._preloaded = self._collapsed = False
         self._spins = BriefSpins()
         self._selector = selectors.DefaultSelector()
@@ -112,11 +98,7 @@ class _Server:
             if len(header) < LENGTH.size:
                 return False
             length = LENGTH.unpack(header)[0]
-            if length & GUARD:
-                change = self._guarded.discard if length & HELPER else self._guarded.add
-                change(length & ~(GUARD | HELPER))
-                return True
-            size = length & ~(HELPER | CROWDED)
+            size = length & ~CROWDED
             body = self._receive(size)
             if len(body) < size:
                 return False
@@ -124,7 +106,7 @@ class _Server:
                 self._spins.hold()
             else:
                 self._spins.release()
-            self._control.sendall(LENGTH.pack(self._fork(body, descriptors, helper=bool(length & HELPER))))
+            self._control.sendall(LENGTH.pack(self._fork(body, descriptors)))
         except ConnectionError:  # the kernel has died, before it read the last reply or this one
             return False
         return True
@@ -137,7 +119,7 @@ class _Server:
             size -= len(part)
         return b"".join(parts)
 
-    def _fork(self, body: bytes, descriptors: list[int], *, helper: bool) -> int:
+    def _fork(self, body: bytes, descriptors: list[int]) -> int:
         channel, stdout, stderr, payload, status = descriptors
         if not _has_reader(status):  # this process was stopped, and the kernel has found another one
             for descriptor in descriptors:
@@ -148,16 +130,13 @@ class _Server:
         if pid == 0:
             self._become_rank()
             os.close(status)
-            if helper:
-                os.close(payload)
-                run_helper(body.decode(), channel, stdout, stderr)
             wiring = entry.Wiring(channel, stdout, stderr, parent)
             entry.main(pickle.loads(body), wiring, lambda: load_file(payload), inherited=None)
         with suppress(OSError):
             os.setpgid(pid, pid)
         for descriptor in (channel, stdout, stderr, payload):
             os.close(descriptor)
-        self._children[pid] = _Child(pid, status, helper)
+        self._children[pid] = status
         self._collapsed = False
         return pid
 
@@ -165,28 +144,24 @@ class _Server:
         signal.set_wakeup_fd(-1)
         self._selector.close()
         self._control.close()
-        for descriptor in (self._wake_reader, self._wake_writer, *(child.status for child in self._children.values())):
+        for descriptor in (self._wake_reader, self._wake_writer, *self._children.values()):
             os.close(descriptor)
 
     def _reap(self) -> None:
-        for pid, child in list(self._children.items()):
+        for pid, pipe in list(self._children.items()):
             found, status, usage = os.wait4(pid, os.WNOHANG)
             if found:
                 with suppress(OSError):  # the kernel no longer reads it
-                    os.write(child.status, STATUS.pack(status, usage.ru_maxrss))
-                os.close(child.status)
+                    os.write(pipe, STATUS.pack(status, usage.ru_maxrss))
+                os.close(pipe)
                 del self._children[pid]
 
     def _end_all(self) -> None:
-        ranks = [pid for pid, child in self._children.items() if not child.helper]
-        for pid in (*ranks, *self._guarded):
+        for pid in self._children:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        for pid in ranks:  # it may have left its group
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # it may have left its group
                 os.kill(pid, signal.SIGKILL)
-        if exit_handlers.is_ending(self._kernel):
-            exit_handlers.kill_marked(self._mark)
 
 
 def _has_reader(pipe: int) -> bool:
@@ -194,30 +169,6 @@ def _has_reader(pipe: int) -> bool:
     waiter = select.poll()
     waiter.register(pipe, 0)
     return not waiter.poll(0)
-
-
-def run_helper(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
-    """Run a helper process of the kernel: call a function with the descriptor of its channel.
-
-    Args:
-        target: "module:function".
-        channel: Passed on.
-        stdout: Becomes standard output.
-        stderr: Becomes standard error.
-    """
-    try:
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for source, target_descriptor in ((stdout, 1), (stderr, 2)):
-            os.dup2(source, target_descriptor)
-            os.close(source)
-        module, _, name = target.partition(":")
-        getattr(importlib.import_module(module), name)(channel)
-    except BaseException:  # noqa: BLE001 - nothing above could handle it
-        os.write(2, traceback.format_exc().encode())
-    finally:
-        os._exit(1)
 
 
 def preload(names: Sequence[str]) -> None:

@@ -17,9 +17,8 @@ from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.hardware.detection import in_kernel
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, on_node, rank_environment
-from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
+from notebook_accelerate.launch.processes.rank_process import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, call_ready, dispatch
-from notebook_accelerate.launch.processes.zygote import guards_orphans
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE, RankExited
 from notebook_accelerate.launch.state.run_state import ENDED, TransitionError
@@ -172,7 +171,7 @@ class RankGroup:
             dispatch(self._selector, 0)  # before ranks are stopped: on a busy machine many events may be pending
         if time.monotonic() >= self._guard_due:
             self._guard_due = time.monotonic() + LONGEST_WAIT
-            orphan_guard.ensure(needed=not guards_orphans())
+            orphan_guard.ensure()
         for rank in list(self._ranks.polled):
             self.events.take_end(rank)
         self.stops.signal_when_due(rank.process for rank in self._ranks.living.values())

@@ -423,12 +423,12 @@ def test_a_kernel_without_an_interpreter_of_its_own_names_what_to_do(method: str
 def test_a_rank_launches_though_another_thread_held_locks_during_its_fork(interpreters: InterpreterServer) -> None:
     script = """
     from notebook_accelerate.launch import run_registry
-    from notebook_accelerate.launch.processes import orphan_guard, zygote
+    from notebook_accelerate.launch.processes import rank_process, zygote
     inside = launch
     def outer():
         return list(inside(os.getppid, start_method="fork", num_processes=1).results) == [os.getpid()]
     def hold(held):
-        with run_registry._lock, zygote._lock, orphan_guard.orphan_guard._lock:
+        with run_registry._lock, zygote._lock, rank_process.orphan_guard._lock:
             held.set()
             forked.wait()
     def begin():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accelerate.launch.processes.orphan_guard import OrphanGuard, own_mark
+from notebook_accelerate.launch.processes.rank_process import OrphanGuard, own_mark
 from notebook_accelerate.worker.exit_handlers import set_mark
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shell runs on Linux only")
@@ -21,7 +21,8 @@ SOON = 60.0
 @pytest.fixture
 def shell() -> Iterator[subprocess.Popen[bytes]]:
     """Return the shell of ``GUARD``, which is in use."""
-    GUARD.acquire(needed=True)
+    GUARD.add_rank()
+    GUARD.ensure()
     process = GUARD._process
     assert process is not None
     yield process
@@ -31,11 +32,11 @@ def shell() -> Iterator[subprocess.Popen[bytes]]:
 GUARD = OrphanGuard()
 
 
-def test_a_shell_that_is_stopped_ends_with_its_last_user_and_kills_nothing(shell: subprocess.Popen[bytes]) -> None:
+def test_a_shell_that_is_stopped_ends_with_the_last_rank_and_kills_nothing(shell: subprocess.Popen[bytes]) -> None:
     with subprocess.Popen(["sleep", "600"]) as marked:
         set_mark(own_mark(), marked.pid)
         os.kill(shell.pid, signal.SIGSTOP)
-        release = threading.Thread(target=GUARD.release, daemon=True)
+        release = threading.Thread(target=GUARD.remove_rank, daemon=True)
         release.start()
         release.join(SOON)
         try:
@@ -49,9 +50,9 @@ def test_a_shell_that_is_stopped_ends_with_its_last_user_and_kills_nothing(shell
 def test_a_shell_that_died_is_replaced(shell: subprocess.Popen[bytes]) -> None:
     os.kill(shell.pid, signal.SIGKILL)
     os.waitid(os.P_PID, shell.pid, os.WEXITED | os.WNOWAIT)
-    GUARD.ensure(needed=True)
+    GUARD.ensure()
     replacement = GUARD._process
     assert replacement is not None
     assert replacement.pid != shell.pid
-    GUARD.release()
+    GUARD.remove_rank()
     assert replacement.returncode == -signal.SIGKILL

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -17,14 +17,24 @@ import pytest
 from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.launch.processes import zygote
 from notebook_accelerate.launch.processes.openmp_spin import is_crowded
-from notebook_accelerate.launch.processes.zygote import CROWDED, HELPER, LENGTH, Zygote
+from notebook_accelerate.launch.processes.pickled_start import to_file
+from notebook_accelerate.launch.processes.zygote import LENGTH, Zygote
 from notebook_accelerate.telemetry.inherited_state import InheritedState
 from notebook_accelerate.telemetry.results import WorkerOrder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
 SOON = 60.0
-CALL = b"builtins:print"
-"""What stands for a rank here: a process that prints the number of its channel."""
+ORDER = pickle.dumps(WorkerOrder(0, {}, None, InheritedState()))
+
+
+def print_pid() -> None:
+    """Print the process id of a rank."""
+    print(os.getpid(), flush=True)
+
+
+def print_imported() -> None:
+    """Print whether a rank has torch and its compiler."""
+    print("torch" in sys.modules, "torch._dynamo" in sys.modules, flush=True)
 
 
 @pytest.fixture
@@ -32,17 +42,23 @@ def server() -> Iterator[Zygote]:
     """Return a server that has imported what it needs."""
     made = Zygote()
     with _Wires() as wires:
-        made.fork(CALL, wires.theirs, HELPER)
+        made.fork(ORDER, wires.theirs)
     yield made
     made.close()
 
 
 class _Wires:
-    """The descriptors of one request."""
+    """The descriptors of one request for a rank that runs a function."""
+
+    def __init__(self, function: Callable[[], None] = print_pid) -> None:
+        self._function = function
 
     def __enter__(self) -> _Wires:
-        pipes = [os.pipe() for _ in range(5)]
-        self.ours, self.theirs = ([pipe[side] for pipe in pipes] for side in (0, 1))
+        pipes = [os.pipe() for _ in range(3)]
+        channel = [each.detach() for each in socket.socketpair()]
+        (stdout, stderr, status), payload = pipes, to_file(self._function, ())
+        self.ours = [channel[0], stdout[0], stderr[0], status[0]]
+        self.theirs = [channel[1], stdout[1], stderr[1], payload, status[1]]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,31 +89,27 @@ def test_a_rank_that_ends_while_a_request_comes_in_does_not_cut_it(server: Zygot
     """A long request, with the cells of a notebook, comes in pieces; SIGCHLD may come between two."""
     with _Wires() as wires:
         server._control.settimeout(SOON)
-        socket.send_fds(server._control, [LENGTH.pack(len(CALL) | HELPER)], wires.theirs)
-        for piece in (CALL[:5], CALL[5:10]):
+        socket.send_fds(server._control, [LENGTH.pack(len(ORDER))], wires.theirs)
+        for piece in (ORDER[:5], ORDER[5:10]):
             server._control.sendall(piece)
             _wait_until_asleep(server)
             os.kill(server.pid, signal.SIGCHLD)
             _wait_until_asleep(server)
-        server._control.sendall(CALL[10:])
+        server._control.sendall(ORDER[10:])
         assert server._control.recv(LENGTH.size, socket.MSG_WAITALL)
         assert wires.printed().strip().isdigit()
-        server.fork(CALL, wires.theirs, HELPER)
+        server.fork(ORDER, wires.theirs)
         assert wires.printed().strip().isdigit()
 
 
-def test_a_kernel_that_dies_before_it_has_read_an_answer_takes_what_is_guarded_along(server: Zygote) -> None:
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as guarded, _Wires() as wires:
-        server.guard(guarded.pid)
-        socket.send_fds(server._control, [LENGTH.pack(len(CALL) | HELPER)], wires.theirs)
-        server._control.sendall(CALL)
+def test_a_kernel_that_dies_before_it_has_read_an_answer_ends_the_server(server: Zygote) -> None:
+    with _Wires() as wires:
+        server._control.settimeout(SOON)
+        socket.send_fds(server._control, [LENGTH.pack(len(ORDER))], wires.theirs)
+        server._control.sendall(ORDER)
         assert wires.printed()
         _wait_until_asleep(server)
         server.close()
-        try:
-            assert guarded.wait(SOON) == -signal.SIGKILL
-        finally:
-            guarded.kill()
     assert server._process.returncode == 0, "it has not come to its end in order"
 
 
@@ -107,34 +119,23 @@ def test_a_server_that_did_not_reply_in_time_gets_no_further_request(monkeypatch
     server = Zygote()  # it imports torch first
     try:
         with _Wires() as wires, pytest.raises(LaunchError, match="did not reply"):
-            server.fork(CALL, wires.theirs, HELPER)
+            server.fork(ORDER, wires.theirs)
         assert not server.alive()
     finally:
         server.close()
 
 
-def print_pid(_: int) -> None:
-    """Print the process id of a process of the server."""
-    print(os.getpid(), flush=True)
-
-
 def test_a_stop_between_two_replies_does_not_lose_the_first(server: Zygote) -> None:
-    target = b"tests.unit.launch.test_zygote:print_pid"
     with _Wires() as first, _Wires() as second, _Wires() as third:
         for wires in (first, second):  # the second stop comes after the reply to the first request was read
             os.kill(server.pid, signal.SIGSTOP)
             with pytest.raises(RunStoppedError):
-                server.fork(target, wires.theirs, HELPER, lambda: True)
+                server.fork(ORDER, wires.theirs, stopping=lambda: True)
             os.kill(server.pid, signal.SIGCONT)
             assert wires.printed()
             _wait_until_asleep(server)
-        pid = server.fork(target, third.theirs, HELPER)
+        pid = server.fork(ORDER, third.theirs)
         assert third.printed() == f"{pid}\n".encode()
-
-
-def print_imported(_: int) -> None:
-    """Print whether a process of the server has torch and its compiler."""
-    print("torch" in sys.modules, "torch._dynamo" in sys.modules, flush=True)
 
 
 def test_requests_are_served_before_the_imports_that_can_wait() -> None:
@@ -142,8 +143,8 @@ def test_requests_are_served_before_the_imports_that_can_wait() -> None:
     assert not made.ready()
 
     def imported() -> bytes:
-        with _Wires() as wires:
-            made.fork(b"tests.unit.launch.test_zygote:print_imported", wires.theirs, HELPER)
+        with _Wires(print_imported) as wires:
+            made.fork(ORDER, wires.theirs)
             return wires.printed()
 
     try:
@@ -180,7 +181,7 @@ def test_forks_of_a_crowded_launch_find_a_team_of_threads_that_ends_when_the_ser
     threads = psutil.Process(server.pid).num_threads
     before = threads()
     with _Wires() as wires:
-        server.fork(CALL, wires.theirs, HELPER | CROWDED)
+        server.fork(ORDER, wires.theirs, crowded=True)
         assert threads() == before + len(os.sched_getaffinity(0))
         assert wires.printed()
     deadline = time.monotonic() + SOON

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.hosts.remote.stream import CHUNK
-from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
+from notebook_accelerate.launch.processes.rank_process import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, Pace, dispatch
-from notebook_accelerate.launch.processes.zygote import guards_orphans
 from notebook_accelerate.telemetry import Event, Stamped, encode
 from notebook_accelerate.telemetry.sampler import ResourceSampler
 
@@ -129,7 +128,7 @@ class Host:
                 self.take_end(rank)
             if time.monotonic() >= self._guard_due:
                 self._guard_due = time.monotonic() + GUARD_SECONDS
-                orphan_guard.ensure(needed=not guards_orphans())
+                orphan_guard.ensure()
             self.take_step()
 
     def seconds_until_due(self) -> float | None:
