@@ -25,7 +25,7 @@ from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.kept.run_folder import read_summary
-from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter, to_file, uninterrupted
+from notebook_accelerate.launch.processes.spawn import log_tail, start_interpreter, to_file, uninterrupted
 from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import SLICE

@@ -19,7 +19,7 @@ from notebook_accelerate.launch.hosts.remote import host as protocol
 from notebook_accelerate.launch.hosts.remote.host import COMMAND, FunctionEvent, HelloEvent, Host, StartOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
-from notebook_accelerate.launch.processes.placed import PlacedBackend, adapt_to_machine
+from notebook_accelerate.launch.processes.spawn import PlacedBackend, adapt_to_machine
 from notebook_accelerate.telemetry.pickling import anonymous_file
 from notebook_accelerate.telemetry.rank_devices import rank_names
 

@@ -111,7 +111,7 @@ class InlineContext:
 
 
 @contextmanager
-def _guest(run: InlineContext) -> Iterator[None]:
+def _acting_as_rank(run: InlineContext) -> Iterator[None]:
     """Lend the kernel a rank's environment, sink and streams, and take all of it back."""
     before = dict(os.environ)
     sink, streams = current_sink(), (sys.stdout, sys.stderr)
@@ -153,7 +153,7 @@ def execute(context: InlineContext, function: Callable[..., Any], arguments: tup
         for event in (AttemptStarted(0), RankStarted(0, os.getpid()), RankRunning(0)):
             journal.append(event)
     try:
-        with _guest(context):
+        with _acting_as_rank(context):
             result = function(*arguments)
             with deferred_interrupts():
                 journal.append(RankReturned(0, rank_result.holding(result)))
@@ -210,20 +210,20 @@ def _fail(context: InlineContext, error: BaseException) -> None:
     context.journal.append(failures.failed(context.id, context.journal.state))
 
 
-# Private folders in which the ranks of runs on this machine find each other, instead of at a port.
+# ---- private folders in which the ranks of runs on this machine find each other, instead of at a port
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - the folders in it have mode 0700 and names that cannot be guessed
 _folders: dict[int, Path] = {}
 
 
-def make(run_id: int) -> str:
+def make_store_folder(run_id: int) -> str:
     """Make the folder of a run, in memory where the system has such files: a full disk does not prevent a launch."""
     parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     _folders[run_id] = guarded_files.make(parent)
     return str(_folders[run_id])
 
 
-def remove(run_id: int) -> None:
+def remove_store_folder(run_id: int) -> None:
     """Remove the folder of a run, if it has one."""
     if (folder := _folders.pop(run_id, None)) is not None:
         guarded_files.remove(folder)

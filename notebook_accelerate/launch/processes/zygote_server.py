@@ -16,7 +16,7 @@ from contextlib import suppress
 from notebook_accelerate._collection import uncollected
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes import fork
-from notebook_accelerate.launch.processes.openmp_spin import BriefSpins
+from notebook_accelerate.launch.processes.fork import BriefSpins
 from notebook_accelerate.launch.processes.zygote import CROWDED, LENGTH, READY, STATUS
 from notebook_accelerate.telemetry.pickling import load_file
 from notebook_accelerate.worker import entry
@@ -88,7 +88,7 @@ class _Server:
         if self._collapsed:
             preload(PRELOADED_WHEN_IDLE)
             self._preloaded = True
-        fork.collapse(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
+        fork.collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
         self._collapsed = True
 
     def _serve_one(self) -> bool:

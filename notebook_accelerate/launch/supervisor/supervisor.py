@@ -62,7 +62,7 @@ class Supervisor(RunThread):
                 f"ranks cannot reach each other: connections to 127.0.0.1 fail ({problem}); "
                 "enable the loopback interface: ip link set lo up"
             )
-        store = inline.make(self.id)
+        store = inline.make_store_folder(self.id)
         port, note = ports.reserve(self.id, plan.port, fixed=False)
         if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
             self.journal.append(NoteAdded(note))
@@ -70,7 +70,7 @@ class Supervisor(RunThread):
 
     def _release(self) -> None:
         ports.release(self.id)
-        inline.remove(self.id)
+        inline.remove_store_folder(self.id)
 
     # ---- attempts
 

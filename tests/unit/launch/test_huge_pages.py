@@ -52,7 +52,7 @@ def _can_collapse() -> bool:
 def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
     for _ in range(10):  # a busy system has no huge page free at times, and moves none then
-        fork.collapse(30)
+        fork.collapse_memory(30)
         if in_huge_pages(memory) >= SIZE - 2 * fork.HUGE_PAGE:
             break
         time.sleep(0.5)
@@ -63,18 +63,18 @@ def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
 def test_sparse_memory_stays_as_it_is(memory: mmap.mmap) -> None:
     for start in range(0, SIZE, fork.HUGE_PAGE):
         memory.madvise(mmap.MADV_DONTNEED, start, 3 * fork.HUGE_PAGE // 4)
-    fork.collapse(30)
+    fork.collapse_memory(30)
     assert in_huge_pages(memory) == 0
 
 
 def test_it_stops_when_it_is_told_to(memory: mmap.mmap) -> None:
-    fork.collapse(30, stop=lambda: True)
+    fork.collapse_memory(30, stop=lambda: True)
     assert in_huge_pages(memory) == 0
-    fork.collapse(-1)
+    fork.collapse_memory(-1)
     assert in_huge_pages(memory) == 0
 
 
 @pytest.mark.parametrize("file", ["_MAPS", "_PAGEMAP"])
 def test_it_does_nothing_where_the_system_hides_the_memory_map(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, file, Path("/proc/self/hidden"))
-    fork.collapse(30)
+    fork.collapse_memory(30)

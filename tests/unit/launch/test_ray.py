@@ -24,9 +24,9 @@ from notebook_accelerate.launch.hosts.ray.ray_driver import cause, merge_devices
 from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.placed import adapt_to_machine
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
+from notebook_accelerate.launch.processes.spawn import adapt_to_machine
 from notebook_accelerate.telemetry import inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
 from notebook_accelerate.widgets.config_file_form import launch_cell

@@ -16,8 +16,8 @@ import pytest
 
 from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.launch.processes import zygote
-from notebook_accelerate.launch.processes.openmp_spin import is_crowded
-from notebook_accelerate.launch.processes.pickled_start import to_file
+from notebook_accelerate.launch.processes.fork import is_crowded
+from notebook_accelerate.launch.processes.spawn import to_file
 from notebook_accelerate.launch.processes.zygote import LENGTH, Zygote
 from notebook_accelerate.telemetry.inherited_state import InheritedState
 from notebook_accelerate.telemetry.results import WorkerOrder

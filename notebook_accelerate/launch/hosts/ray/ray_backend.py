@@ -29,8 +29,8 @@ from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.pickled_start import log_tail, start_interpreter
 from notebook_accelerate.launch.processes.rank_process import Ends, RankProcess
+from notebook_accelerate.launch.processes.spawn import log_tail, start_interpreter
 from notebook_accelerate.telemetry import Channel, Event
 
 if TYPE_CHECKING:
