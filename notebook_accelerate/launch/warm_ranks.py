@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -257,10 +256,7 @@ class CellError(WorkerError):
         return with_page(lines, self.documented_kind)
 
 
-# The function of warm ranks, for the kernel's side: only this package imports the worker's room.
-
-
-# Warm ranks: processes that keep their variables and run one notebook cell after another.
+# ---- in a rank, which keeps its variables and runs one cell after another
 
 
 class InterruptGate:
@@ -281,8 +277,9 @@ def warm_rank() -> None:
     The process group is open from the start, so that collectives work in the first cell.
     """
     gate = InterruptGate()  # first: an interrupt of the first cell may arrive while this rank still imports
-    # Imported by name: the kernel's side imports this module, and must not import `state`.
-    state = import_module("notebook_accelerate.state").PartialState()
+    from notebook_accelerate.state import PartialState  # in a rank only: the kernel must not import it
+
+    state = PartialState()
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     namespace |= {"rank": state.process_index, "world_size": state.num_processes, "device": state.device}
     sys.modules["__main__"].__dict__.update(namespace)

@@ -28,7 +28,7 @@ from notebook_accelerate.launch.hosts.remote.host import HelloEvent, Host
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, ProcessBackend, RankProcess
+from notebook_accelerate.launch.processes.rank_process import LocalRank, ProcessBackend, RankPipes, RankProcess
 from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.telemetry import (
     Channel,
@@ -62,7 +62,7 @@ class SimulatedRank(LocalRank):
         life: Closed by the simulator when the rank ends; half closed from here to end it.
     """
 
-    def __init__(self, rank: int, pid: int, ends: Ends, life: socket.socket) -> None:
+    def __init__(self, rank: int, pid: int, ends: RankPipes, life: socket.socket) -> None:
         super().__init__(rank, pid, ends, life.fileno())
         self._life = life
 
@@ -98,7 +98,7 @@ class _Simulator:
         theirs.close()
         self._control, self.pid, self.count = ours, self._process.pid, 0
 
-    def simulate(self, rank: int, ends: Ends) -> SimulatedRank:
+    def simulate(self, rank: int, ends: RankPipes) -> SimulatedRank:
         life, theirs = socket.socketpair()
         mine = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, theirs.fileno()]
         socket.send_fds(self._control, [rank.to_bytes(4, "big")], mine)
@@ -131,7 +131,7 @@ class SimulatedBackend(ProcessBackend):
         """See ``ProcessBackend.start_rank``."""
         if not self._simulators or self._simulators[-1].count >= RANKS_PER_PROCESS:
             self._simulators.append(_Simulator(self._rate))
-        return self._simulators[-1].simulate(order.rank, Ends())
+        return self._simulators[-1].simulate(order.rank, RankPipes())
 
     def close(self) -> None:
         """See ``ProcessBackend.close``."""
@@ -272,7 +272,7 @@ class _VoiceBackend(ProcessBackend):
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
-        ends, (life, theirs) = Ends(), socket.socketpair()
+        ends, (life, theirs) = RankPipes(), socket.socketpair()
         mine = [ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, theirs.detach()]
         self._voices.append(_Voice(order.rank, mine, self._period))
         return SimulatedRank(order.rank, os.getpid(), ends, life)

@@ -1,4 +1,4 @@
-"""Starts the ranks of an attempt on all hosts."""
+"""Starts the ranks of an attempt on all hosts. Not in ``remote``, where no module may import pickle."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ class HostBackend(ProcessBackend):
         self._stopping: Callable[[], bool] = bool
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """See ``ProcessBackend.configure``."""
         self._stopping = stopping
         self._own.configure(config, note, stopping)
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
-        """See ``ProcessBackend.start_ranks``."""
         theirs: dict[int, list[WorkerOrder]] = {}
         for order in orders[self._count :]:
             theirs.setdefault(int(order.environment["GROUP_RANK"]), []).append(order)
@@ -61,11 +59,9 @@ class HostBackend(ProcessBackend):
             take_ranks(connection, theirs[connection.node], started, START_SECONDS, self._stopping)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """See ``ProcessBackend.start_rank``."""
         return self._own.start_rank(order)
 
     def close(self) -> None:
-        """See ``ProcessBackend.close``."""
         super().close()
         self._own.close()
 

@@ -160,12 +160,11 @@ class FunctionHost(Host):
         self.run_ranks(PlacedBackend(function), orders)
 
     def close(self) -> None:
-        """See ``Host.close``."""
         super().close()
         os.close(self._function)
 
 
-# A host without a notebook: a command that runs ranks of a run on its machine.
+# ---- the command ``join``, a host without a notebook
 
 
 def join(
@@ -222,7 +221,6 @@ class CommandHost(FunctionHost):
         super().__init__(stream)
 
     def handle_message(self, message: Event) -> None:
-        """See ``Host.handle_message``."""
         if isinstance(message, protocol.WaitingEvent):
             self._show(message.text)
         elif isinstance(message, protocol.RunOverEvent):
@@ -233,7 +231,6 @@ class CommandHost(FunctionHost):
             super().handle_message(message)
 
     def run_function(self, orders: Sequence[WorkerOrder]) -> None:
-        """See ``FunctionHost.run_function``."""
         given = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() else cpu_count() // len(orders)
         adapt_orders(orders, self._address, max(1, threads))
@@ -244,7 +241,7 @@ class CommandHost(FunctionHost):
         self._show("the ranks of this host have ended")
 
 
-# The lines that the first notebook shows: what to type elsewhere, so that other hosts join the run.
+# ---- the lines that the first notebook shows: what to type elsewhere, so that other hosts join the run
 
 WARM = "warm_rank"
 """Name of the function that warm ranks run."""

@@ -11,14 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, PortInUseError, RunStoppedError
-from notebook_accelerate.launch.hosts import host_cells as foreign_cells
-from notebook_accelerate.launch.hosts.host_cells import own_cells
-from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, notebook_hello, shared_secret
+from notebook_accelerate.launch.hosts.host_facts import (
+    SECRET_VARIABLE,
+    notebook_hello,
+    own_cells,
+    shared_secret,
+    with_own_cells,
+)
 from notebook_accelerate.launch.hosts.host_group import FirstNotebook, join_seconds, keep_alive
 from notebook_accelerate.launch.hosts.joining import adapt_orders, alone_lines, connect, interface_to
 from notebook_accelerate.launch.hosts.remote import host as protocol
-from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_connection import node_name
+from notebook_accelerate.launch.hosts.remote.host import Host, node_name
 from notebook_accelerate.launch.output.rank_lines import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.processes import ports, process_backend
@@ -98,7 +101,7 @@ class LoneNotebook(Supervisor):
         return super()._run(plan)
 
 
-# Another notebook's side of a run on several machines: it runs its ranks for the first notebook, and shows them.
+# ---- another notebook's part: it runs its ranks for the first notebook, and shows them
 
 
 class JoinedRun(RunThread):
@@ -218,16 +221,13 @@ class NotebookHost(Host):
     # ---- from the first notebook
 
     def seconds_until_due(self) -> float | None:
-        """See ``Host.seconds_until_due``."""
         return self._publisher.seconds_until_due()
 
     def take_step(self) -> None:
-        """See ``Host.take_step``."""
         self._publisher.flush()
         super().take_step()
 
     def handle_message(self, message: Event) -> None:
-        """See ``Host.handle_message``."""
         if isinstance(message, protocol.WaitingEvent):
             self._run.show(message.text)
         elif isinstance(message, protocol.HostPlanEvent):
@@ -262,7 +262,7 @@ class NotebookHost(Host):
 
     def _follow(self, record: Record) -> None:
         """Append an event of the first notebook's journal, as far as it is about this notebook's ranks."""
-        event = foreign_cells.named_here(record.event, f" of node {self._node}")
+        event = with_own_cells(record.event, f" of node {self._node}")
         rank = event.failure.rank if isinstance(event, run_events.RankFailed) else getattr(event, "rank", None)
         if not self._own or (rank is not None and rank not in self._own):  # an attempt before it joined; another's
             return
@@ -285,7 +285,6 @@ class NotebookHost(Host):
     # ---- from the ranks
 
     def started(self, process: RankProcess) -> None:
-        """See ``Host.started``."""
         rank = process.rank
         label = self._label(rank, process.local_rank)
         self._decoders[rank] = Decoder()
@@ -296,7 +295,6 @@ class NotebookHost(Host):
         self._journal.add([Record(rank, steady_time.now(), LogEvent(stream, text))])
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """See ``RankListener.take_output``."""
         super().take_output(rank, stream, data)
         if data:
             self._outputs[rank].feed(stream, data)
@@ -304,7 +302,6 @@ class NotebookHost(Host):
             self._outputs[rank].finish(stream)
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_frames``."""
         super().take_frames(rank, data)
         try:
             messages = self._decoders[rank].feed(data)
@@ -318,12 +315,10 @@ class NotebookHost(Host):
                 self._results[rank] = rank_result.received(event, (), rank)
 
     def sampled(self, records: list[Record]) -> None:
-        """See ``Host.sampled``."""
         super().sampled(records)
         self._journal.add(records)
 
     def release(self, process: RankProcess) -> None:
-        """See ``Host.release``."""
         super().release(process)
         self._outputs[process.rank].finish()
         self._publisher.flush(force=True)

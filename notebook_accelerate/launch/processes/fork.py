@@ -16,9 +16,9 @@ from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.hardware.detection import cpu_count
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes.rank_process import (
-    Ends,
     OwnChild,
     ProcessBackend,
+    RankPipes,
     RankProcess,
     own_mark,
     pidfd_of,
@@ -40,12 +40,11 @@ class ForkedRank(OwnChild):
     living: set[int] = set()  # noqa: RUF012 - all runs of this process share it
     """The process ids of those that have not been closed."""
 
-    def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
+    def __init__(self, rank: int, pid: int, ends: RankPipes, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid, ends, exit_descriptor)
         self.living.add(pid)
 
     def close(self) -> None:
-        """See ``RankProcess.close``."""
         super().close()
         self.living.discard(self.pid)
 
@@ -54,7 +53,6 @@ class ForkBackend(ProcessBackend):
     """Forks from the calling thread, which must live as long as the ranks: Linux ends them with it."""
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
-        """See ``ProcessBackend.start_ranks``."""
         entry.prepare_forks()
         if len(orders) >= MANY_RANKS:
             _collapse_unshared_memory()
@@ -70,12 +68,10 @@ class ForkBackend(ProcessBackend):
                 started(process)
 
     def prepare_next(self) -> None:
-        """See ``ProcessBackend.prepare_next``."""
         _collapse_unshared_memory()
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """See ``ProcessBackend.start_rank``."""
-        ends = Ends()
+        ends = RankPipes()
         parent = os.getpid()
         order.mark = own_mark()
         try:

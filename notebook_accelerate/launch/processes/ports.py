@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from notebook_accelerate.errors import PortInUseError
 from notebook_accelerate.hardware.addresses import get_free_port
-from notebook_accelerate.launch.processes.rank_process import Ends
+from notebook_accelerate.launch.processes.rank_process import RankPipes
 
 DEFAULT = 29500
 """The port of a launch that asks for none."""
@@ -36,7 +36,7 @@ class _Held:
 
     def close(self) -> None:
         for held in self.sockets:
-            Ends.kernel_side.discard(held.fileno())
+            RankPipes.kernel_side.discard(held.fileno())
             held.close()
 
 
@@ -110,7 +110,7 @@ def _hold(port: int) -> _Held | None:
         except OSError:
             return None
         undo.pop_all()
-    Ends.kernel_side |= {name.fileno(), bound.fileno()}
+    RankPipes.kernel_side |= {name.fileno(), bound.fileno()}
     return _Held(port, (name, bound))
 
 

@@ -31,7 +31,7 @@ PIPE_BYTES = 1 << 20
 """Requested size of an output pipe: with it, a rank that writes in bursts does not wait for the kernel."""
 
 
-class Ends:
+class RankPipes:
     """The kernel's and the rank's ends of one rank's channel and output pipes."""
 
     kernel_side: set[int] = set()  # noqa: RUF012 - all runs of this process share it
@@ -172,7 +172,7 @@ class LocalRank(RankProcess):
         exit_descriptor: Becomes readable when it ends; None where the system cannot provide one.
     """
 
-    def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
+    def __init__(self, rank: int, pid: int, ends: RankPipes, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid)
         self.ends, self.exit_descriptor = ends, exit_descriptor
         self.channel: Channel = ends.channel
@@ -183,11 +183,9 @@ class LocalRank(RankProcess):
 
     @property
     def needs_polling(self) -> bool:
-        """See ``RankProcess.needs_polling``."""
         return self.exit_descriptor is None
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
-        """See ``RankProcess.send_signal``."""
         if group:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -198,7 +196,6 @@ class LocalRank(RankProcess):
         os.kill(self.pid, number)
 
     def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
-        """See ``RankProcess.connect``."""
         self._selector = selector
         for stream, descriptor in self._open.items():
             selector.register(descriptor, selectors.EVENT_READ, partial(self._read_output, listener, stream))
@@ -229,7 +226,6 @@ class LocalRank(RankProcess):
         return True
 
     def drain(self, listener: RankListener, *, channel: bool) -> None:
-        """See ``RankProcess.drain``."""
         for stream in list(self._open):
             left = PIPE_BYTES  # the most a pipe holds: a process that the rank left behind may write without end
             while left > 0 and (count := self._read_output(listener, stream)):
@@ -239,7 +235,6 @@ class LocalRank(RankProcess):
             pass
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """See ``RankProcess.disconnect``."""
         for source in (*self._open.values(), self.channel, self.exit_descriptor):
             if source is not None:
                 self._unregister(source)
@@ -250,25 +245,20 @@ class LocalRank(RankProcess):
                 self._selector.unregister(source)
 
     def take_descriptors(self, count: int) -> tuple[int, ...]:
-        """See ``RankProcess.take_descriptors``."""
         received = self.channel.descriptors
         return tuple(received.popleft() for _ in range(count)) if received and len(received) >= count else ()
 
     def open_dump(self, path: str) -> None:
-        """See ``RankProcess.open_dump``."""
         self._inspector.open_dump(path)
 
     def send_frames(self, data: bytes) -> None:
-        """See ``RankProcess.send_frames``."""
         with suppress(ChannelClosedError):
             self.channel.send_bytes(data)
 
     def capture_stacks(self) -> ProcessStacks:
-        """See ``RankProcess.capture_stacks``."""
         return self._inspector.read_stacks(self.send_signal)
 
     def close(self) -> None:
-        """See ``RankProcess.close``."""
         with suppress(ProcessLookupError, PermissionError):  # not by its own number, which may be another's by now
             os.killpg(self.pid, signal.SIGKILL)
         self.ends.close_kernel_side()
@@ -358,7 +348,7 @@ class OrphanGuard:
         assert self._process is not None
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
-            Ends.kernel_side.discard(self._process.stdin.fileno())
+            RankPipes.kernel_side.discard(self._process.stdin.fileno())
         self._process.stdin.close()
         self._process = None
 
@@ -373,7 +363,7 @@ class OrphanGuard:
             env={"PATH": os.environ.get("PATH", os.defpath)},  # not the kernel's: it may have a secret
         )
         assert process.stdin is not None
-        Ends.kernel_side.add(process.stdin.fileno())
+        RankPipes.kernel_side.add(process.stdin.fileno())
         set_mark(0, process.pid)  # a rank that launches ranks is marked itself: its guard has to outlive it
         return process
 

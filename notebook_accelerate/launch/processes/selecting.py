@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from notebook_accelerate.launch.processes.rank_process import Ends
+from notebook_accelerate.launch.processes.rank_process import RankPipes
 
 
 class HasFileno(Protocol):
@@ -25,7 +25,6 @@ class DispatchSelector(selectors.DefaultSelector):
     removals = 0
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """See ``selectors.BaseSelector.unregister``."""
         self.removals += 1
         return super().unregister(fileobj)
 
@@ -53,7 +52,7 @@ class Signal:
         self._ends = socket.socketpair()
         for end in self._ends:
             end.setblocking(False)
-        Ends.kernel_side |= {end.fileno() for end in self._ends}
+        RankPipes.kernel_side |= {end.fileno() for end in self._ends}
         self._is_set = False
 
     def fileno(self) -> int:
@@ -76,7 +75,7 @@ class Signal:
     def close(self) -> None:
         """Close the descriptor."""
         for end in self._ends:
-            Ends.kernel_side.discard(end.fileno())
+            RankPipes.kernel_side.discard(end.fileno())
             end.close()
 
 
@@ -84,7 +83,7 @@ SMALL = 1 << 14
 """Bytes that never wait for others to be handled with them."""
 
 
-class Pace:
+class RateLimiter:
     """Delays a steady flow of small pieces of work, so that they are done in batches; the first few are not delayed.
 
     Args:

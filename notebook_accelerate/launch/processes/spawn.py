@@ -21,9 +21,9 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.processes.rank_process import (
-    Ends,
     OwnChild,
     ProcessBackend,
+    RankPipes,
     RankProcess,
     own_mark,
     pidfd_of,
@@ -92,7 +92,6 @@ class PickledBackend(ProcessBackend):
         return order
 
     def close(self) -> None:
-        """See ``ProcessBackend.close``."""
         super().close()
         os.close(self._payload)
 
@@ -101,10 +100,9 @@ class SpawnBackend(PickledBackend):
     """Starts one interpreter per rank."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """See ``ProcessBackend.start_rank``."""
         body = pickle.dumps(self.complete(order))
         with ExitStack() as rank_side, ExitStack() as undo:
-            ends = Ends()
+            ends = RankPipes()
             rank_side.callback(ends.close_rank_side)
             undo.callback(ends.close_kernel_side)
             try:
@@ -118,7 +116,7 @@ class SpawnBackend(PickledBackend):
         process.returncode = 0  # the supervisor reaps it, to read its resource usage
         return OwnChild(order.rank, process.pid, ends, pidfd_of(process.pid))
 
-    def _start_interpreter(self, ends: Ends) -> subprocess.Popen[bytes]:
+    def _start_interpreter(self, ends: RankPipes) -> subprocess.Popen[bytes]:
         channel = ends.rank_channel.fileno()
         wires = (channel, ends.rank_stdout, ends.rank_stderr, self._payload)
         call = (

@@ -33,7 +33,7 @@ from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.hardware.process_liveness import STATE, read_stat
 from notebook_accelerate.launch.plan.fork_probe import wait_readable
 from notebook_accelerate.launch.processes.fork import is_crowded
-from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, RankListener, RankProcess, pidfd_of
+from notebook_accelerate.launch.processes.rank_process import LocalRank, RankListener, RankPipes, RankProcess, pidfd_of
 from notebook_accelerate.launch.processes.spawn import (
     PickledBackend,
     log_tail,
@@ -249,13 +249,12 @@ class ZygoteRank(LocalRank):
         server: The server.
     """
 
-    def __init__(self, rank: int, pid: int, ends: Ends, status: int, server: Zygote) -> None:
+    def __init__(self, rank: int, pid: int, ends: RankPipes, status: int, server: Zygote) -> None:
         super().__init__(rank, pid, ends, status)
         self._server, self._process = server, pidfd_of(pid)
         self._ended_at: float | None = None
 
     def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
-        """See ``RankProcess.connect``."""
         super().connect(selector, listener)
         if self._process is not None:
             selector.register(self._process, selectors.EVENT_READ, partial(self._on_end, listener))
@@ -271,7 +270,6 @@ class ZygoteRank(LocalRank):
         listener.take_end(self.rank)
 
     def poll(self) -> Exit | None:
-        """See ``RankProcess.poll``."""
         assert self.exit_descriptor is not None
         try:
             data = os.read(self.exit_descriptor, STATUS.size)
@@ -292,15 +290,13 @@ class ZygoteRank(LocalRank):
         return Exit() if stuck else None
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """See ``RankProcess.disconnect``."""
         super().disconnect(selector)
         if self._process is not None:
             self._unregister(self._process)
 
     def close(self) -> None:
-        """See ``RankProcess.close``."""
         if self.exit_descriptor is not None:
-            Ends.kernel_side.discard(self.exit_descriptor)
+            RankPipes.kernel_side.discard(self.exit_descriptor)
             if self._process is not None:
                 os.close(self._process)
                 self._process = None
@@ -314,19 +310,16 @@ class ZygoteBackend(PickledBackend):
     _crowded = False
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """See ``ProcessBackend.configure``."""
         self._note, self._stopping = note, stopping
         with suppress(OSError, LaunchError):  # starting the first rank reports it
             if not ensure_zygote().ready():
                 note("waiting for the process that ranks are forked from to import torch, once per kernel")
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
-        """See ``ProcessBackend.start_ranks``."""
         self._crowded = is_crowded(orders)
         super().start_ranks(orders, started)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """See ``ProcessBackend.start_rank``."""
         body = pickle.dumps(self.complete(order))
         try:
             return self._start_rank(order.rank, body)
@@ -337,7 +330,7 @@ class ZygoteBackend(PickledBackend):
     def _start_rank(self, rank: int, order: bytes) -> RankProcess:
         server = ensure_zygote()
         with ExitStack() as rank_side, ExitStack() as undo:
-            ends = Ends()
+            ends = RankPipes()
             rank_side.callback(ends.close_rank_side)
             undo.callback(ends.close_kernel_side)
             status_reader, status_writer = os.pipe()
@@ -347,7 +340,7 @@ class ZygoteBackend(PickledBackend):
             wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
             pid = server.fork(order, wires, crowded=self._crowded, stopping=self._stopping)
             undo.pop_all()
-        Ends.kernel_side.add(status_reader)
+        RankPipes.kernel_side.add(status_reader)
         return ZygoteRank(rank, pid, ends, status_reader, server)
 
 

@@ -63,7 +63,7 @@ class _Server:
         with suppress(OSError):  # the kernel has ended
             self._control.sendall(READY)
         while True:
-            ready = self._selector.select(self._patience())
+            ready = self._selector.select(self._select_timeout())
             if not ready:
                 self._use_idle_time()
             for key, _ in ready:
@@ -76,7 +76,7 @@ class _Server:
                         os.read(self._wake_reader, 4096)
             self._reap()
 
-    def _patience(self) -> float | None:
+    def _select_timeout(self) -> float | None:
         """Return the seconds to wait for a request before idle time is used; None: no limit."""
         if self._children or (self._collapsed and self._preloaded):
             return None

@@ -33,7 +33,7 @@ from notebook_accelerate.launch.hosts.remote import listener, stream
 from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream
-from notebook_accelerate.launch.processes.rank_process import Ends
+from notebook_accelerate.launch.processes.rank_process import RankPipes
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from tests.support.connections import connections
 from tests.support.loopback_proxy import LoopbackProxy
@@ -519,12 +519,12 @@ def test_connections_leave_no_descriptor_and_no_thread() -> None:
     once()
     gc.collect()
     before, threads = _count("fd"), _count("task")
-    known = set(Ends.kernel_side)
+    known = set(RankPipes.kernel_side)
     for _ in range(5):
         once()
     until(lambda: _count("task") == threads)
     assert _count("fd") == before
-    assert Ends.kernel_side == known, "or forked ranks would lose files that have these numbers now"
+    assert RankPipes.kernel_side == known, "or forked ranks would lose files that have these numbers now"
 
 
 def test_a_host_that_has_connected_takes_no_other_descriptor(kernel: _Kernel) -> None:

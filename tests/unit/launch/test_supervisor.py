@@ -15,9 +15,9 @@ import pytest
 from notebook_accelerate.errors import RunStoppedError
 from notebook_accelerate.launch.processes.rank_process import (
     PIPE_BYTES,
-    Ends,
     OwnChild,
     ProcessBackend,
+    RankPipes,
     RankProcess,
 )
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
@@ -74,7 +74,7 @@ class _Slow:
 
 
 def test_what_a_rank_leaves_running_may_write_without_end() -> None:
-    ends, hearing = Ends(), _Slow()
+    ends, hearing = RankPipes(), _Slow()
     write = f"import os\nwhile True: os.write({ends.rank_stdout}, bytes({READ_BYTES}))"
     command = [sys.executable, "-S", "-c", write]
     with subprocess.Popen(command, pass_fds=[ends.rank_stdout], start_new_session=True) as left:
@@ -100,7 +100,7 @@ class _Backend(ProcessBackend):
         self.lives: list[socket.socket] = []
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        ends, (life, theirs) = Ends(), socket.socketpair()
+        ends, (life, theirs) = RankPipes(), socket.socketpair()
         self.channels.append(Channel(ends.rank_channel))
         self.outputs += [ends.rank_stdout, ends.rank_stderr]
         self.lives.append(theirs)

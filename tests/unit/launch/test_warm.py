@@ -18,9 +18,11 @@ pytestmark = pytest.mark.usefixtures("zygote")
 
 
 def test_a_cell_waits_for_a_rank_that_does_not_look_for_one_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_cells = warm_ranks.warm_rank
+
     def late() -> None:
         time.sleep(0.5)  # it has reported that it runs, and waits for a processor on a busy machine
-        warm_ranks.warm_rank()
+        run_cells()
 
     monkeypatch.setattr(warm_ranks, "warm_rank", late)
     group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))

@@ -45,7 +45,6 @@ class ActorHost(FunctionHost):
     _killed_by_order = _has_waited = False
 
     def report_end(self, rank: int, end: Exit) -> None:
-        """See ``Host.report_end``."""
         if end.signal == signal.SIGKILL and not (self._killed_by_order or self._has_waited):
             self._has_waited = True  # the attempt has failed: the other ranks are killed too
             time.sleep(KILLED_SECONDS)

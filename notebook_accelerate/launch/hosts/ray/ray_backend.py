@@ -29,7 +29,7 @@ from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.rank_process import Ends, RankProcess
+from notebook_accelerate.launch.processes.rank_process import RankPipes, RankProcess
 from notebook_accelerate.launch.processes.spawn import log_tail, start_interpreter
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -61,7 +61,7 @@ class DriverProcess:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         self.channel.queues = True  # a driver that does not read must not block the kernel
-        Ends.kernel_side.add(ours.fileno())
+        RankPipes.kernel_side.add(ours.fileno())
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the process
         call = (
             f"from notebook_accelerate.launch.hosts.ray.ray_driver import main; main({theirs.fileno()}, {os.getpid()})"
@@ -139,7 +139,7 @@ class DriverProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        Ends.kernel_side.discard(self.channel.fileno())
+        RankPipes.kernel_side.discard(self.channel.fileno())
         self.channel.close()
         self._log.close()
 
@@ -159,7 +159,6 @@ class RayHostConnection(HostConnection):
         driver.connected.add(self.node)
 
     def mark_lost(self, reason: str) -> None:
-        """See ``HostConnection.mark_lost``."""
         if reason and (end_reason := self._driver.end_reason(self.node)):
             reason = f"{self.name} was lost: {end_reason}"
         super().mark_lost(reason)
@@ -184,12 +183,10 @@ class RayBackend(FunctionBackend):
         self._stopping: Callable[[], bool] = bool
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """See ``ProcessBackend.configure``."""
         self._cluster = config.cluster or RayCluster()
         self._cpu, self._note, self._stopping = config.cpu, note, stopping
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
-        """See ``ProcessBackend.start_ranks``."""
         driver = DriverProcess(self._cluster)
         connections: dict[int, RayHostConnection] = {}
         try:
@@ -236,7 +233,6 @@ class RayBackend(FunctionBackend):
             raise RunStoppedError("the run was stopped while it waited for the Ray cluster")
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
-        """See ``PickledBackend.complete``."""
         order = super().complete(order)
         if "working_dir" in (self._cluster.runtime_env or {}):
             order.cwd = None

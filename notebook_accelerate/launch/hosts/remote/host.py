@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.hosts.remote.stream import CHUNK
 from notebook_accelerate.launch.processes.rank_process import orphan_guard
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, Pace, dispatch
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, RateLimiter, dispatch
 from notebook_accelerate.telemetry import Event, Stamped, encode
 from notebook_accelerate.telemetry.sampler import ResourceSampler
 
@@ -54,7 +54,7 @@ class Host:
         self._left = False
         self.lost = self.refused = ""
         self._guard_due = 0.0
-        self._pace, self._relayed = Pace(RELAY_SECONDS, burst=50), 0
+        self._pace, self._relayed = RateLimiter(RELAY_SECONDS, burst=50), 0
         self._pieces: list[tuple[int, str, bytes]] = []  # read from the ranks, and not yet sent
         self._messages: deque[Event] = deque()
         # A rank that reads nothing, as a suspended one, must not hold up the others, nor the signal that ends it.
@@ -160,7 +160,6 @@ class Host:
         process.connect(self._selector, self)
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """See ``RankListener.take_output``."""
         self._add_piece(rank, stream, data)
 
     def take_frames(self, rank: int, data: bytes) -> None:
@@ -170,7 +169,6 @@ class Host:
         self._add_piece(rank, CHANNEL, data)
 
     def take_host_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_host_frames``."""
         self._add_piece(rank, SAMPLES, data)
 
     def _add_piece(self, rank: int, source: str, data: bytes) -> None:
@@ -186,7 +184,6 @@ class Host:
             self.send(_relayed(pieces))
 
     def take_end(self, rank: int) -> None:
-        """See ``RankListener.take_end``."""
         process = self._ranks.get(rank)
         end = None if process is None else process.poll()
         if process is None or end is None:
@@ -265,7 +262,7 @@ def _is_urgent(message: Event) -> bool:
     return isinstance(message, JournalEvent) or (isinstance(message, RunOverEvent) and message.held)
 
 
-# The messages between a kernel and a host, a process on another machine that runs ranks there.
+# ---- the messages between a kernel and a host
 #
 # They carry the frames and the output of ranks as bytes, which the host does not decode.
 
@@ -307,6 +304,11 @@ class HelloEvent(Event):
     def title(self) -> str:
         """Its machine and process in messages."""
         return f"{self.host} ({'kernel' if self.kind == NOTEBOOK else 'process'} {self.pid})"
+
+
+def node_name(node: int, host: str) -> str:
+    """Return the name of a node in messages."""
+    return f"node {node} ({host})" if host else f"node {node}"
 
 
 @dataclass(slots=True)
@@ -425,7 +427,7 @@ class FramesEvent(RankEvent):
 
 @dataclass(slots=True)
 class EndedEvent(RankEvent):
-    """A rank's process has ended, and all its output and frames have been sent; see ``launch.state.rank_exit.Exit``."""
+    """A rank's process has ended, as in ``launch.state.rank_result.Exit``; all its output and frames were sent."""
 
     code: int | None
     signal: int | None
@@ -456,7 +458,7 @@ class CaptureStacksOrder(RankEvent):
 
 @dataclass(slots=True)
 class CapturedStacksEvent(Event):
-    """The stacks of a rank; see ``debug.process_inspection.ProcessStacks``."""
+    """The stacks of a rank; see ``debugging.process_stacks.ProcessStacks``."""
 
     number: int
     dump: str

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.debugging.process_stacks import DUMP_SECONDS, PY_SPY_SECONDS, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
-from notebook_accelerate.launch.hosts.host_cells import ForeignCells
+from notebook_accelerate.launch.hosts.host_facts import ForeignCells
 from notebook_accelerate.launch.hosts.remote import host as protocol
 from notebook_accelerate.launch.processes.rank_process import RankListener, RankProcess
 from notebook_accelerate.launch.state.rank_result import Exit
@@ -22,6 +22,7 @@ from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.listener import IncomingHost
     from notebook_accelerate.telemetry.results import WorkerOrder
+
 
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0
@@ -66,7 +67,7 @@ class HostConnection:
     @property
     def name(self) -> str:
         """Name of the machine in messages."""
-        return node_name(self.node, self.hello.host)
+        return protocol.node_name(self.node, self.hello.host)
 
     def measure_clock(self) -> None:
         """Request the host's time and store the difference.
@@ -223,11 +224,6 @@ class HostConnection:
         return ProcessStacks(dump, tuple(answer.native), suspended)
 
 
-def node_name(node: int, host: str) -> str:
-    """Return the name of a node in messages."""
-    return f"node {node} ({host})" if host else f"node {node}"
-
-
 def _is_reply(number: int, event: Event) -> bool:
     return isinstance(event, protocol.ClockEvent) and event.number == number
 
@@ -267,22 +263,18 @@ class RemoteRank(RankProcess):
             self.listener.take_end(self.rank)
 
     def send(self, *events: Event) -> None:
-        """See ``Sender.send``."""
         if self._connection.lost:
             raise ChannelClosedError(self._connection.lost)
         now = steady_time.now()
         self.send_frames(encode([Stamped(now, event) for event in events]))
 
     def poll(self) -> Exit | None:
-        """See ``RankProcess.poll``."""
         return self.ended
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
-        """See ``RankProcess.send_signal``."""
         self._connection.send(protocol.SignalOrder(self.rank, number, group))
 
     def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
-        """See ``RankProcess.connect``."""
         self.listener = listener
         self._connection.connect(selector)
 
@@ -307,15 +299,12 @@ class RemoteRank(RankProcess):
         """Do not wait: the host kills and reaps its ranks when the connection closes."""
 
     def open_dump(self, path: str) -> None:
-        """See ``RankProcess.open_dump``."""
         self._connection.send(protocol.DumpOrder(self.rank, path))
 
     def send_frames(self, data: bytes) -> None:
-        """See ``RankProcess.send_frames``."""
         self._connection.send(protocol.FramesEvent(self.rank, data))
 
     def capture_stacks(self) -> ProcessStacks:
-        """See ``RankProcess.capture_stacks``."""
         return self._connection.capture_stacks(self.rank)
 
     def close(self) -> None:

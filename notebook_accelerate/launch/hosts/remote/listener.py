@@ -28,7 +28,7 @@ from notebook_accelerate.launch.hosts.remote.stream import (
     configure,
     derive_keys,
 )
-from notebook_accelerate.launch.processes.selecting import Pace
+from notebook_accelerate.launch.processes.selecting import RateLimiter
 from notebook_accelerate.telemetry import Stamped, encode, steady_time
 
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED
@@ -89,7 +89,7 @@ class HostListener(Exchange):
         keep_alive: tuple[float, float] = KEEP_ALIVE,
     ) -> None:
         # The clocks of 64 hosts are measured with 640 messages.
-        super().__init__("notebook-accelerate-listener", Pace(0.01, burst=1000))
+        super().__init__("notebook-accelerate-listener", RateLimiter(0.01, burst=1000))
         self._report = report
         self._hosts: dict[bytes, Stream] = {}
         self._unknown: set[Stream] = set()
@@ -312,7 +312,7 @@ class KernelConnection(Exchange):
         keep_alive: tuple[float, float],
         stopping: Callable[[], bool],
     ) -> None:
-        super().__init__("notebook-accelerate-connection", Pace(0.02, burst=50))
+        super().__init__("notebook-accelerate-connection", RateLimiter(0.02, burst=50))
         self._lost = False
         self._open_dealer(derive_keys(secret), keep_alive)
         try:
@@ -356,7 +356,6 @@ class KernelConnection(Exchange):
         raise TimeoutError(f"{where} did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
 
     def after_close(self) -> None:
-        """See `Exchange.after_close`."""
         self._thread.join(2 * FLUSH_SECONDS)
 
     # ---- on the connection's thread
@@ -390,7 +389,6 @@ class KernelConnection(Exchange):
         self._tick_soon()
 
     def _tick(self) -> None:
-        """See `Exchange._tick`."""
         if self._lost and int(self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._expect_end()  # first, read what has arrived
         elif self._lost and not self.stream.lost:

@@ -33,7 +33,7 @@ import zmq
 from zmq.utils import z85
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.processes.selecting import Pace, Signal
+from notebook_accelerate.launch.processes.selecting import RateLimiter, Signal
 from notebook_accelerate.telemetry import Decoder, Event, Stamped, encode, steady_time
 
 CHUNK = 1 << 16
@@ -244,7 +244,7 @@ class Exchange(ABC):
         changed: Notified when a stream has changed; guards all of them.
     """
 
-    def __init__(self, name: str, pace: Pace) -> None:
+    def __init__(self, name: str, pace: RateLimiter) -> None:
         self._context, self._poller = zmq.Context(), zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self.changed = threading.Condition()
