@@ -88,7 +88,6 @@ class StacksReply(Reply):
         self.waiting = tuple(to_collective(row) for row in self.waiting)
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.moved += seconds
         self.waiting = tuple(each._replace(since=each.since + seconds) for each in self.waiting)
 
@@ -163,7 +162,6 @@ class ProfileReply(Reply):
     payload: bytes = b""
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.clock += seconds
 
 
@@ -254,7 +252,6 @@ class HeartbeatEvent(Event):
             self.waiting = to_collective(self.waiting)
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.moved += seconds
         if self.waiting is not None:
             self.waiting = self.waiting._replace(since=self.waiting.since + seconds)
@@ -316,7 +313,6 @@ class CellReply(Reply):
     payload: bytes = b""
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.time += seconds
 
     def __post_init__(self) -> None:

@@ -96,7 +96,6 @@ class FailureEvent(Event):
         self.chain = to_chain(self.chain)
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.time += seconds
 
 
@@ -290,7 +289,6 @@ class CheckpointEvent(Event):
     time: float
 
     def shift(self, seconds: float) -> None:
-        """See ``Event.shift``."""
         self.time += seconds
 
 

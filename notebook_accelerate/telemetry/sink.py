@@ -369,7 +369,7 @@ MAX_FAILURES = 5
 
 
 class Agent:
-    """Flushes ``sink``, and calls the registered handlers with what the kernel sends."""
+    """Flushes ``sink``, and passes events from the kernel to the registered handlers."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -431,7 +431,7 @@ class Agent:
                 return
             except ChannelClosedError:
                 if not self._stopping.is_set():
-                    # The kernel has ended, and with it the run: end this rank and the processes that it started.
+                    # Without the kernel the run is over: end this rank and the processes that it started.
                     os.kill(0, signal.SIGKILL)
                 return
             except BaseException as error:  # noqa: BLE001 - nothing above could handle it, or show it

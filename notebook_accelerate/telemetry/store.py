@@ -100,7 +100,7 @@ class Epoch(NamedTuple):
 
 
 def to_int64(value: object) -> int | None:
-    """Return a value as a 64-bit integer; None where it is none: a rank may send anything."""
+    """Return a value as a 64-bit integer, or None if it is not an integer: a rank may send anything."""
     try:
         number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
@@ -109,7 +109,7 @@ def to_int64(value: object) -> int | None:
 
 
 def to_float(value: object) -> float | None:
-    """Return a value as a float; None where it is none."""
+    """Return a value as a float, or None if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -117,7 +117,7 @@ def to_float(value: object) -> float | None:
 
 
 def _to_floats(values: object) -> dict[str, float] | None:
-    """Return a dict with its values as floats; None where it is no dict, or a value is no number."""
+    """Return a dict with its values as floats, or None if it is not a dict of numbers."""
     if not isinstance(values, dict):
         return None
     numbers = {name: number for name, value in values.items() if (number := to_float(value)) is not None}

@@ -268,7 +268,7 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
     return iter(found)
 
 
-# Describe exceptions safely, even if their attributes or ``__str__`` raise.
+# ---- descriptions of exceptions, even of those whose attributes or ``__str__`` raise
 
 MAX_TEXT = 2000
 """Characters of an exception's text in an error about it."""
@@ -339,7 +339,7 @@ NAMED_CELL = "Cell In["
 
 
 def is_cell(filename: str) -> bool:
-    """Whether a code object's file name is that of a notebook cell or a prompt."""
+    """Whether a code object's file name belongs to a notebook cell or a prompt."""
     return "ipykernel_" in filename or filename.startswith(("<ipython-input", "<python-input", "<stdin", NAMED_CELL))
 
 

@@ -11,8 +11,15 @@ from typing import Any, ClassVar
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.tracking.run_tracker import ImageRunTracker, RunTracker
-from notebook_accelerate.tracking.tracker import VendorTracker, by_kind, on_main_process, plain_numbers, scalars
+from notebook_accelerate.tracking.tracker import (
+    ImageRunTracker,
+    RunTracker,
+    VendorTracker,
+    by_kind,
+    on_main_process,
+    plain_numbers,
+    scalars,
+)
 
 # Aim.
 

@@ -50,7 +50,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
 from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.telemetry.tracebacks import describe_error, main_frame
-from notebook_accelerate.worker import breakpoints, collective_timeouts, device_waits, flight_recorder, stacks
+from notebook_accelerate.worker import breakpoints, collective_timeouts, stacks, waits
 from notebook_accelerate.worker.console import flush
 from notebook_accelerate.worker.exit_handlers import ExitWatch
 
@@ -126,7 +126,7 @@ class _RequestThread(threading.Thread):
     def __init__(self, pending: _Pending, interval: float) -> None:
         super().__init__(name="notebook-accelerate-request", daemon=True)
         self.pending, self.interval = pending, interval
-        self.calls = device_waits.DeviceCalls()
+        self.calls = waits.DeviceCalls()
         self.deadline = time.monotonic() + (BUSY_SECONDS if device_table.accelerator_in_use() else LOCKED_SECONDS)
         self.is_late = self.is_refused = False
 
@@ -140,7 +140,7 @@ class _RequestThread(threading.Thread):
             if not self.is_late:
                 sys.setswitchinterval(self.interval)
 
-    def give_up_if_late(self, devices: device_waits.DeviceWatch) -> None:
+    def give_up_if_late(self, devices: waits.DeviceWatch) -> None:
         """Let other threads run as usual once the request has taken too long; refuse it if it waits for a device.
 
         Args:
@@ -186,7 +186,7 @@ class DebugAgent:
         self._cpu = 0.0
         self._moved = steady_time.now()
         self._looked = 0.0
-        self._devices = device_waits.DeviceWatch()
+        self._devices = waits.DeviceWatch()
         self._next_heartbeat = 0.0
         self._profiler: StepProfiler | None = None
         agent.on(StacksRequest, self._on_stacks)
@@ -337,7 +337,7 @@ class DebugAgent:
             return False
         self._looked = now
         with suppress(Exception):  # the recorder's format is internal to torch
-            if flight_recorder.read()[0]:
+            if waits.read_flight_recorder()[0]:
                 return False
         return not self._devices.busy()
 
@@ -345,7 +345,7 @@ class DebugAgent:
         waiting = None
         if steady_time.now() - self._moved > STUCK_SECONDS:
             with suppress(Exception):  # the recorder's format is internal to torch
-                open_ones, _ = flight_recorder.read()
+                open_ones, _ = waits.read_flight_recorder()
                 waiting = min(open_ones, key=lambda collective: collective.since, default=None)
         self._agent.sink.emit(HeartbeatEvent(self._moved, waiting))
 
@@ -365,7 +365,7 @@ class DebugAgent:
         step_time.at_end.add(self._at_step)
 
     def _on_stacks(self, request: Request) -> None:
-        waiting, last = flight_recorder.read()
+        waiting, last = waits.read_flight_recorder()
         threads = stacks.all_stacks()
         if self._traceback is not None:
             threads["MainThread"] = stacks.traceback_stack(self._traceback)

@@ -21,7 +21,7 @@ from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY, ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.tracebacks import describe_error
-from notebook_accelerate.worker import exit_handlers, flight_recorder, held_tensors
+from notebook_accelerate.worker import exit_handlers, held_tensors, waits
 from notebook_accelerate.worker.timed_samples import TimedSamples, read_quickly, thread_delay
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class StepProfiler:
         """Return which group each collective was of where there are several: gloo does not tell torch's profiler."""
         with suppress(Exception):  # then the collectives of ranks are not joined
             if self._marks and len(torch_internals.process_groups()) > 1:
-                return flight_recorder.entered(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
+                return waits.entered_collectives(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
         return []
 
     def _write(self, recorded: Recorded, samples: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def test_streams_with_unfinished_work_are_found(machine: Machine, busy: dict[str
     code = """
 import ctypes
 from types import SimpleNamespace
-from notebook_accelerate.worker.device_waits import cuda_is_busy
+from notebook_accelerate.worker.waits import cuda_is_busy
 driver = ctypes.CDLL("libcuda.so.1")
 driver.cuInit(0)
 streams = [SimpleNamespace(device_index=1, cuda_stream=3), SimpleNamespace(device_index=0, cuda_stream=7)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, notebook_launcher
 from notebook_accelerate.torch_internals import group_timeouts
 from notebook_accelerate.utils import InitProcessGroupKwargs
-from notebook_accelerate.worker import flight_recorder
+from notebook_accelerate.worker import waits
 from notebook_accelerate.worker.collective_timeouts import NCCL_FACTOR
 from tests.support import gpu
 from tests.support.gpu import Figure
@@ -35,9 +35,9 @@ def _open_collective() -> tuple[list[str], dict[str, int], dict[str, float], flo
     torch.cuda._sleep(int(1.7e9 * 4))
     work: Any = dist.all_reduce(value, async_op=True)
     time.sleep(0.5)
-    waiting, last = flight_recorder.read()
+    waiting, last = waits.read_flight_recorder()
     begin = time.perf_counter()
-    flight_recorder.read()
+    waits.read_flight_recorder()
     seconds = time.perf_counter() - begin
     limits = {name: limit.total_seconds() for name, limit in group_timeouts(dist.group.WORLD).items()}
     work.wait()

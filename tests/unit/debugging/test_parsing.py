@@ -20,7 +20,7 @@ from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent, StacksReply
 from notebook_accelerate.telemetry.tracebacks import name_cells
-from notebook_accelerate.worker import flight_recorder
+from notebook_accelerate.worker import waits
 
 DUMP = """\
 Thread 0x00007f01 (most recent call first):
@@ -73,20 +73,20 @@ def test_a_rank_that_still_imports_torch_has_no_group(monkeypatch: pytest.Monkey
     half = types.ModuleType("torch.distributed")
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", half)
     monkeypatch.setitem(sys.modules, "torch.distributed", half)
-    assert flight_recorder.read() == ((), {})
+    assert waits.read_flight_recorder() == ((), {})
 
 
 def test_the_flight_recorder_tells_open_calls_and_the_last_one() -> None:
     open_call = _entry(3, "nccl:broadcast", retired=False, state="started")
-    waiting, last = flight_recorder._parse([_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)])
+    waiting, last = waits._parse([_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)])
     assert waiting == (Collective("default_pg/nccl", 3, "broadcast", ((2, 3),), ("f32",), 5.0),)
     assert waiting[0].text() == "broadcast #3 (f32 [2, 3])"
     assert last == {"default_pg/gloo": 2, "default_pg/nccl": 3}
-    assert flight_recorder._parse([]) == ((), {})
+    assert waits._parse([]) == ((), {})
 
 
 def test_an_unknown_type_keeps_its_name() -> None:
-    waiting, _ = flight_recorder._parse([_entry(1, retired=False, state="scheduled", input_dtypes=["Float8_e4m3"])])
+    waiting, _ = waits._parse([_entry(1, retired=False, state="scheduled", input_dtypes=["Float8_e4m3"])])
     assert waiting[0].dtypes == ("float8_e4m3",)
 
 
@@ -99,7 +99,7 @@ def test_a_watched_rank_records_its_collectives_and_nccl_does_not_abort_it_after
 
 
 def test_without_torch_distributed_nothing_waits() -> None:
-    assert flight_recorder.read() == ((), {})
+    assert waits.read_flight_recorder() == ((), {})
 
 
 def test_events_are_rebuilt_from_what_json_makes_of_them() -> None:

@@ -1,15 +1,22 @@
-"""Whether devices are still busy with the work of this process: a thread that waits for a CUDA device spins."""
+"""What a rank waits for: devices that are busy with its work, and collectives that it has entered and not left."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from math import prod
 from typing import Any
 
 from notebook_accelerate.hardware import device_table
+from notebook_accelerate.telemetry.debug_protocol import Collective
+from notebook_accelerate.torch_internals import flight_recorders
+
+# ---- devices: a thread that waits for a CUDA device spins
 
 ANSWER_SECONDS = 0.2
 """How long the driver may take to reply. A slower driver is itself busy, for example with a full launch queue."""
@@ -138,3 +145,76 @@ def _mode(calls: DeviceCalls, types: set[str]) -> Any:
                 calls.inside = outer
 
     return Mode()
+
+
+# ---- collectives: gloo and NCCL fill a flight recorder each if TORCH_FR_BUFFER_SIZE is set before the first operation
+
+_DTYPES = {
+    "Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Long": "i64", "Int": "i32", "Short": "i16",
+    "Char": "i8", "Byte": "u8", "Bool": "bool",
+}  # fmt: skip
+
+
+def read_flight_recorder() -> tuple[tuple[Collective, ...], dict[str, int]]:
+    """Return the open collectives of this rank and, by process group, the number of the last one entered."""
+    return _parse(_entries())
+
+
+def entered_collectives(begin: float, end: float) -> list[tuple[str, int, str, int, float]]:
+    """Return the collectives that this rank has entered between two times: group, number, operation, elements, when.
+
+    Args:
+        begin: Seconds since the epoch.
+        end: The same.
+    """
+    return [
+        (
+            entry["process_group"][0],
+            int(entry["collective_seq_id"]),
+            entry["profiling_name"].rpartition(":")[2],
+            sum(map(prod, entry["input_sizes"])),
+            at,
+        )
+        for entry in _entries()
+        if not entry.get("is_p2p") and begin <= (at := entry["time_created_ns"] / 1e9) <= end
+    ]
+
+
+def _entries() -> Iterator[dict[str, Any]]:
+    if _has_group():
+        for dump in flight_recorders().values():
+            yield from json.loads(dump(True, False)).get("entries", [])
+
+
+def _has_group() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    # A request may arrive while the rank imports torch: the module then exists without its functions.
+    initialised = getattr(distributed, "is_initialized", None)
+    return bool(initialised is not None and distributed.is_available() and initialised())
+
+
+def _parse(entries: Iterable[dict[str, Any]]) -> tuple[tuple[Collective, ...], dict[str, int]]:
+    waiting: list[Collective] = []
+    last: dict[str, int] = {}
+    for entry in entries:
+        if entry.get("is_p2p"):
+            continue
+        # A group with a backend for each type of device counts the collectives of each backend separately.
+        backend = str(entry["profiling_name"]).partition(":")[0]
+        group = f"{entry['process_group'][1] or entry['process_group'][0]}/{backend}"
+        number = int(entry["collective_seq_id"])
+        last[group] = max(number, last.get(group, 0))
+        if not entry.get("retired") and entry.get("state") != "completed":
+            waiting.append(_collective(entry, group, number))
+    return tuple(waiting), last
+
+
+def _collective(entry: dict[str, Any], group: str, number: int) -> Collective:
+    return Collective(
+        group=group,
+        number=number,
+        operation=str(entry["profiling_name"]).rpartition(":")[2],
+        shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
+        dtypes=tuple(_DTYPES.get(dtype, dtype.lower()) for dtype in entry["input_dtypes"]),
+        since=entry["time_created_ns"] / 1e9,
+    )
