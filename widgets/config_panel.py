@@ -20,10 +20,11 @@ from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run, run_registry
 from notebook_accelerate.launch.output.rank_lines import published_under
-from notebook_accelerate.launch.output.replaceable_outputs import here
+from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets import config_file_form
+from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.config_file_form import (
     RUN_VARIABLE,
     arguments_code,
@@ -46,22 +47,21 @@ from notebook_accelerate.widgets.forms import (
 )
 from notebook_accelerate.widgets.memory_panel import MemoryCheck
 from notebook_accelerate.widgets.panel_elements import (
-    CopyButton,
+    SharedModels,
     alert,
     notice,
     style_widget,
     widget_bundle,
     with_classes,
 )
-from notebook_accelerate.widgets.panel_output import PanelOutput
-from notebook_accelerate.widgets.shared_models import SharedModels
+from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
 """How long the result of the fork probe is valid: a probe per keystroke would be too slow."""
 
 
-class ConfigPanel:
+class ConfigPanel(CellView):
     """A form for a launch: it checks as you type, shows the plan, and starts it.
 
     Args:
@@ -486,17 +486,11 @@ class ConfigPanel:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return widget_bundle(self.widget, self._static())
 
-    def _ipython_display_(self) -> None:
+    def _show_in(self, output: Output) -> None:
         """Show the live panel; a saved notebook keeps the static form beside it."""
-        output = here()
-        if output is None:
-            raise NotImplementedError  # IPython then calls _repr_mimebundle_
         self._parent = output.parent
         self._guarded(self.refresh)
         self._shown.add(output, self.widget)
-
-    def _static(self) -> dict[str, str]:
-        return {"text/html": self.html, "text/plain": self.text}
 
 
 def configure(

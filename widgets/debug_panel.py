@@ -19,8 +19,9 @@ from notebook_accelerate.launch.report.markup import Markup, element, html_table
 from notebook_accelerate.launch.report.rank_rows import MANY, short_names
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.live_panel import LivePanel, close_all, ticker
-from notebook_accelerate.widgets.panel_elements import CopyButton, card, row, style_sheet, with_classes
+from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
 from notebook_accelerate.widgets.run_panel_html import state
 from notebook_accelerate.widgets.run_summary import duration, status
 

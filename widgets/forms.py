@@ -20,8 +20,7 @@ from notebook_accelerate.config.launch_config import MIXED_PRECISIONS, OUTPUTS, 
 from notebook_accelerate.config.plain_values import shown_value
 from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table
 from notebook_accelerate.widgets.fields import TEXT_FORMATS, Field, FieldError, fields_of, parse, summary, text_of
-from notebook_accelerate.widgets.panel_elements import alert, style_widget, widget_bundle, with_classes
-from notebook_accelerate.widgets.shared_models import SharedModels
+from notebook_accelerate.widgets.panel_elements import SharedModels, alert, style_widget, widget_bundle, with_classes
 
 LABEL_WIDTH, INPUT_WIDTH = "16em", "34em"
 """Widths of a label, which the style sheet knows too, and of a label with its input."""

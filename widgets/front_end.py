@@ -1,14 +1,26 @@
-"""Whether the front end of this kernel shows live widgets, as far as the kernel can know.
+"""What the front end of this kernel shows, and which clicks the kernel handles now, as far as the kernel can know.
 
 Some front ends have no widgets (marimo), a notebook that nbclient executes has no front end, and VS Code may have its
 renderer switched off. Panels show an HTML display there, which is updated while the run lasts.
+
+Clicks reach the kernel through its shell channel. While a cell blocks, they wait there, unless the front end has opened
+a subshell for them (ipykernel 7.0 to 7.3 with JupyterLab 4.4 and later; 7.4 sends such messages to the main shell
+again). While a cell awaits, ipykernel 7 handles them and ipykernel 6 does not. Where they wait for the cell that waits
+for the run, a click interrupts that cell through the notebook's server instead.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.output.replaceable_outputs import MarimoOutput
+from notebook_accelerate.telemetry.tracebacks import callers, main_frame
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.output.replaceable_outputs import Output
@@ -16,6 +28,9 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 10.0
 """A front end that has drawn a view reports it. One that has not done so in this time, in which the kernel could have
 handled the report, shows no live widgets; VS Code may first load a renderer."""
+
+SUBSHELLS = ((7, 0), (7, 4))
+"""The first ipykernel version that handles clicks on a subshell, and the first that no longer does."""
 
 
 class FrontEnd:
@@ -55,6 +70,10 @@ class FrontEnd:
         return f"{reason}: panels are HTML displays here, which are updated while the run lasts."
 
 
+front_end = FrontEnd()
+"""The front end of this kernel."""
+
+
 def no_widgets(output: Output | None) -> str:
     """Return why a front end shows no live widgets; "" if it does or may.
 
@@ -68,5 +87,78 @@ def no_widgets(output: Output | None) -> str:
     return ""
 
 
-front_end = FrontEnd()
-"""The front end of this kernel."""
+# ---- the kernel
+
+
+@dataclass(frozen=True)
+class KernelState:
+    """What the kernel is executing.
+
+    Attributes:
+        version: ipykernel's major and minor version.
+        busy: Whether a cell is running.
+        blocked: Whether that cell blocks the main thread; otherwise it awaits.
+        subshell: Whether a front end has opened a subshell.
+        id: The kernel's id on the notebook's server; "": not known.
+    """
+
+    version: tuple[int, int]
+    busy: bool
+    blocked: bool
+    subshell: bool
+    id: str = ""
+
+    @property
+    def handles_clicks(self) -> bool:
+        """Whether a click takes effect now."""
+        if not self.busy:
+            return True
+        if self.blocked:
+            return self.subshell and SUBSHELLS[0] <= self.version < SUBSHELLS[1]
+        return self.version >= (7, 0)
+
+
+def kernel_state() -> KernelState | None:
+    """Return the state of the kernel; None outside a kernel."""
+    kernel = running_kernel()
+    if kernel is None:
+        return None
+    from ipykernel import _version
+
+    major, minor = _version.__version__.split(".")[:2]
+    return KernelState((int(major), int(minor)), _busy(kernel.shell), _blocked(), _has_subshell(kernel), _kernel_id())
+
+
+@cache
+def _kernel_id() -> str:
+    """Return the id of this kernel on its server, which is in the name of its connection file; "" if it is not."""
+    with suppress(Exception):  # a kernel that was started otherwise
+        from ipykernel.connect import get_connection_file
+
+        found = re.fullmatch(r"kernel-(.+)\.json", PurePath(get_connection_file()).name)
+        return found[1] if found is not None else ""
+    return ""
+
+
+def _busy(shell: Any) -> bool:
+    # IPython stores a cell's input at its start and its result at its end. (The counter is incremented at the end in
+    # IPython 7 and 8, at the start in 9.)
+    if _blocked():
+        return True
+    inputs = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", ("",))
+    last = getattr(shell, "last_execution_result", None)
+    ended = getattr(last, "execution_count", None) if last is not None else 0
+    return ended is not None and ended < len(inputs) - 1
+
+
+def _blocked() -> bool:
+    """Return whether the main thread is inside a cell's code; an awaiting cell is not on the stack."""
+    codes = (frame.f_code for frame in callers(main_frame()))
+    return any(code.co_name == "run_code" and "interactiveshell" in code.co_filename for code in codes)
+
+
+def _has_subshell(kernel: Any) -> bool:
+    try:
+        return bool(kernel.shell_channel_thread.manager.list_subshell())
+    except Exception:  # noqa: BLE001 - ipykernel 6 has no subshells, and this attribute of 7 is private
+        return False

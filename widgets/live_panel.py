@@ -8,24 +8,63 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.output.rank_lines import running_kernel
-from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.widgets.panel_output import PanelOutput
-from notebook_accelerate.widgets.stop_button import kernel_state
+from notebook_accelerate.widgets.front_end import kernel_state
+from notebook_accelerate.widgets.panel_elements import problem
+from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.telemetry import Store
-    from notebook_accelerate.widgets.stop_button import KernelState
+    from notebook_accelerate.widgets.front_end import KernelState
 
 
-class LivePanel(ABC):
+class PanelOfRun(CellView):
+    """A view of one run.
+
+    Args:
+        run: The run to watch.
+        clock: Seconds since the epoch; a fake one in tests.
+        status: Returns the status in the title of the static form; "" for none.
+    """
+
+    def __init__(self, run: Run, clock: Callable[[], float], status: Callable[[], str] = lambda: "") -> None:
+        self.run = run
+        self._clock = clock
+        self._shown = PanelOutput(self._static, self._title, clock, status)
+        self.closed = False
+        self._lives = run.ended is None
+
+    @property
+    def shown(self) -> bool:
+        """Whether an output of a cell shows the view."""
+        return bool(self._shown)
+
+    @abstractmethod
+    def settle(self) -> bool:
+        """Show the end of the run; return whether an output shows it."""
+
+    def _ended(self, _: Run) -> None:
+        """Settle. Runs on the supervisor's thread, which must not see any error."""
+        with suppress(Exception):
+            if self._shown:
+                self.settle()
+
+    def _title(self) -> str:
+        return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of run {self.run.id}: {self.run.status}>"
+
+
+class LivePanel(PanelOfRun):
     """A live view of a run.
 
     While the run lasts, each cell that displays the panel shows the same widget. When the run ends, a panel that
@@ -42,12 +81,9 @@ class LivePanel(ABC):
     def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         import ipywidgets  # here, because this module also has the panel for front ends without it
 
-        self.run = run
-        self._clock = clock
+        super().__init__(run, clock, lambda: self.run.status)
         self._lock = threading.RLock()
-        self._shown = PanelOutput(self._static, self._title, clock, lambda: self.run.status)
-        self.closed = self._rests = False
-        self._lives = run.ended is None
+        self._rests = False
         self._shown_at = float("-inf")
         self._problem = ipywidgets.HTML()
         self.widget: Any = self._build()
@@ -65,24 +101,9 @@ class LivePanel(ABC):
     def _render(self, now: float) -> None:
         """Update the widget."""
 
-    @property
-    @abstractmethod
-    def html(self) -> str:
-        """The panel as static HTML."""
-
-    @property
-    @abstractmethod
-    def text(self) -> str:
-        """The panel as plain text."""
-
     def _show_problem(self, text: str) -> None:
         """Show a problem in ``_problem``, which `_build` puts into the widget; "" removes it."""
-        from notebook_accelerate.widgets.panel_elements import problem
-
         self._problem.value = problem(text)
-
-    def _title(self) -> str:
-        return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"
 
     def _tick(self, now: float) -> None:
         over = self.run.ended is not None and not self.run.held  # asked first: what comes meanwhile is not rendered yet
@@ -94,50 +115,20 @@ class LivePanel(ABC):
 
     # ---- being displayed
 
-    @property
-    def shown(self) -> bool:
-        """Whether an output of a cell shows the panel."""
-        return bool(self._shown)
-
-    def show(self, output: Output | None = None) -> Output | None:
-        """Show the panel.
-
-        Args:
-            output: The output of a cell; None: of the running cell.
-
-        Returns:
-            The output; None outside a notebook.
-        """
-        target = output or here()
-        if target is None:
-            return None
+    def _show_in(self, output: Output) -> None:
         self.binding.touch()
         self.binding.tick()
         close_retired()
         with self._lock:
             if self.closed:
-                target.show(self._static())
+                output.show(self._static())
             else:
-                self._shown.add(target, self.widget)
+                self._shown.add(output, self.widget)
                 self._shown_at = time.monotonic()
         if not self.closed and self.run.ended is None:
             ticker.add(self.binding)
         if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
             self.settle()
-        return target
-
-    def _ipython_display_(self) -> None:
-        if self.show() is None:
-            print(self.text)  # noqa: T201 - in a terminal's IPython printing displays
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self._static()
-
-    def _static(self) -> dict[str, Any]:
-        return {"text/html": self.html, "text/plain": self.text}
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of run {self.run.id}: {self.run.status}>"
 
     def _render_soon(self, *_: Any) -> None:
         """Render at the next tick; after the end of the run, when nothing ticks, at once."""
@@ -154,12 +145,6 @@ class LivePanel(ABC):
     def _failed(self, error: Exception) -> None:
         text = f"This panel stopped updating ({type(error).__name__}: {error}). The run continues: print(run.report())"
         self._show_problem(text)
-
-    def _ended(self, _: Run) -> None:
-        """Settle. Runs on the supervisor's thread, which must not see any error."""
-        with suppress(Exception):
-            if self._shown:
-                self.settle()
 
     def settle(self) -> bool:
         """Show the end of the run, live or as the static form; return whether an output of the panel shows it."""
@@ -254,7 +239,7 @@ def close_all(widget: Any) -> None:
             part.close()
 
 
-class HtmlPanel:
+class HtmlPanel(PanelOfRun):
     """An HTML display of a run's report, which is updated while the run lasts; see `RunPanel`.
 
     Args:
@@ -264,27 +249,19 @@ class HtmlPanel:
     """
 
     def __init__(self, run: Run, reason: str, clock: Callable[[], float] = steady_time.now) -> None:
-        self.run = run
-        self.closed = False
-        self._lives = run.ended is None
-        self._shown = PanelOutput(self._static, self._title, clock)
+        super().__init__(run, clock)
         self._reason = reason
         self.binding = RenderSchedule([run.store], self._shown.update, lambda _: None, clock)
         run.add_ending_callback(self._ended)
 
-    def show(self, output: Output | None = None) -> Output | None:
-        """Show the panel; see `LivePanel.show`."""
-        target = output or here()
-        if target is None:
-            return None
+    def _show_in(self, output: Output) -> None:
         if self.closed or not self._lives:
-            target.end(self._static())
-            return target
-        self._shown.add(target, None, self._reason)
+            output.end(self._static())
+            return
+        self._shown.add(output, None, self._reason)
         ticker.add(self.binding)
         if self.run.ended is not None:  # it ended while the panel was being shown
             self.close()
-        return target
 
     def close(self) -> None:
         """Stop updating; each cell that displays the panel keeps the report."""
@@ -299,31 +276,22 @@ class HtmlPanel:
         self.close()
         return shown
 
-    def _ended(self, _: Run) -> None:
-        with suppress(Exception):  # the supervisor's thread must not see any error
-            self.close()
+    @property
+    def html(self) -> str:
+        """The run's report as static HTML."""
+        return self.run.report().html
 
-    def _title(self) -> str:
-        return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"
+    @property
+    def text(self) -> str:
+        """The run's report as plain text."""
+        return self.run.report().text
 
     def _static(self) -> dict[str, Any]:
         return dict(self.run.report().bundle)
 
-    def _ipython_display_(self) -> None:
-        if self.show() is None:
-            print(self._static()["text/plain"])  # noqa: T201 - in a terminal's IPython printing displays
-
     def _display_(self) -> Any:
         """Show the panel in the running cell of marimo, which asks for an object to show instead."""
-        if self.show() is None:
-            return self._static()["text/plain"]
-        return None
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self._static()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of run {self.run.id}: {self.run.status}>"
+        return self.text if self.show() is None else None
 
 
 # ---- how often views are rendered

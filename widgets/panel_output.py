@@ -9,20 +9,22 @@ In a front end without live widgets the static form is all that is shown, and it
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
-from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, leave_at_exit
+from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, here, leave_at_exit
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.front_end import front_end, no_widgets
-from notebook_accelerate.widgets.panel_elements import RepeatTimes, notice, style_sheet, widget_bundle
+from notebook_accelerate.widgets.panel_elements import notice, style_sheet, widget_bundle
 
 if TYPE_CHECKING:
     Bundle = dict[str, Any]
@@ -33,6 +35,48 @@ LEAVE_SECONDS = 60.0
 HTML_AGES = tuple(float(age) for age in range(2, 61, 2))
 HTML_SECONDS = 10.0
 """The same for a static form that is shown instead of a live view: it may hold a hundred kilobytes."""
+
+
+class CellView(ABC):
+    """What a cell displays: a live view, or its static form where there is no notebook."""
+
+    @property
+    @abstractmethod
+    def html(self) -> str:
+        """The view as static HTML."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The view as plain text."""
+
+    @abstractmethod
+    def _show_in(self, output: Output) -> None:
+        """Show the view in the output of a cell."""
+
+    def show(self, output: Output | None = None) -> Output | None:
+        """Show the view.
+
+        Args:
+            output: The output of a cell; None: of the running cell.
+
+        Returns:
+            The output; None outside a notebook.
+        """
+        target = output or here()
+        if target is not None:
+            self._show_in(target)
+        return target
+
+    def _static(self) -> Bundle:
+        return {"text/html": self.html, "text/plain": self.text}
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
+        return self._static()
+
+    def _ipython_display_(self) -> None:
+        if self.show() is None:
+            print(self.text)  # noqa: T201 - in a terminal's IPython printing displays
 
 
 class PanelOutput:
@@ -180,3 +224,37 @@ class PanelOutput:
 
 
 _all: weakref.WeakSet[PanelOutput] = weakref.WeakSet()
+
+
+class RepeatTimes:
+    """The times at which something is repeated: at some ages, then once per period.
+
+    Args:
+        ages: Seconds after the start.
+        period: Seconds between later repetitions.
+    """
+
+    def __init__(self, ages: Sequence[float], period: float = math.inf) -> None:
+        self._ages, self._period = ages, period
+        self._start: float | None = None
+        self._next = math.inf
+
+    def start(self, now: float) -> None:
+        """Begin at ``now``, in seconds on any clock."""
+        self._start = now
+        self.plan(now)
+
+    def plan(self, now: float) -> None:
+        """Set the next time, after something was repeated at ``now``."""
+        assert self._start is not None, "call start() first"
+        later = (self._start + age for age in self._ages if self._start + age > now)
+        self._next = next(later, now + self._period)
+
+    def due(self, now: float) -> bool:
+        """Return whether a repetition is due, and plan the next one. The first call is the start."""
+        if self._start is None:
+            self.start(now)
+        if now < self._next:
+            return False
+        self.plan(now)
+        return True

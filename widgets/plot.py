@@ -13,9 +13,9 @@ import numpy as np
 import traitlets
 
 from notebook_accelerate.telemetry.curves import m4
-from notebook_accelerate.widgets.assets import asset, script
 from notebook_accelerate.widgets.front_end import front_end
-from notebook_accelerate.widgets.panel_elements import RepeatTimes
+from notebook_accelerate.widgets.panel_elements import asset, script
+from notebook_accelerate.widgets.panel_output import RepeatTimes
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Store

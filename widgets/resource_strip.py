@@ -11,9 +11,9 @@ from notebook_accelerate.launch.report.markup import Markup, byte_size, element,
 from notebook_accelerate.launch.report.rank_rows import MANY, by_node, use_text
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
-from notebook_accelerate.widgets.grouped_ranks import has_gpu, head, node_row
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import problem, style_widget, with_classes
+from notebook_accelerate.widgets.rank_table import column_titles, has_gpu, node_row
 from notebook_accelerate.widgets.run_summary import RunWatcher
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _node_meters(ranks: Sequence[RankSnapshot]) -> Markup:
     tiny, meters = len(groups) > MANY, []
     for node, members in list(groups.items())[:MAX_SHOWN]:
         row = node_row(members, gpu=gpu, several=True)
-        figures = dict(zip(head("loss", gpu=gpu), row.cells, strict=True))
+        figures = dict(zip(column_titles("loss", gpu=gpu), row.cells, strict=True))
         used, memory = (figures["GPU"], figures["GPU memory"]) if gpu else (figures["CPU"], figures["memory"])
         text = f"{row.name}, {rank_names([rank.rank for rank in members])}: CPU {figures['CPU']}, {figures['memory']}"
         text += f", GPU {used}, GPU memory {memory}" if gpu else ""

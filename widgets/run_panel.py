@@ -3,52 +3,46 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate import launch
 from notebook_accelerate.launch import run_registry
-from notebook_accelerate.launch.output.rank_lines import published_under
-from notebook_accelerate.launch.report import rank_rows
 from notebook_accelerate.launch.report.rank_rows import MANY
-from notebook_accelerate.launch.resumption import newest_checkpoint
-from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.rank_devices import rank_names
-from notebook_accelerate.widgets import grouped_ranks, run_panel_html
-from notebook_accelerate.widgets.assets import script
-from notebook_accelerate.widgets.debug_panel import DebugSection
-from notebook_accelerate.widgets.front_end import front_end
-from notebook_accelerate.widgets.live_panel import LivePanel
-from notebook_accelerate.widgets.panel_elements import (
+from notebook_accelerate.widgets import rank_table, run_panel_html
+from notebook_accelerate.widgets.actions import (
+    DEBUG,
+    PAUSE,
+    RESUME,
     Action,
     ActionRow,
     ActionRows,
-    card,
-    row,
-    widget_bundle,
-    with_classes,
+    ResumeOffer,
+    is_inline,
+    needs,
+    stopping,
 )
+from notebook_accelerate.widgets.debug_panel import DebugSection
+from notebook_accelerate.widgets.front_end import front_end, kernel_state
+from notebook_accelerate.widgets.live_panel import LivePanel
+from notebook_accelerate.widgets.panel_elements import card, row, script, widget_bundle, with_classes
 from notebook_accelerate.widgets.plot import Feed, Plot, run_sources
 from notebook_accelerate.widgets.profile_panel import PROFILE, ProfileSection
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
-from notebook_accelerate.widgets.run_summary import RunWatcher, duration, loss_name
-from notebook_accelerate.widgets.sharding_view import ShardingPage
-from notebook_accelerate.widgets.stop_button import kernel_state, stopping
+from notebook_accelerate.widgets.run_panel_html import ShardingPage
+from notebook_accelerate.widgets.run_summary import RunWatcher, loss_name
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.output.replaceable_outputs import Output
     from notebook_accelerate.telemetry.store import LogLine
+    from notebook_accelerate.widgets.front_end import KernelState
     from notebook_accelerate.widgets.run_summary import RunSnapshot
-    from notebook_accelerate.widgets.stop_button import KernelState
-
 
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
 SLOW_SECONDS = 1.0
@@ -141,18 +135,15 @@ class RunPanel(LivePanel):
         server_id = kernel.id if kernel is not None else ""
         self.attention.show([_reached(row, reached=reached) for row in rows], server_id, how.note, how.unreachable)
         actions = [] if run.ended is not None else [how.action]
-        if run.ended is None and not _is_inline(run):
+        if run.ended is None and not is_inline(run):
             pause = RESUME if status == "paused" else PAUSE
             profile = replace(PROFILE, enabled=not self.profile_section.recording)
             actions = [pause, profile, DEBUG, how.action]
         self.buttons.show([_reached(ActionRow(key="run", actions=tuple(actions)), reached=reached)], server_id)
 
-    def show(self, output: Output | None = None) -> Output | None:
-        """See `LivePanel.show`."""
-        target = super().show(output)
-        if target is not None:
-            self._resume_offer.parent = target.parent
-        return target
+    def _show_in(self, output: Output) -> None:
+        super()._show_in(output)
+        self._resume_offer.parent = output.parent
 
     def _still_running(self) -> list[ActionRow]:
         """Return the runs of earlier executions of the cell that go on, with buttons that stop them."""
@@ -174,7 +165,7 @@ class RunPanel(LivePanel):
         if many:
             self._ranks.value = run_panel_html.verdict(seen)
             self.rank_table.update(now, seen, loss_name(run))
-            self.plot.draw_outliers(rank.rank for rank in grouped_ranks.outliers(seen.ranks))
+            self.plot.draw_outliers(rank.rank for rank in rank_table.outliers(seen.ranks))
         if now < self._ranks_due and run.ended is None and (many or not self._shows_ranks()):
             return
         self._ranks_due = now + 0.95 * SLOW_SECONDS
@@ -240,7 +231,7 @@ class RunPanel(LivePanel):
         self._render_soon()
 
     def close(self) -> None:
-        """See `LivePanel.close`."""
+        """Stop updating, with the sections for debugging and profiles; each cell keeps the static form."""
         self.debug_section.close()
         self.profile_section.close()
         super().close()
@@ -275,10 +266,6 @@ def _precedes(earlier: Run, run: Run) -> bool:
     return earlier.id < run.id and earlier.ended is None and run.ended is None
 
 
-def _is_inline(run: Run) -> bool:
-    return run.plan is not None and run.plan.start_method == "inline"
-
-
 def _reached(row: ActionRow, *, reached: bool) -> ActionRow:
     """Return a row whose buttons are disabled while a click would wait for the running cell; Stop may wait."""
     if reached:
@@ -288,78 +275,7 @@ def _reached(row: ActionRow, *, reached: bool) -> ActionRow:
     return replace(row, actions=tuple(actions))
 
 
-# What a run needs its user for: a stall, a prompt, a pause, a failure, numbers that are not finite.
-
-DEBUG = Action(id="debug", label="Debug", hint="Show where every rank is, and how to open its debugger")
-RESUME = Action(id="resume", label="Resume", hint="Continue the paused ranks", tone="first")
-PAUSE = Action(id="pause", label="Pause", hint="Hold all ranks before their next step")
-ERRORS = Action(id="errors", label="Show error", hint="Open the Errors tab")
-RELEASE = Action(id="stop", label="Release ranks", hint="End the ranks that are kept for the debugger")
-
-
-def needs(run: Run, now: float, stop: Action) -> list[ActionRow]:
-    """Return what the user should know or do, the most urgent first.
-
-    Args:
-        run: The run.
-        now: Seconds since the epoch.
-        stop: The button that stops the run.
-    """
-    if run.ended is not None:
-        return [*_failed(run), *_not_finite(run), *_warnings(run)]
-    return [*_stuck(run, now, stop), *_prompts(run), *_paused(run), *_not_finite(run), *_warnings(run)]
-
-
-def _failed(run: Run) -> Iterator[ActionRow]:
-    if not run.failures:
-        return
-    kept = (RELEASE,) if run.held else ()
-    text = f"{failures.headline(run.failures).replace(':', ' failed:', 1)}"
-    if run.held:
-        text += " · the ranks are kept at this line"
-    yield ActionRow(key="failed", text=text, actions=(ERRORS, DEBUG, *kept), tone="bad")
-
-
-def _stuck(run: Run, now: float, stop: Action) -> Iterator[ActionRow]:
-    if (stall := run.stall) is not None:
-        text = f"Stuck for {duration(max(0.0, now - stall.since))}: {stall.cause or 'no rank makes progress'}"
-        yield ActionRow(key="stuck", text=text, actions=(DEBUG, stop), tone="bad")
-
-
-def _prompts(run: Run) -> Iterator[ActionRow]:
-    stopped = run.commands.prompts.debugged()
-    waiting = [rank for rank in run.prompts if rank not in stopped]
-    if waiting:
-        verb = "waits" if len(waiting) == 1 else "wait"
-        answer = Action(id="answer", label="Answer", hint="Show how to answer", tone="first")
-        yield ActionRow(key="input", text=f"{rank_names(waiting)} {verb} for input", actions=(answer,), tone="warn")
-    if stopped:
-        yield ActionRow(key="breakpoint", text=f"{rank_names(stopped)} at breakpoint", actions=(DEBUG,), tone="warn")
-
-
-def _paused(run: Run) -> Iterator[ActionRow]:
-    if not (paused := run.paused):
-        return
-    steps = sorted({step for rank in paused if (step := run.store.last_step.get(rank)) is not None and step >= 0})
-    at = ""
-    if steps:
-        at = f" at step {steps[0]:,}" if len(steps) == 1 else f" at steps {steps[0]:,} to {steps[-1]:,}"
-    running = [info.rank for info in run.ranks if info.state == "running"]
-    who = "Paused" if set(paused) >= set(running) else f"{rank_names(paused)} paused"
-    yield ActionRow(key="paused", text=f"{who}{at}", actions=(RESUME, DEBUG), tone="warn")
-
-
-def _not_finite(run: Run) -> Iterator[ActionRow]:
-    if text := rank_rows.not_finite(run):
-        yield ActionRow(key="finite", text=text, actions=() if run.ended is not None else (DEBUG,), tone="bad")
-
-
-def _warnings(run: Run) -> Iterator[ActionRow]:
-    for index, text in enumerate(rank_rows.latest_warnings(run)):
-        yield ActionRow(key=f"warning {index}", text=text, tone="warn")
-
-
-# The output of the ranks in the browser, with tabs per rank and a search that work while the kernel is busy.
+# ---- the output of the ranks
 
 FIRST_LINES = 500
 """Lines per rank in a message with everything."""
@@ -421,59 +337,3 @@ class LogView(Feed):
 
 def _cut(line: LogLine) -> str:
     return line.text if len(line.text) <= MAX_LINE else line.text[:MAX_LINE] + " …"
-
-
-# The offer of an ended run's panel to go on with its training.
-
-CONTINUE = Action(
-    id="continue",
-    label="Resume training",
-    hint="Launch the same function again, from this checkpoint, as one history",
-    tone="first",
-)
-
-
-class ResumeOffer:
-    """Says from where an ended run can go on, and launches it.
-
-    Attributes:
-        parent: The execute request of the cell that shows the panel; None: none does.
-        launched: The run that goes on; None: there is none yet.
-    """
-
-    def __init__(self) -> None:
-        self.parent: Any = None
-        self.launched: Run | None = None
-        self._checkpoint: str | None = None
-
-    def rows(self, run: Run) -> list[ActionRow]:
-        """Return the offer, if the run ended before its training did and has a complete checkpoint."""
-        if self.launched is not None:
-            return [ActionRow(key="continue", text=f"run {self.launched.id} goes on with this training")]
-        if run.ended is None or run.held or run.status == "succeeded" or not (checkpoint := self._newest(run)):
-            return []
-        if run.call is not None:
-            return [ActionRow(key="continue", text=f"Can go on from {checkpoint}", actions=(CONTINUE,))]
-        text = (
-            f"Can go on from {checkpoint}: execute the cells that define {run.function_name}, then "
-            f"notebook_launcher({run.function_name}, args, config=run.config, resume=run)"
-        )
-        return [ActionRow(key="continue", text=text)]
-
-    def _newest(self, run: Run) -> str:
-        if self._checkpoint is None:
-            found = newest_checkpoint(run)
-            self._checkpoint = PurePath(found.path).name if found is not None else ""
-        return self._checkpoint
-
-    def launch(self, run: Run) -> None:
-        """Launch the run that goes on, in the background; its panel is shown under the same cell.
-
-        Raises:
-            LaunchError: The function or an argument exists no more, or the run could not be started.
-        """
-        if self.launched is not None or run.call is None:
-            return
-        function, arguments = run.call.restore(run.function_name)
-        with published_under(self.parent):
-            self.launched = launch.start(run.config.changed(block=False), function, arguments, run)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report import rank_rows
-from notebook_accelerate.launch.report.markup import Markup, byte_size, element, html_table, join
+from notebook_accelerate.launch.report import mesh_diagram, rank_rows
+from notebook_accelerate.launch.report.markup import Markup, byte_size, element, html_table, join, percent
 from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_name
 from notebook_accelerate.launch.report.run_report import (
     config_rows,
@@ -16,13 +16,15 @@ from notebook_accelerate.launch.report.run_report import (
     launch_rows,
 )
 from notebook_accelerate.telemetry.step_time import PARTS
-from notebook_accelerate.widgets import grouped_ranks
+from notebook_accelerate.widgets import rank_table
 from notebook_accelerate.widgets.run_summary import HELD, duration
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.widgets.grouped_ranks import TableRow
+    from notebook_accelerate.launch.report.mesh_diagram import ShardingRow, ShardReports
+    from notebook_accelerate.widgets.rank_table import TableRow
     from notebook_accelerate.widgets.run_summary import Progress, RankSnapshot, RunSnapshot
+
 
 MAX_TRACES = 256
 """Profiler traces that are listed."""
@@ -77,7 +79,7 @@ def _figures(done: Progress, *, moves: bool) -> list[Markup]:
     parts = []
     if done.rate is not None and moves:
         unit = "steps/s" if done.label == "step" else "per second"
-        parts.append(element("b", f"{grouped_ranks.rate(done.rate)} {unit}"))
+        parts.append(element("b", f"{rank_table.rate(done.rate)} {unit}"))
     if done.epoch is not None and not done.label.lower().startswith("epoch"):
         parts.append(element("b", f"epoch {done.epoch:,}"))
     if done.step is not None:
@@ -102,12 +104,12 @@ def verdict(now: RunSnapshot) -> Markup:
 
 def ranks(now: RunSnapshot, loss: str) -> Markup:
     """Return the table of few ranks, grouped by node if there are several nodes; stragglers are marked."""
-    gpu, groups = grouped_ranks.has_gpu(now.ranks), by_node(now.ranks)
-    titles = ["rank", "state", *grouped_ranks.head(loss, gpu=gpu)]
+    gpu, groups = rank_table.has_gpu(now.ranks), by_node(now.ranks)
+    titles = ["rank", "state", *rank_table.column_titles(loss, gpu=gpu)]
     rows = []
     for members in groups.values():
-        rows += [grouped_ranks.node_row(members, gpu=gpu, several=True)] if len(groups) > 1 else []
-        rows += [grouped_ranks.rank_row(rank, gpu=gpu) for rank in members]
+        rows += [rank_table.node_row(members, gpu=gpu, several=True)] if len(groups) > 1 else []
+        rows += [rank_table.rank_row(rank, gpu=gpu) for rank in members]
     table = html_table(
         titles,
         [_cells(row) for row in rows],
@@ -252,3 +254,75 @@ def setup(run: Run) -> Markup:
         for caption, rows in tables
         if len(rows) > 1
     ])  # fmt: skip
+
+
+# The sharding page of a run's panel: the mesh of ranks as a drawing, and the table of shards.
+
+_NO_SHARDS = (
+    "Nothing prepared yet: accelerator.prepare(model, optimizer) shows here the parameters, gradients and optimizer "
+    "state of each rank."
+)
+_SHARDS_NOTE = (
+    "A bar stands for the whole model, its filled part for what the rank holds between steps. Gradients exist from "
+    "backward to step, optimizer state from the first step on."
+)
+
+
+class ShardingPage:
+    """The page as HTML, made again only when a rank has sent a new report.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._shown: ShardReports = {}
+        self._html = sharding_page({})
+
+    def html(self) -> Markup:
+        """Return the page."""
+        latest = mesh_diagram.latest_reports(self.run)
+        if latest != self._shown:
+            self._shown, self._html = latest, sharding_page(latest)
+        return self._html
+
+
+def sharding_page(reports: ShardReports) -> Markup:
+    """Return summary, drawing and table.
+
+    Args:
+        reports: By rank.
+    """
+    if not reports:
+        return element("p", _NO_SHARDS, class_="na-empty")
+    rows = mesh_diagram.sharding_rows(reports)
+    table = html_table(
+        mesh_diagram.HEAD,
+        [_sharding_cells(row) for row in rows],
+        caption=element("caption", mesh_diagram.CAPTION, class_="na-hidden"),
+        columns=[{}, {}, NUMBER, NUMBER, {}, {}],
+        row_classes=["" if row.kind in _PARTS else "na-sum" for row in rows],
+        class_="na-table na-shards",
+    )
+    return join([
+        element("p", mesh_diagram.summary(reports), class_="na-verdict"),
+        element("div", mesh_diagram.svg(reports), class_="na-scroll na-mesh"),
+        element("p", _SHARDS_NOTE, class_="na-note"),
+        element("div", table, class_="na-scroll"),
+    ])  # fmt: skip
+
+
+_PARTS = {"parameters": 1, "gradients": 0, "optimizer state": 3}
+
+
+def _sharding_cells(row: ShardingRow) -> list[str]:
+    part = _PARTS.get(row.kind)
+    kind = row.kind if part is None else join([swatch(part), row.kind])
+    meter = Markup()
+    if row.share is not None:
+        fill = "var(--na-muted-ink)" if part is None else f"var(--na-part-{part})"
+        style = f"width:{min(100.0, 100 * row.share):.1f}%;background:{fill}"
+        meter = element("span", element("i", style=style), class_="na-meter")
+    share = element("span", meter, element("span", percent(row.share)), class_="na-share")
+    return [row.ranks, kind, row.total, row.per_rank, share, element("span", row.layout, class_="na-muted")]

@@ -12,17 +12,16 @@ import ipywidgets
 import traitlets
 
 from notebook_accelerate.launch import Run, run_registry, runs
-from notebook_accelerate.launch.output.replaceable_outputs import here
+from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.report import svg_curves
 from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, text_table
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
-from notebook_accelerate.widgets.assets import asset, script
 from notebook_accelerate.widgets.compared_run import BestValues, label_of
 from notebook_accelerate.widgets.front_end import front_end
 from notebook_accelerate.widgets.live_panel import RenderSchedule, ticker
-from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle, with_classes
-from notebook_accelerate.widgets.panel_output import PanelOutput
+from notebook_accelerate.widgets.panel_elements import asset, card, problem, script, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.plot import Plot, Source, run_sources
 from notebook_accelerate.widgets.run_panel import RunPanel
 
@@ -38,7 +37,7 @@ TABLE_SECONDS = 1.0
 """Seconds between two updates of the table while no run starts, ends or changes its state."""
 
 
-class RunsTable:
+class RunsTable(CellView):
     """Runs with their arguments, differing settings, last and best metrics, and their curves in one plot.
 
     A displayed table is updated at most five times a second while a run lasts. In the browser it is sorted by a click
@@ -237,11 +236,8 @@ class RunsTable:
         """The table as plain text."""
         return text_table(self.rows)
 
-    def _ipython_display_(self) -> None:
+    def _show_in(self, output: Output) -> None:
         """Show the live table; its static form replaces it when the kernel ends."""
-        output = here()
-        if output is None:
-            raise NotImplementedError  # IPython then calls _repr_mimebundle_
         if self.binding.closed:
             output.show(self._static())
             return
@@ -251,9 +247,6 @@ class RunsTable:
         self._shown.add(output, self.widget)
         if running:
             ticker.add(self.binding)
-
-    def _static(self) -> dict[str, Any]:
-        return {"text/html": self.html, "text/plain": self.text}
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return widget_bundle(self.widget, self._static())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.widgets.assets import asset, script
+from notebook_accelerate.widgets.panel_elements import asset, script
 from notebook_accelerate.widgets.plot import SCRIPTS
 from tests.support.browser import Browser
 

@@ -33,9 +33,9 @@ from notebook_accelerate.launch.state.run_events import NoteAdded, RunStalled
 from notebook_accelerate.launch.state.run_state import Stall
 from notebook_accelerate.telemetry import CheckpointEvent, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.widgets.actions import stopping
 from notebook_accelerate.widgets.live_panel import close_all
 from notebook_accelerate.widgets.runs_table import RunsTable
-from notebook_accelerate.widgets.stop_button import stopping
 from tests.support.runs import START, feed, make_run
 
 OPTIONS: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": "fork", "panel": False}

@@ -45,12 +45,13 @@ from notebook_accelerate.telemetry import (
 )
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.store import MAX_POINTS, RUN_LOG_BYTES, Record
-from notebook_accelerate.widgets import run_panel_html, runs_table
+from notebook_accelerate.widgets import panel_output, run_panel_html
+from notebook_accelerate.widgets.actions import stopping
+from notebook_accelerate.widgets.front_end import KernelState
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.resource_strip import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
-from notebook_accelerate.widgets.stop_button import KernelState, stopping
 from tests.support.runs import START, Clock, devices, end, feed, make_run
 from tests.support.shard_reports import hybrid, zero
 from tests.support.waiting import until
@@ -549,7 +550,7 @@ class _Place:
 def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
     table = RunsTable([run])
-    monkeypatch.setattr(runs_table, "here", lambda: _Place(lambda: None if run.ended else end(run)))
+    monkeypatch.setattr(panel_output, "here", lambda: _Place(lambda: None if run.ended else end(run)))
     table._ipython_display_()
     until(lambda: [row["cells"][2] for row in table.grid.table["rows"]] == ["succeeded"])
     table.close()

@@ -1,0 +1,314 @@
+"""Rows of text with buttons; in the panel of a run they show what needs its user, and how it is stopped or resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import traitlets
+
+from notebook_accelerate import launch
+from notebook_accelerate.launch.output.rank_lines import published_under
+from notebook_accelerate.launch.report import rank_rows
+from notebook_accelerate.launch.resumption import newest_checkpoint
+from notebook_accelerate.launch.state import failures
+from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.widgets.panel_elements import asset
+from notebook_accelerate.widgets.run_summary import duration
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch import Run
+    from notebook_accelerate.widgets.front_end import KernelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """A button.
+
+    Attributes:
+        id: What a click sends.
+        label: The text of the button.
+        hint: What a click does.
+        tone: "bad" or "first" for another colour; "": the usual one.
+        enabled: Whether it can be clicked.
+        interrupts: Whether a click interrupts the cell that blocks the kernel, through the notebook's server. Where
+            the browser does not reach that, the button is disabled.
+    """
+
+    id: str
+    label: str
+    hint: str
+    tone: str = ""
+    enabled: bool = True
+    interrupts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionRow:
+    """A text and its buttons.
+
+    Attributes:
+        key: Identifies the row in later updates.
+        text: The text.
+        actions: The buttons.
+        tone: "bad", "warn" or "".
+    """
+
+    key: str
+    text: str = ""
+    actions: tuple[Action, ...] = ()
+    tone: str = ""
+
+
+class ActionRows(anywidget.AnyWidget):
+    """Rows of text with buttons.
+
+    Args:
+        on_action: Called with the id of the action that was clicked.
+        label: Name of the rows for screen readers.
+    """
+
+    _esm = asset("actions.js")
+    rows: Any = traitlets.List().tag(sync=True)
+    note: Any = traitlets.Dict().tag(sync=True)
+    label: Any = traitlets.Unicode("").tag(sync=True)
+    kernel: Any = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, on_action: Callable[[str], None], label: str = "") -> None:
+        super().__init__(label=label)
+        self._on_action = on_action
+        self.on_msg(self._on_message)
+
+    def show(self, rows: Sequence[ActionRow], kernel: str = "", note: str = "", unreachable: str = "") -> None:
+        """Show these rows.
+
+        Args:
+            rows: The rows, from the top.
+            kernel: Id of the kernel on the notebook's server; "": not known.
+            note: A text below them.
+            unreachable: The text instead of ``note`` where the browser cannot interrupt the kernel; "": ``note``.
+        """
+        shown = [asdict(row) for row in rows]
+        for row in shown:
+            row["actions"] = list(row["actions"])
+        self.kernel, self.note, self.rows = kernel, {"text": note, "unreachable": unreachable}, shown
+
+    @property
+    def text(self) -> str:
+        """The rows and the note as plain text, a line each."""
+        lines = [" ".join([row["text"], *(f"[{each['label']}]" for each in row["actions"])]) for row in self.rows]
+        return "\n".join(filter(None, [*map(str.strip, lines), self.note.get("text", "")]))
+
+    def click(self, action: str) -> None:
+        """Do what a click does."""
+        self._on_action(action)
+
+    def _on_message(self, _: object, content: object, __: object) -> None:
+        if isinstance(content, dict) and content.get("kind") == "click":
+            self.click(str(content.get("action")))
+
+
+class CopyButton(anywidget.AnyWidget):
+    """Copies ``text`` to the browser's clipboard, or inserts it as a cell below, when it is clicked.
+
+    Args:
+        text: The text.
+        label: What is copied, for screen readers, such as "Copy this cell".
+        insertable: Whether the text is the code of a cell: it can be inserted in JupyterLab and Notebook.
+    """
+
+    _esm = asset("copy.js")
+    text: Any = traitlets.Unicode("").tag(sync=True)
+    label: Any = traitlets.Unicode("Copy this text").tag(sync=True)
+    insertable: Any = traitlets.Bool(default_value=False).tag(sync=True)
+
+
+# ---- how a run can be stopped
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """How a run can be stopped now.
+
+    Attributes:
+        action: The button.
+        note: A sentence about it; "" after the end.
+        unreachable: The sentence where the action interrupts and the browser cannot; "": ``note``.
+    """
+
+    action: Action
+    note: str = ""
+    unreachable: str = ""
+
+
+def stopping(run: Run, kernel: KernelState | None) -> Stopping:
+    """Return how a run can be stopped now.
+
+    Args:
+        run: The run.
+        kernel: The state of the kernel; None outside a kernel.
+    """
+    kills = run.status == "stopping"
+    interrupts = kernel is not None and _interrupts(run, kernel)
+    if kills:
+        action = Action(id="stop", label="Kill", hint="End every rank immediately", tone="kill", interrupts=interrupts)
+        note = "Stopping: ranks may finish saving. Click Kill to end them at once"
+        without = "Stopping: ranks may finish saving. Press ■ again to end them at once"
+        return Stopping(action, note, without if interrupts else "")
+    if run.ended is None and (refusal := run.commands.refusal):
+        return Stopping(Action(id="stop", label="Stop", hint=refusal, tone="stop", enabled=False), refusal)
+    action = Action(id="stop", label="Stop", hint="Ask every rank to stop", tone="stop", interrupts=interrupts)
+    if run.ended is not None or kernel is None:
+        return Stopping(action)
+    if not kernel.busy:
+        return Stopping(action, "Click Stop to end this run (■ does not affect background runs)")
+    if interrupts or kernel.handles_clicks:
+        note = "Click Stop, or ■ in the toolbar, to end this run"
+        return Stopping(action, note, "Press ■ in the toolbar to end this run" if interrupts else "")
+    return Stopping(action, "Another cell is running: clicks take effect when it ends")
+
+
+def _interrupts(run: Run, kernel: KernelState) -> bool:
+    """Return whether an interrupt of the running cell stops the run, and a click would have to wait for that cell."""
+    if is_inline(run):
+        return kernel.busy
+    return kernel.busy and not kernel.handles_clicks and (run.config.block or not kernel.blocked)
+
+
+def is_inline(run: Run) -> bool:
+    """Return whether the only rank of a run is the kernel itself."""
+    return run.plan is not None and run.plan.start_method == "inline"
+
+
+# ---- what a run needs its user for
+
+DEBUG = Action(id="debug", label="Debug", hint="Show where every rank is, and how to open its debugger")
+
+RESUME = Action(id="resume", label="Resume", hint="Continue the paused ranks", tone="first")
+
+PAUSE = Action(id="pause", label="Pause", hint="Hold all ranks before their next step")
+
+ERRORS = Action(id="errors", label="Show error", hint="Open the Errors tab")
+
+RELEASE = Action(id="stop", label="Release ranks", hint="End the ranks that are kept for the debugger")
+
+
+def needs(run: Run, now: float, stop: Action) -> list[ActionRow]:
+    """Return what the user should know or do, the most urgent first.
+
+    Args:
+        run: The run.
+        now: Seconds since the epoch.
+        stop: The button that stops the run.
+    """
+    if run.ended is not None:
+        return [*_failed(run), *_not_finite(run), *_warnings(run)]
+    return [*_stuck(run, now, stop), *_prompts(run), *_paused(run), *_not_finite(run), *_warnings(run)]
+
+
+def _failed(run: Run) -> Iterator[ActionRow]:
+    if not run.failures:
+        return
+    kept = (RELEASE,) if run.held else ()
+    text = f"{failures.headline(run.failures).replace(':', ' failed:', 1)}"
+    if run.held:
+        text += " · the ranks are kept at this line"
+    yield ActionRow(key="failed", text=text, actions=(ERRORS, DEBUG, *kept), tone="bad")
+
+
+def _stuck(run: Run, now: float, stop: Action) -> Iterator[ActionRow]:
+    if (stall := run.stall) is not None:
+        text = f"Stuck for {duration(max(0.0, now - stall.since))}: {stall.cause or 'no rank makes progress'}"
+        yield ActionRow(key="stuck", text=text, actions=(DEBUG, stop), tone="bad")
+
+
+def _prompts(run: Run) -> Iterator[ActionRow]:
+    stopped = run.commands.prompts.debugged()
+    waiting = [rank for rank in run.prompts if rank not in stopped]
+    if waiting:
+        verb = "waits" if len(waiting) == 1 else "wait"
+        answer = Action(id="answer", label="Answer", hint="Show how to answer", tone="first")
+        yield ActionRow(key="input", text=f"{rank_names(waiting)} {verb} for input", actions=(answer,), tone="warn")
+    if stopped:
+        yield ActionRow(key="breakpoint", text=f"{rank_names(stopped)} at breakpoint", actions=(DEBUG,), tone="warn")
+
+
+def _paused(run: Run) -> Iterator[ActionRow]:
+    if not (paused := run.paused):
+        return
+    steps = sorted({step for rank in paused if (step := run.store.last_step.get(rank)) is not None and step >= 0})
+    at = ""
+    if steps:
+        at = f" at step {steps[0]:,}" if len(steps) == 1 else f" at steps {steps[0]:,} to {steps[-1]:,}"
+    running = [info.rank for info in run.ranks if info.state == "running"]
+    who = "Paused" if set(paused) >= set(running) else f"{rank_names(paused)} paused"
+    yield ActionRow(key="paused", text=f"{who}{at}", actions=(RESUME, DEBUG), tone="warn")
+
+
+def _not_finite(run: Run) -> Iterator[ActionRow]:
+    if text := rank_rows.not_finite(run):
+        yield ActionRow(key="finite", text=text, actions=() if run.ended is not None else (DEBUG,), tone="bad")
+
+
+def _warnings(run: Run) -> Iterator[ActionRow]:
+    for index, text in enumerate(rank_rows.latest_warnings(run)):
+        yield ActionRow(key=f"warning {index}", text=text, tone="warn")
+
+
+# ---- how the training of an ended run can go on
+
+CONTINUE = Action(
+    id="continue",
+    label="Resume training",
+    hint="Launch the same function again, from this checkpoint, as one history",
+    tone="first",
+)
+
+
+class ResumeOffer:
+    """Says from where an ended run can go on, and launches it.
+
+    Attributes:
+        parent: The execute request of the cell that shows the panel; None: none does.
+        launched: The run that goes on; None: there is none yet.
+    """
+
+    def __init__(self) -> None:
+        self.parent: Any = None
+        self.launched: Run | None = None
+        self._checkpoint: str | None = None
+
+    def rows(self, run: Run) -> list[ActionRow]:
+        """Return the offer, if the run ended before its training did and has a complete checkpoint."""
+        if self.launched is not None:
+            return [ActionRow(key="continue", text=f"run {self.launched.id} goes on with this training")]
+        if run.ended is None or run.held or run.status == "succeeded" or not (checkpoint := self._newest(run)):
+            return []
+        if run.call is not None:
+            return [ActionRow(key="continue", text=f"Can go on from {checkpoint}", actions=(CONTINUE,))]
+        text = (
+            f"Can go on from {checkpoint}: execute the cells that define {run.function_name}, then "
+            f"notebook_launcher({run.function_name}, args, config=run.config, resume=run)"
+        )
+        return [ActionRow(key="continue", text=text)]
+
+    def _newest(self, run: Run) -> str:
+        if self._checkpoint is None:
+            found = newest_checkpoint(run)
+            self._checkpoint = PurePath(found.path).name if found is not None else ""
+        return self._checkpoint
+
+    def launch(self, run: Run) -> None:
+        """Launch the run that goes on, in the background; its panel is shown under the same cell.
+
+        Raises:
+            LaunchError: The function or an argument exists no more, or the run could not be started.
+        """
+        if self.launched is not None or run.call is None:
+            return
+        function, arguments = run.call.restore(run.function_name)
+        with published_under(self.parent):
+            self.launched = launch.start(run.config.changed(block=False), function, arguments, run)
