@@ -39,35 +39,27 @@ class ComparedRun(Protocol):
     commands: RunCommands
 
     @property
-    def status(self) -> str:
-        """See ``Run.status``."""
+    def status(self) -> str: ...
 
     @property
-    def started(self) -> float:
-        """See ``Run.started``."""
+    def started(self) -> float: ...
 
     @property
-    def ended(self) -> float | None:
-        """See ``Run.ended``."""
+    def ended(self) -> float | None: ...
 
     @property
-    def elapsed(self) -> float:
-        """See ``Run.elapsed``."""
+    def elapsed(self) -> float: ...
 
     @property
-    def arguments(self) -> Mapping[str, Value]:
-        """See ``Run.arguments``."""
+    def arguments(self) -> Mapping[str, Value]: ...
 
     @property
-    def plan(self) -> LaunchPlan | None:
-        """See ``Run.plan``."""
+    def plan(self) -> LaunchPlan | None: ...
 
     @property
-    def store(self) -> Store:
-        """See ``Run.store``."""
+    def store(self) -> Store: ...
 
-    def request_stop(self) -> None:
-        """See ``Run.request_stop``."""
+    def request_stop(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import ipywidgets
@@ -33,24 +33,6 @@ MAX_LIVE = 4
 """Live views of a kernel: each holds its events, up to 36 MB, here and in the browser. The oldest become static."""
 
 
-class ShownProfile(Protocol):
-    """What the view needs of `launch.report.profile.Profile`."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """The events of all ranks."""
-
-    def summary_html(self) -> Markup:
-        """Return what was profiled, and the sentences."""
-
-    def tables_html(self) -> Markup:
-        """Return the tables."""
-
-    @property
-    def html(self) -> str:
-        """The static form."""
-
-
 class ProfilePanel:
     """A profile that is shown live; the saved notebook holds its static form.
 
@@ -58,14 +40,14 @@ class ProfilePanel:
         profile: The profile, which is not kept.
     """
 
-    def __init__(self, profile: ShownProfile) -> None:
+    def __init__(self, profile: Profile) -> None:
         self.view = TimelineView(profile.timeline)
         self.widget = card(*self.parts(profile, self.view))
         static = {"text/plain": repr(profile), "text/html": profile.html}
         self._shown = PanelOutput(lambda: static, lambda: "Profile")
 
     @staticmethod
-    def parts(profile: ShownProfile, view: TimelineView) -> list[Any]:
+    def parts(profile: Profile, view: TimelineView) -> list[Any]:
         """Return the widgets of a profile, from the top.
 
         Args:
@@ -91,7 +73,7 @@ class ProfilePanel:
         close_all(self.widget)
 
 
-def show(profile: ShownProfile) -> bool:
+def show(profile: Profile) -> bool:
     """Show a profile live in the running cell; return False where there are no live widgets.
 
     Args:

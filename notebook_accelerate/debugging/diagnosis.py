@@ -54,7 +54,6 @@ class RankPosition:
         return self.frames[-1] if self.frames else None
 
     def shifted(self, seconds: float) -> RankPosition:
-        """See `Diagnosis.shifted`."""
         waiting = tuple(each._replace(since=each.since + seconds) for each in self.waiting)
         return replace(self, moved=None if self.moved is None else self.moved + seconds, waiting=waiting)
 

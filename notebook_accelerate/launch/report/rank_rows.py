@@ -286,20 +286,13 @@ class RankOnNode(Protocol):
     """The attributes of a rank that grouping reads."""
 
     @property
-    def rank(self) -> int:
-        """Global index."""
-
+    def rank(self) -> int: ...
     @property
-    def state(self) -> str:
-        """Its state, such as running."""
-
+    def state(self) -> str: ...
     @property
-    def node(self) -> int:
-        """Index of its machine."""
-
+    def node(self) -> int: ...
     @property
-    def host(self) -> str:
-        """Name of that machine; "" for this one."""
+    def host(self) -> str: ...
 
 
 Rank = TypeVar("Rank", bound=RankOnNode)
