@@ -1,7 +1,17 @@
-"""The server of interpreters, shared by the tests of all folders."""
+"""What the tests of all folders share: the server of interpreters, and the snapshots of rendered HTML."""
 
 from __future__ import annotations
 
-from tests.support.interpreters import interpreters
+import pytest
 
-__all__ = ["interpreters"]
+from tests.support.interpreters import interpreters
+from tests.support.snapshots import Snapshot, compare
+
+__all__ = ["interpreters", "snapshot"]
+
+
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest) -> Snapshot:
+    """Return a function that compares HTML with a file in ``snapshots/`` beside the test."""
+    folder = request.path.parent / "snapshots"
+    return lambda name, html: compare(folder / f"{name}.html", html)
