@@ -67,7 +67,7 @@ class Form:
         self._loading = False
         self._groups = _complete(groups or (), [entry.name for entry in self.draft.fields])
         self._kinds = {entry.name: entry for entry in self.draft.fields}
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _FieldRow] = {}
         self._pages: list[Any] = []
         self._titles: dict[int, str] = {}
         self._is_part = models is not None
@@ -109,7 +109,7 @@ class Form:
         self._pages[index].children = [field_row.widget for field_row in made.values()]
         self._pages[index].add_class("na-fields")
 
-    def _row(self, name: str) -> _Row:
+    def _row(self, name: str) -> _FieldRow:
         assert self.widget is not None  # creates the pages
         with self._lock:
             self._open(next(index for index, (_, names) in enumerate(self._groups) if name in names))
@@ -221,7 +221,7 @@ class Form:
         return widget_bundle(self.widget, static)
 
 
-class _Row:
+class _FieldRow:
     """One field: its input widget, and a note beside it."""
 
     def __init__(self, form: Form, field: Field) -> None:
@@ -271,7 +271,7 @@ class _Row:
         self.form_of.enter(self.field.name, self.read(change["new"]))
 
 
-class _TextRow(_Row):
+class _TextRow(_FieldRow):
     def make(self) -> Any:
         text_format = TEXT_FORMATS[self.field.kind]
         settings = {"placeholder": self._placeholder(text_format.hint), "continuous_update": True}
@@ -284,12 +284,12 @@ class _TextRow(_Row):
         return f"{default} (default)" if default else (f"{_NOT_SET} ({hint})" if hint else _NOT_SET)
 
 
-class _FlagRow(_Row):
+class _FlagRow(_FieldRow):
     def make(self) -> Any:
         return self._make(ipywidgets.Checkbox, indent=True)
 
 
-class _ChoiceRow(_Row):
+class _ChoiceRow(_FieldRow):
     """A list of choices. It works with labels, so that None can be one of the values."""
 
     def make(self) -> Any:
@@ -310,7 +310,7 @@ class _ChoiceRow(_Row):
         return next(entry for label, entry in self._values if label == value)
 
 
-class _CodeRow(_Row):
+class _CodeRow(_FieldRow):
     """A value that can only be created in code: shown, but not entered."""
 
     def make(self) -> Any:
@@ -357,11 +357,11 @@ class _NestedRow(_FlagRow):
         super()._changed(change)
 
 
-def _flag_row(form: Form, field: Field) -> _Row:
+def _flag_row(form: Form, field: Field) -> _FieldRow:
     return _ChoiceRow(form, field) if field.optional else _FlagRow(form, field)
 
 
-_ROW_TYPES: dict[str, Callable[[Form, Field], _Row]] = {
+_ROW_TYPES: dict[str, Callable[[Form, Field], _FieldRow]] = {
     "flag": _flag_row,
     "choice": _ChoiceRow,
     "code": _CodeRow,

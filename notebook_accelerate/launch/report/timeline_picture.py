@@ -39,7 +39,7 @@ TITLES = {"op": "operation", "loader": "data loading", "kernel": "GPU kernel", "
 
 
 @dataclass
-class _Row:
+class _RankRow:
     """What is drawn of one rank.
 
     Attributes:
@@ -76,12 +76,12 @@ def timeline_svg(timeline: Timeline) -> Markup:
     return svg_image(drawing, WIDTH, height, _description(timeline))
 
 
-def _rows(timeline: Timeline) -> list[_Row]:
+def _rows(timeline: Timeline) -> list[_RankRow]:
     """Return the ranks in order; at most ``MAX_RANKS``."""
-    rows: dict[int, _Row] = {}
+    rows: dict[int, _RankRow] = {}
     main: dict[int, list[Track]] = {}
     for track in timeline.tracks:
-        row = rows.setdefault(track.rank, _Row(track.rank))
+        row = rows.setdefault(track.rank, _RankRow(track.rank))
         kind = track.name.rpartition("·")[2].strip()
         if kind == "collectives" or "stream" in kind:
             row.lanes.append([track])
@@ -96,11 +96,11 @@ def _rows(timeline: Timeline) -> list[_Row]:
         if end > start:
             rows[waiting.rank].waits.append((start, end))
     for step in timeline.steps:
-        rows.setdefault(step.rank, _Row(step.rank))
+        rows.setdefault(step.rank, _RankRow(step.rank))
     return [rows[rank] for rank in sorted(rows)][:MAX_RANKS]
 
 
-def _drawing(timeline: Timeline, rows: Sequence[_Row], height: int, columns: int) -> Markup:
+def _drawing(timeline: Timeline, rows: Sequence[_RankRow], height: int, columns: int) -> Markup:
     span = max(timeline.span, 1e-6)
     scale = (WIDTH - LABEL - RIGHT) / span
     parts: list[Markup] = [*_axis(span, scale, height)]
@@ -134,7 +134,7 @@ def _axis(span: float, scale: float, height: int) -> Iterator[Markup]:
         yield svg_text(x, height - 8, f"{value:,.10g} {name}", INK, "middle")
 
 
-def _steps(timeline: Timeline, row: _Row, top: float, scale: float) -> Iterator[Markup]:
+def _steps(timeline: Timeline, row: _RankRow, top: float, scale: float) -> Iterator[Markup]:
     """Yield a bar per step, with its number where there is room; steps that are too narrow are one bar."""
     steps = [step for step in timeline.steps if step.rank == row.rank]
     label = "step {}"
@@ -207,7 +207,7 @@ def _most_frequent(samples: np.ndarray) -> np.ndarray:
     return most
 
 
-def _waits(timeline: Timeline, row: _Row, top: float, columns: int, used: list[str]) -> Iterator[Markup]:
+def _waits(timeline: Timeline, row: _RankRow, top: float, columns: int, used: list[str]) -> Iterator[Markup]:
     """Yield the columns of which a rank waits more than half."""
     import numpy as np
 
