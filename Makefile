@@ -208,7 +208,7 @@ $(TRANSFORMERS_BUILD)/%/.ready: $(CLIENTS_READY) requirements/transformers-%.txt
 # Minutes of C++ compilation and 2 GB of memory; without it the test of that optimizer skips.
 $(DEEPSPEED_OPS): $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) MAX_JOBS=1 PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python -c \
-		"from notebook_accelerate.strategies.deepspeed.op_compilation import compilation_context; \
+		"from notebook_accelerate.strategies.deepspeed.deepspeed_engine import compilation_context; \
 		from deepspeed.ops.op_builder import CPUAdamBuilder; compilation_context(); CPUAdamBuilder().load(verbose=False)" > /dev/null
 	touch $@
 

@@ -62,13 +62,13 @@ def test_waiting_ends_at_the_limit() -> None:
 def test_gloos_threads_are_found_by_name(interpreters: InterpreterServer) -> None:
     code = (
         "import time\n"
-        "import torch.distributed as dist; from notebook_accelerate.state import PartialState, gloo_threads\n"
+        "import torch.distributed as dist; from notebook_accelerate.state import PartialState, process_group\n"
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
         "PartialState(cpu=True)\n"
         "end = time.monotonic() + 60.0\n"
-        "while not gloo_threads._threads() and time.monotonic() < end:\n"  # a thread has its name once it runs
+        "while not process_group._threads() and time.monotonic() < end:\n"  # a thread has its name once it runs
         "    time.sleep(0.01)\n"
-        "print(len(gloo_threads._threads()))"
+        "print(len(process_group._threads()))"
     )
     done = interpreters.run("-c", code, env=os.environ)
     assert done.returncode == 0, done.stderr
