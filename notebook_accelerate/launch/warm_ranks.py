@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 from notebook_accelerate.config.launch_config import LaunchConfig
@@ -23,12 +19,11 @@ from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.failures import ordered
 from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE
-from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, StatusEvent, steady_time, tracebacks
+from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.rank_devices import rank_names
-from notebook_accelerate.telemetry.tracebacks import install_sources
-from notebook_accelerate.worker import debug_agent, plain_process
+from notebook_accelerate.worker.warm_cells import warm_rank
 
 LOOK_SECONDS = 0.05
 """Seconds between two checks of a waiting cell for prompts of its ranks."""
@@ -254,74 +249,3 @@ class CellError(WorkerError):
     def _render_traceback_(self) -> list[str]:
         lines = [*failures.failure_lines(self.failures), "", f"WorkerError: {self}"]
         return with_page(lines, self.documented_kind)
-
-
-# ---- in a rank, which keeps its variables and runs one cell after another
-
-
-class InterruptGate:
-    """Lets interrupts into cells only: one that arrives after a cell must not lose its reply."""
-
-    def __init__(self) -> None:
-        self.open = False
-        signal.signal(signal.SIGINT, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.open:
-            signal.default_int_handler(number, frame)
-
-
-def warm_rank() -> None:
-    """Run cells until the kernel ends this rank; the launched function of every warm rank.
-
-    The process group is open from the start, so that collectives work in the first cell.
-    """
-    gate = InterruptGate()  # first: an interrupt of the first cell may arrive while this rank still imports
-    from notebook_accelerate.state import PartialState  # in a rank only: the kernel must not import it
-
-    state = PartialState()
-    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
-    namespace |= {"rank": state.process_index, "world_size": state.num_processes, "device": state.device}
-    sys.modules["__main__"].__dict__.update(namespace)
-    namespace = sys.modules["__main__"].__dict__
-    sink = plain_process.require_sink()
-    sink.send(StatusEvent("running", "warm"))
-    while True:
-        try:
-            request = debug_agent.cell_requests.get()
-            install_sources({request.filename: request.source})
-            reply = _run(request, namespace, gate)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            sink.send(reply)
-        except KeyboardInterrupt:
-            continue  # the cell has replaced the handler, and the interrupt arrived between two cells
-
-
-def _run(request: CellRequest, namespace: dict[str, Any], gate: InterruptGate) -> CellReply:
-    try:
-        gate.open = True
-        if request.payload:
-            namespace.update(load_bytes(request.payload))
-        value = run_cell(request.source, request.filename, namespace)
-        fetched = {name: namespace[name] for name in request.fetch}
-        payload = dump_bytes(fetched, f"one of {', '.join(request.fetch)}") if fetched else b""
-        reply = CellReply(request.number, debug_agent.short_repr(value) if value is not None else "", payload=payload)
-        gate.open = False
-        return reply
-    except BaseException as error:  # noqa: BLE001 - the reply carries a cell's error, and the rank lives on
-        gate.open = False
-        return CellReply(request.number, "", tracebacks.chain_of(error), steady_time.now())
-
-
-def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
-    """Run a cell and return the value of its last expression; None when it ends with a statement or a semicolon."""
-    # Not ast.parse, whose frame would be the last one of a SyntaxError's traceback.
-    tree: Any = compile(source, filename, "exec", ast.PyCF_ONLY_AST)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, filename, "exec"), namespace)  # noqa: S102 - the user's own cell
-    if not isinstance(last, ast.Expr):
-        return None
-    code: CodeType = compile(ast.Expression(last.value), filename, "eval")
-    value = eval(code, namespace)  # noqa: S307 - the same
-    return None if source.rstrip().endswith(";") else value

@@ -7,33 +7,33 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accelerate.launch import warm_ranks
 from notebook_accelerate.telemetry import ExceptionInfo, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
+from notebook_accelerate.worker import warm_cells
 
 INTERRUPT = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 
 
 @pytest.fixture
-def gate() -> Iterator[warm_ranks.InterruptGate]:
+def gate() -> Iterator[warm_cells.InterruptGate]:
     """Take interrupts as a warm rank does."""
     before = signal.getsignal(signal.SIGINT)
-    yield warm_ranks.InterruptGate()
+    yield warm_cells.InterruptGate()
     signal.signal(signal.SIGINT, before)
 
 
-def run(source: str, gate: warm_ranks.InterruptGate) -> CellReply:
-    return warm_ranks._run(CellRequest(1, source, "<cell>"), {}, gate)
+def run(source: str, gate: warm_cells.InterruptGate) -> CellReply:
+    return warm_cells._run(CellRequest(1, source, "<cell>"), {}, gate)
 
 
-def test_an_interrupt_ends_the_cell(gate: warm_ranks.InterruptGate) -> None:
+def test_an_interrupt_ends_the_cell(gate: warm_cells.InterruptGate) -> None:
     for _ in range(2):
         assert [each.type for each in run(INTERRUPT + "6 * 7", gate).chain] == ["KeyboardInterrupt"]
     assert run("6 * 7", gate).shown == "42"
 
 
 def test_an_interrupt_after_the_cell_loses_no_reply(
-    gate: warm_ranks.InterruptGate, monkeypatch: pytest.MonkeyPatch
+    gate: warm_cells.InterruptGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain_of = tracebacks.chain_of
 

@@ -23,8 +23,8 @@ def test_a_stack_begins_with_the_launched_function(method: str) -> None:
 
 
 def test_a_stack_of_a_warm_rank_begins_with_the_cell() -> None:
-    from notebook_accelerate.launch import warm_ranks
+    from notebook_accelerate.worker import warm_cells
 
     names: dict[str, object] = {"look": lambda: stacks.stack(sys._getframe(1))}
-    frames = warm_ranks.run_cell("look()", "<a cell>", names)
+    frames = warm_cells.run_cell("look()", "<a cell>", names)
     assert [frame.filename for frame in frames] == ["<a cell>"]
