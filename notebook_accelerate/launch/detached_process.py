@@ -21,7 +21,6 @@ from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_protocol import VERSION
 from notebook_accelerate.launch.detached.control_service import ControlService
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
-from notebook_accelerate.launch.kept.journal_format import encode_records
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.processes.spawn import PickledFunction
 from notebook_accelerate.launch.start import start_here
@@ -98,7 +97,7 @@ class DetachedRun:
     def _begun(self, run: Run) -> None:
         """Serve kernels from now on, and tell the one that launches the run; called before its ranks start."""
         try:
-            self._service = ControlService(run, self._path, lambda records: b"".join(encode_records(records)))
+            self._service = ControlService(run, self._path)
             run_directory.add(self._entry(run))
         except OSError as error:
             self._tell({"error": "LaunchError", "message": f"the detached run cannot be found later: {error}"})

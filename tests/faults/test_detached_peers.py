@@ -86,9 +86,9 @@ def test_a_peer_that_sends_anything_harms_nobody(shared: Run, sends: str, then: 
 
 ANSWERS = {
     **SENDS,
-    "prompts that are no pairs": frame(protocol.OpenEvent([0], [], [[1]])),
-    "ranks that are none": frame(protocol.OpenEvent("all", [], [])),  # type: ignore[arg-type]
-    "garbage as records": frame(protocol.RecordsEvent(0, b"garbage" * 100)),
+    "garbage as records": frame(protocol.RecordsEvent(1, b"garbage" * 100)),
+    "garbage as the history": frame(protocol.HistoryEvent(1, b"garbage" * 100)),
+    "a text as the position": frame(protocol.HistoryEvent("all", b"")),  # type: ignore[arg-type]
     "garbage of a rank": frame(protocol.RelayedEvent(0, b"garbage" * 100)),
 }
 

@@ -8,24 +8,32 @@ import struct
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.debugging.session import RankRequests
-from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.errors import BrokenRunError, ChannelClosedError
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.detached.control_service import is_own, relayed, short_path
+from notebook_accelerate.launch.kept.journal_reader import JournalReader
 from notebook_accelerate.launch.processes.zygote import is_stopped
 from notebook_accelerate.launch.state.interrupts import SLICE
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
+from notebook_accelerate.launch.state.run_events import (
+    DebuggerLeft,
+    PromptClosed,
+    PromptOpened,
+    RankExited,
+    RankStarted,
+)
 from notebook_accelerate.telemetry import Event, InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Channel, Decoder
 from notebook_accelerate.telemetry.debug_protocol import Reply
+from notebook_accelerate.telemetry.store import Record
 
 CAPTURE_SECONDS = 10.0
 """Seconds to wait for the stacks of a rank that cannot reply."""
@@ -59,7 +67,6 @@ class ControlClient:
         OSError: Its process does not listen there.
 
     Attributes:
-        records: Events of the run that its process has sent: the number of the first one, and frames of the journal.
         report: Called with a sentence if its process does not answer.
     """
 
@@ -67,8 +74,9 @@ class ControlClient:
 
     def __init__(self, path: Path, process: ProcessIdentity | None = None, version: int = protocol.VERSION) -> None:
         self._path, self._channel = path, _connected(path)
-        self._process, self._replies_to_pings = process, version >= 1
-        self.records: deque[tuple[int, bytes]] = deque()
+        self._process, self._version = process, version
+        self._reader: JournalReader | None = None
+        self._on_end: Callable[[], None] = lambda: None
         self.report: Callable[[str], None] = warn
         self._heard = 0
         self._stop_watched = False
@@ -76,18 +84,34 @@ class ControlClient:
         self.prompts, self.requests = PromptQueue(), RankRequests()
         self._numbers = itertools.count(1)
         self._captured: dict[int, ProcessStacks] = {}
+        self._asked: dict[int, int] = {}
         self._changed = threading.Condition()
-        self._open: set[tuple[int, int]] = set()
         self._known = threading.Event()
         threading.Thread(target=self._main, name="notebook-accelerate-attached", daemon=True).start()
-        self._await_state()
 
-    def _await_state(self) -> None:
-        """Wait for the run's state: debug() right after attach() must know which ranks are at a breakpoint."""
+    def follow(self, reader: JournalReader, on_end: Callable[[], None]) -> bool:
+        """Receive the run's records from now on, over each connection from the position after the last one.
+
+        Args:
+            reader: Receives the records, on the client's thread.
+            on_end: Called on that thread when no more records follow.
+
+        Returns:
+            Whether the run's history has arrived; False if its process does not send it in time. It may do so later.
+        """
+        if self._version < 2:
+            self.requests.elsewhere = (
+                "this run was launched with an earlier version of notebook_accelerate: from here it can be watched and "
+                "stopped; restart its launch to use the debugger"
+            )
+            return False
+        self._reader, self._on_end = reader, on_end
+        self._send(protocol.FollowCommand(reader.restart()))
         deadline = time.monotonic() + STATE_SECONDS
-        while not self._known.wait(SLICE) and time.monotonic() < deadline:
+        while not self._known.wait(SLICE) and self.follows and time.monotonic() < deadline:
             if self._process is not None and is_suspended(self._process):
                 break
+        return self._known.is_set()
 
     def close(self) -> None:
         """Leave the run to itself."""
@@ -102,6 +126,11 @@ class ControlClient:
         return not (self._over or self._left)
 
     lingers = connected
+
+    @property
+    def follows(self) -> bool:
+        """Whether the process of the run sends its records, or will when it answers."""
+        return self._reader is not None
 
     def stop(self, grace: float) -> None:
         """See ``RunCommands.stop``; a process that does not answer is killed after ``grace`` and some seconds."""
@@ -125,10 +154,10 @@ class ControlClient:
     def _replies(self, process: ProcessIdentity) -> bool:
         """Wait `PING_SECONDS`; return whether the supervisor replied, or if it cannot, whether it is not suspended."""
         heard = self._heard
-        if self._replies_to_pings:
+        if self._version >= 1:
             self._send(protocol.PingCommand())
         time.sleep(PING_SECONDS)
-        return heard != self._heard or not (self._replies_to_pings or is_suspended(process))
+        return heard != self._heard or not (self._version >= 1 or is_suspended(process))
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``."""
@@ -176,12 +205,18 @@ class ControlClient:
                             self._handle(event)
             if self._left or not self._connect_again():
                 break
-        self._known.set()
-        for rank in self.requests.open_ranks():
-            self.requests.close(rank)
+        if not self.requests.elsewhere:
+            for rank in self.requests.open_ranks():
+                self.requests.close(rank)
         self.prompts.close()
         self._use(self._channel, over=True)
         self._channel.close()
+        self._end_following()
+
+    def _end_following(self) -> None:
+        on_end, self._on_end = self._on_end, lambda: None
+        self._reader = None
+        on_end()
 
     def _connect_again(self) -> bool:
         """Connect once more, unless the run is over: its process drops a kernel that was stopped and read nothing."""
@@ -198,6 +233,8 @@ class ControlClient:
             return False
         self._channel.close()
         self._use(channel)
+        if self._reader is not None:
+            self._send(protocol.FollowCommand(self._reader.restart()))
         return not self._left
 
     def _use(self, channel: Channel, *, over: bool = False) -> None:
@@ -206,36 +243,51 @@ class ControlClient:
             self._changed.notify_all()
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, protocol.OpenEvent):
-            self._take_state(event)
-            self._known.set()
+        if isinstance(event, (protocol.RecordsEvent, protocol.HistoryEvent)):
+            self._take_records(event)
         elif isinstance(event, protocol.CapturedEvent):
             with self._changed:
                 self._captured[event.number] = ProcessStacks(
                     event.dump, tuple(event.native), event.suspended, event.problem
                 )
                 self._changed.notify_all()
-        elif isinstance(event, protocol.RecordsEvent):
-            self.records.append((event.position, event.payload))
         elif isinstance(event, protocol.RelayedEvent):
             for _, sent in Decoder().feed(event.payload):
-                if isinstance(sent, InputRequest):
-                    self.prompts.put(Prompt(event.rank, sent, _RankChannel(self, event.rank), lambda _: None))
-                elif isinstance(sent, Reply):
+                if isinstance(sent, Reply):
                     self.requests.deliver(event.rank, sent)
 
-    def _take_state(self, state: protocol.OpenEvent) -> None:
-        known = self.requests.open_ranks()
-        for rank in set(known).difference(state.ranks):
-            self.requests.close(rank)
-        for rank in set(state.ranks).difference(known):
-            self.requests.open(rank, _RankChannel(self, rank), partial(self._capture, rank))
-        for rank in set(self.prompts.debugged()).difference(state.debugged):
-            self.prompts.drop(rank)
-        now = {(rank, number) for rank, number in state.prompts}
-        for rank, number in self._open - now:
-            self.prompts.withdraw(rank, number)
-        self._open = now
+    def _take_records(self, event: protocol.RecordsEvent | protocol.HistoryEvent) -> None:
+        reader = self._reader
+        if reader is None:
+            return
+        try:
+            if isinstance(event, protocol.HistoryEvent):
+                reader.take_history(event.position, event.payload)
+            else:
+                reader.take_records(event.position, event.payload)
+        except BrokenRunError:
+            self._end_following()
+        else:
+            if reader.position:
+                self._known.set()
+
+    def on_records(self, records: Sequence[Record]) -> None:
+        """Note which ranks accept requests, and what they ask the user; called with what the run's journal gets."""
+        for record in records:
+            event = record.event
+            if isinstance(event, RankStarted):
+                self.requests.open(event.rank, _RankChannel(self, event.rank), partial(self._capture, event.rank))
+            elif isinstance(event, RankExited):
+                self.requests.close(event.rank)
+                self.prompts.drop(event.rank)
+            elif isinstance(event, PromptOpened):
+                asked = InputRequest(event.prompt, event.password, event.shown, event.kind, event.number)
+                self._asked[event.rank] = event.number
+                self.prompts.put(Prompt(event.rank, asked, _RankChannel(self, event.rank), lambda _: None))
+            elif isinstance(event, PromptClosed):
+                self.prompts.withdraw(event.rank, self._asked.pop(event.rank, 0))
+            elif isinstance(event, DebuggerLeft):
+                self.prompts.drop(event.rank)
 
 
 def _connected(path: Path) -> Channel:

@@ -11,11 +11,22 @@ from typing import Any, cast
 
 from notebook_accelerate.telemetry import Event
 
-VERSION = 1
-"""The version of these messages, which is part of a run's entry; version 1 added `PingCommand`.
+VERSION = 2
+"""The version of these messages, which is part of a run's entry.
 
-Processes ignore unknown events, so the version matters only for messages that need a reply.
+Version 1 added `PingCommand`, version 2 `FollowCommand`. Processes ignore unknown events, so the version matters only
+for messages that need a reply.
 """
+
+
+@dataclass(slots=True)
+class FollowCommand(Event):
+    """Send the run's records from ``position`` on; 0 means from the beginning.
+
+    Records follow as `RecordsEvent`, after a `HistoryEvent` if the process does not hold that position any more.
+    """
+
+    position: int
 
 
 @dataclass(slots=True)
@@ -78,10 +89,15 @@ class RelayedEvent(Event):
 
 @dataclass(slots=True)
 class RecordsEvent(Event):
-    """Events of the run itself, from number ``position`` of its journal on; ``payload`` holds them as in the file.
+    """The next records of the run, as frames of a journal; a kernel that has them is at ``position``."""
 
-    A kernel needs them if the journal's file does not have them: it was deleted, or the disk is full.
-    """
+    position: int
+    payload: bytes
+
+
+@dataclass(slots=True)
+class HistoryEvent(Event):
+    """A part of a journal with all records before ``position``, in its format; 0 means that more parts follow."""
 
     position: int
     payload: bytes
@@ -95,21 +111,6 @@ class PingCommand(Event):
 @dataclass(slots=True)
 class PongEvent(Event):
     """Shows that the process of the run answers."""
-
-
-@dataclass(slots=True)
-class OpenEvent(Event):
-    """What the ranks wait for now.
-
-    Attributes:
-        ranks: Those that accept requests.
-        debugged: Those that a debugger holds.
-        prompts: The open prompts: [rank, number].
-    """
-
-    ranks: list[int] = field(default_factory=list)
-    debugged: list[int] = field(default_factory=list)
-    prompts: list[list[int]] = field(default_factory=list)
 
 
 def fits(event: Event) -> bool:

@@ -9,18 +9,18 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.detached import control_protocol as protocol
+from notebook_accelerate.launch.detached.record_stream import RecordStream
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, Signal, dispatch
-from notebook_accelerate.launch.state.run_events import RUN
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 from notebook_accelerate.telemetry.channel import Channel, Decoder
 from notebook_accelerate.telemetry.debug_protocol import Request
@@ -28,12 +28,13 @@ from notebook_accelerate.telemetry.debug_protocol import Request
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.telemetry.debug_protocol import Reply
-    from notebook_accelerate.telemetry.store import Record
 
+BATCH_SECONDS = 0.02
+"""Seconds for which records are collected before they are sent to kernels."""
 UNREAD_SECONDS = 30.0
 """Seconds after which a kernel that stops reading is disconnected. It reconnects when it resumes."""
 LOOK_SECONDS = 1.0
-"""Seconds between checks for new records and for kernels that have stopped reading."""
+"""Seconds between checks for kernels that have stopped reading."""
 MAX_UNREAD_BYTES = 64 << 20
 """Most bytes that wait for a kernel behind the message that it is reading; with more it is dropped."""
 MAX_COMMAND_BYTES = 64 << 20
@@ -55,13 +56,15 @@ class Client:
 
     Attributes:
         channel: Its commands.
-        state: The state of the run that was sent to it.
+        position: The position of the next record to send to it; None: it does not follow the run.
+        history: The parts of the history that remain to be sent, and the position after them.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket, self.channel = connection, Channel(connection, MAX_COMMAND_BYTES)
-        self.state = OpenState()
+        self.position: int | None = None
+        self.history: tuple[int, Iterator[bytes]] | None = None
         self._unread: deque[memoryview] = deque()
         self._read_at = time.monotonic()
 
@@ -110,20 +113,18 @@ class ControlService:
     Args:
         run: The run.
         path: The socket, in a folder that only the user can enter.
-        encode_records: Returns records of the run as the journal's file has them.
 
     Raises:
         OSError: The socket cannot be opened.
     """
 
-    def __init__(
-        self, run: Run, path: Path, encode_records: Callable[[Sequence[Record]], bytes] = lambda _: b""
-    ) -> None:
+    def __init__(self, run: Run, path: Path) -> None:
         self._commands, self._path = run.commands, path
-        self._journal, self._encode_records = run.journal, encode_records
         self._listener = listen(path)
         self._selector = DispatchSelector()
         self._wake, self._over = Signal(), False
+        self._stream, self._batch_due = RecordStream(run, self._wake.set), 0.0
+        run.add_done_callback(lambda _: self._wake.set())
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._clients: set[Client] = set()
@@ -132,19 +133,16 @@ class ControlService:
         self._captured: deque[tuple[Client, Event]] = deque()
         self._captures, self._capturing = ThreadPoolExecutor(1, "notebook-accelerate-capture"), 0
         self._last_client = time.monotonic()
-        requests, prompts = self._commands.requests, self._commands.prompts
-        requests.relay = self._relay
-        requests.on_change = prompts.on_change = self._wake.set
-        self._unsubscribe = run.journal.subscribe(self._on_records)
+        self._commands.requests.relay = self._relay
         self._thread = threading.Thread(target=self._main, name="notebook-accelerate-control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Wait up to `DRAIN_SECONDS` until kernels have read their messages; close the socket and the connections."""
-        self._unsubscribe()
         self._over = True
         self._wake.set()
         self._thread.join()
+        self._stream.close()
         self._captures.shutdown(cancel_futures=True)
         self._selector.close()
         self._listener.close()
@@ -163,16 +161,11 @@ class ControlService:
         self._replies.append((rank, reply))
         self._wake.set()
 
-    def _on_records(self, records: Sequence[Record]) -> None:
-        if records[0].rank == RUN:
-            self._wake.set()
-
     # ---- the service's thread
 
     def _main(self) -> None:
         while not self._over:
-            # A listener of the journal may wait for a disk before the service's listener learns of the run's end.
-            dispatch(self._selector, LOOK_SECONDS if self._clients else None)
+            dispatch(self._selector, self._patience())
             self._send_news()
             if self._clients:
                 self._last_client = time.monotonic()
@@ -180,10 +173,17 @@ class ControlService:
         for client in list(self._clients):
             self._drop(client)
 
+    def _patience(self) -> float:
+        """Return how long to wait for commands and new records."""
+        if self._stream.has_waiting:
+            return max(0.0, self._batch_due - time.monotonic())
+        return LOOK_SECONDS
+
     def _drain(self) -> None:
         """Send the run's last events, and wait until all kernels have read them, or for `DRAIN_SECONDS`."""
         self._selector.unregister(self._listener)
         deadline = time.monotonic() + DRAIN_SECONDS
+        self._batch_due = 0.0
         self._send_news()
         while any(client.has_unread for client in self._clients) and (left := deadline - time.monotonic()) > 0:
             dispatch(self._selector, left)
@@ -191,30 +191,47 @@ class ControlService:
 
     def _send_news(self) -> None:
         outgoing: dict[Client, list[Event]] = {client: [] for client in self._clients}
+        if time.monotonic() >= self._batch_due:
+            followed = any(client.position is not None for client in self._clients)
+            self._stream.advance(hold=followed)
+            self._batch_due = time.monotonic() + (BATCH_SECONDS if followed else LOOK_SECONDS)
         while self._replies:
             rank, reply = self._replies.popleft()
             self._address(outgoing, self._asked.pop((rank, reply.number), None), relayed(rank, reply))
         while self._captured:
             self._capturing -= 1
             self._address(outgoing, *self._captured.popleft())
-        records = self._journal.records if outgoing else []
         for client, events in outgoing.items():
             with self._dropped_on_error(client):
-                news = [*self._new_records(client.state, records), *client.state.news(self._commands), *events]
-                if news or client.has_unread:
-                    client.send(news)
-                    self._watch(client)
+                if events or client.has_unread:
+                    client.send(events)
+                while not client.has_unread and (news := self._next_records(client)) is not None:
+                    client.send([news])
+                self._watch(client)
 
     def _address(self, outgoing: dict[Client, list[Event]], client: Client | None, event: Event) -> None:
         """Add an event for the kernel that asked for it, unless that kernel has left."""
         if client is not None and client in outgoing:
             outgoing[client].append(event)
 
-    def _new_records(self, state: OpenState, records: list[Record]) -> list[Event]:
-        position, state.records = state.records, len(records)
-        if position == len(records):
-            return []
-        return [protocol.RecordsEvent(position, self._encode_records(records[position:]))]
+    def _next_records(self, client: Client) -> Event | None:
+        """Return the next records for a kernel: a kernel that reads slowly falls behind, and receives the history."""
+        if client.position is None:
+            return None
+        if client.history is None and not self._stream.holds(client.position):
+            client.history = self._stream.history()
+            if client.history is None:
+                return None
+        if client.history is not None:
+            position, parts = client.history
+            if (part := next(parts, None)) is not None:
+                return protocol.HistoryEvent(0, part)
+            client.position, client.history = position, None
+            return protocol.HistoryEvent(position, b"")
+        if (held := self._stream.after(client.position)) is None:
+            return None
+        client.position, data = held
+        return protocol.RecordsEvent(client.position, data)
 
     def _watch(self, client: Client) -> None:
         """Wait for room in a connection only while something waits for it."""
@@ -274,6 +291,8 @@ class ControlService:
             self._start_capture(client, event)
         elif isinstance(event, protocol.PingCommand):
             self._reply(client, protocol.PongEvent())
+        elif isinstance(event, protocol.FollowCommand):
+            client.position, client.history = event.position, None
 
     def _reply(self, client: Client, event: Event) -> None:
         client.send([event])
@@ -309,32 +328,6 @@ class ControlService:
 def relayed(rank: int, event: Event) -> protocol.RelayedEvent:
     """Return an event of a rank, or for one, as it travels between the process of the run and a kernel."""
     return protocol.RelayedEvent(rank, encode([Stamped(steady_time.now(), event)]))
-
-
-class OpenState:
-    """What one kernel knows of the run.
-
-    Attributes:
-        records: How many of the run's own events were sent to it.
-    """
-
-    def __init__(self) -> None:
-        self._known: Any = None
-        self.records = 0
-
-    def news(self, commands: Any) -> list[Event]:
-        """Return the events that tell it what has changed."""
-        prompts = {(each.rank, each.request.number): each for each in commands.prompts.open_prompts()}
-        now = (commands.requests.open_ranks(), commands.prompts.debugged(), sorted(prompts))
-        before, self._known = self._known, now
-        if now == before:
-            return []
-        shown = set(before[2]) if before is not None else set()
-        found: list[Event] = [
-            relayed(rank, prompt.request) for (rank, number), prompt in prompts.items() if (rank, number) not in shown
-        ]
-        # Last: a kernel that has received it has the prompts, too.
-        return [*found, protocol.OpenEvent(now[0], now[1], [list(key) for key in now[2]])]
 
 
 def listen(path: Path) -> socket.socket:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,7 +68,7 @@ _POINT_BYTES = 24
 _POINTS_PER_FRAME = 100_000
 
 ResultLoader = Callable[[int, Any], RankResult]
-"""Returns the result of a rank from what its event says about its file; None: no file."""
+"""Returns the result of a rank from what its event says about its file: None means no file, `...` nothing."""
 
 
 class JournalFile:
@@ -130,7 +130,8 @@ class JournalFile:
 
     def thin(self) -> None:
         """Replace the file with a smaller one, at once: of its curves and its output, a bounded part stays."""
-        self.replace(thinned_frames(read_journal(self.path)))
+        contents = read_journal(self.path)
+        self.replace(thinned_frames(contents, last_lines(contents.journal, KEPT_LOG_BYTES)))
 
     def replace(self, frames: Iterable[bytes]) -> None:
         """Write the file anew.
@@ -222,6 +223,19 @@ class JournalContents:
             self.last = bytes(data[max(0, end - _LAST_BYTES) : end])
             self._take(frame)
 
+    def take_frames(self, data: bytes | memoryview) -> None:
+        """Add frames that do not come from the file.
+
+        Raises:
+            ValueError: They are no complete frames of a journal.
+        """
+        read = 0
+        for frame, end in journal_format.read_frames(data):
+            self._take(frame)
+            read = end
+        if read != len(data):
+            raise ValueError("a frame is not complete")
+
     def _take(self, frame: Frame) -> None:
         content = frame.content
         if isinstance(content, list):
@@ -284,8 +298,10 @@ class JournalContents:
         if self.work > MAX_WORK:
             raise ValueError("it has more ranks and events than any run")
         if isinstance(event, RankReturned):
-            self.stored[event.rank] = values.get("stored")
-            event.result = self.load_result(event.rank, values.get("stored"))
+            stored = values.get("stored", ...)
+            if stored is not ...:
+                self.stored[event.rank] = stored
+            event.result = self.load_result(event.rank, stored)
         if self._count_run_event():
             self.journal.append(event, record.time)
 
@@ -372,18 +388,18 @@ def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, Serie
     return name, rank, SeriesTail(columns[0], columns[1], columns[2], (0, 0), whole=True)
 
 
-def read_journal(path: Path, load_result: ResultLoader | None = None) -> JournalContents:
+def read_journal(path: Path, contents: JournalContents | None = None) -> JournalContents:
     """Read a journal; a last event that was not written completely is left out.
 
     Args:
         path: The file.
-        load_result: See ``JournalContents``; None: results are not read.
+        contents: Empty contents to add it to; None creates them, without results.
 
     Raises:
         FileNotFoundError: There is no such file.
         BrokenRunError: The file is damaged, too large, or no journal.
     """
-    contents = JournalContents() if load_result is None else JournalContents(load_result)
+    contents = JournalContents() if contents is None else contents
     with open_journal(path) as file:
         contents.identity = _identity(file)
         data = memoryview(file.read(MAX_READ_BYTES))
@@ -431,8 +447,15 @@ def feed(contents: JournalContents, data: bytes | memoryview, path: Path) -> Non
     Raises:
         BrokenRunError: They are no frames of a journal.
     """
-    try:
+    with reading(str(path)):
         contents.feed(data)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise `BrokenRunError` for the errors of reading what is no journal."""
+    try:
+        yield
     except (
         ValueError,
         TypeError,
@@ -443,25 +466,26 @@ def feed(contents: JournalContents, data: bytes | memoryview, path: Path) -> Non
         RecursionError,
         MemoryError,
     ) as error:
-        raise BrokenRunError(f"{path} is damaged: {describe_error(error)}") from error
+        raise BrokenRunError(f"{what} is damaged: {describe_error(error)}") from error
 
 
-def thinned_frames(contents: JournalContents, run_events: int | None = None) -> list[bytes]:
-    """Return the frames of a journal with a bounded part of the curves and the output of ``contents``.
+def thinned_frames(contents: JournalContents, lines: Sequence[Record], run_events: int | None = None) -> list[bytes]:
+    """Return the frames of a journal with a bounded part of the curves of ``contents``.
 
     Args:
         contents: The contents.
+        lines: The lines of output that the journal has.
         run_events: How many of the events of the run itself to take; None: all.
     """
     journal = contents.journal
     frames = [journal_format.encode_frame(section) for section in (contents.header, *contents.sections.values())]
     rows = [journal_format.row_of(record) for record in journal.records[:run_events]]
     for row in rows:
-        if row[0] == "RankReturned" and (stored := contents.stored.get(row[3]["rank"])) is not None:
-            row[3]["stored"] = stored
+        if row[0] == "RankReturned" and row[3]["rank"] in contents.stored:
+            row[3]["stored"] = contents.stored[row[3]["rank"]]
     frames += journal_format.encode_rows(rows)
     frames += points_frames(journal)
-    frames += journal_format.encode_records(last_lines(journal, KEPT_LOG_BYTES))
+    frames += journal_format.encode_records(lines)
     frames += journal_format.encode_records(contents.latest.values())
     return frames
 
@@ -493,8 +517,8 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
     return frames
 
 
-def last_lines(journal: Journal, most_bytes: int) -> Sequence[Record]:
-    """Return the newest lines of all ranks, within ``most_bytes`` in all, in order of time."""
+def last_lines(journal: Journal, most_bytes: int | None = None) -> Sequence[Record]:
+    """Return the newest lines of all ranks, within ``most_bytes`` in all (None: all lines), in order of time."""
     store = journal.store
     found = [
         Record(rank, line.time, LogEvent(line.stream, line.text))
@@ -502,6 +526,8 @@ def last_lines(journal: Journal, most_bytes: int) -> Sequence[Record]:
         for line in store.log_chunks(rank)
     ]
     found.sort(key=lambda record: record.time)
+    if most_bytes is None:
+        return found
     left = most_bytes
     for index in range(len(found) - 1, -1, -1):
         event = found[index].event

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -20,34 +20,26 @@ from notebook_accelerate.hardware.guarded_files import ForeignFileError, read_fi
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient, warn
-from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_file import (
     JOURNAL_NAME,
-    MAX_READ_BYTES,
     JournalContents,
-    feed,
-    open_journal,
-    read_journal,
 )
+from notebook_accelerate.launch.kept.journal_reader import JournalReader
 from notebook_accelerate.launch.kept.run_folder import config_from, delete, environment_of, result_name
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
 from notebook_accelerate.launch.state.run_events import (
     NoCommands,
-    RankReturned,
     RanksReleased,
     RunLost,
-    SavingChanged,
     WarningAdded,
 )
-from notebook_accelerate.telemetry import DroppedEvent, LogEvent, tracebacks
+from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
-from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.journal import Journal
-    from notebook_accelerate.telemetry import Store
 
 FOLLOW_SECONDS = 0.25
 """Seconds between two looks at the journal of a run that goes on."""
@@ -76,32 +68,65 @@ def open_run(path: str | PathLike[str]) -> Run:
         BrokenRunError: The journal is damaged, or not of this package.
     """
     file = journal_path(path)
-    contents = read_journal(file, partial(_stored_result, file.parent))
-    header, journal = contents.header, contents.journal
-    commands, sent = _commands(contents, file.parent), None
-    if isinstance(commands, ControlClient):
-        sent = _SentRecords(contents, commands)
-        commands.report = partial(_report, journal)
-    if sent is not None and not journal.state.started:  # the disk is full
-        sent.append_missing()
-    if not journal.state.started:
-        commands.close()
-        raise BrokenRunError(f"{file} has no events: the process that wrote it ended before the run had begun")
-    if journal.state.held and _has_ended(contents, file):
-        journal.append(RanksReleased(), journal.last_time)
-    if journal.state.ended is None and _has_ended(contents, file):
-        _read_on(contents, file)  # it may have ended in an orderly way since it was read
-        _lose(contents)
+    reader = JournalReader(file, partial(_stored_result, file.parent))
+    client, refusal = _connect(file.parent)
+    follower = _Follower(reader, client)
+    if client is not None:
+        reader.journal.subscribe(client.on_records)
+        client.report = partial(_report, reader.journal)
+    try:
+        if client is None or not client.follow(reader, follower.start):
+            _read_whole_file(reader)
+        if not reader.journal.state.started:
+            raise BrokenRunError(f"{file} has no events: the process that wrote it ended before the run had begun")
+    except BaseException:
+        if client is not None:
+            client.close()
+        raise
+    header = reader.contents.header
+    commands = client or _ReadOnly(refusal or _read_only(header, file.parent))
     tracebacks.name_foreign_cells(_cells_of(header))
-    run = Run(config_from(header["config"]), header["function"], journal, commands, name=header["name"])
+    run = Run(config_from(header["config"]), header["function"], reader.journal, commands, name=header["name"])
     run.folder, run.journal_file, run.environment = file.parent, file, environment_of(header)
     run.delete_files = delete
-    if run.ended is None or run.held:
-        follower = _Follower(contents, file, sent)
-        weakref.finalize(run, follower.over.set)
-        weakref.finalize(run, commands.close)
-        threading.Thread(target=follower.main, name="notebook-accelerate-follow", daemon=True).start()
+    weakref.finalize(run, follower.over.set)
+    weakref.finalize(run, commands.close)
+    if client is None or not client.follows:
+        follower.start()
     return run
+
+
+def _connect(folder: Path) -> tuple[ControlClient | None, str]:
+    """Return a connection to the process of a detached run, or None and why there is none."""
+    for entry in run_directory.entries():
+        if entry.folder == str(folder) and not entry.has_ended:
+            process = parse_identity(entry.process)
+            try:
+                return ControlClient(Path(entry.socket), process, entry.version), ""
+            except BlockingIOError:
+                return None, (
+                    f"{process or UNKNOWN}, which supervises run {entry.name}, accepts no connections; "
+                    "notebook_accelerate.shutdown(all=True) kills it"
+                )
+            except OSError:
+                break
+    return None, ""
+
+
+def _read_only(header: dict[str, Any], folder: Path) -> str:
+    name, writer = header["name"], _writer_of(header)
+    return f"run {name} is read-only here: it was opened from {folder}, {writer} runs it"
+
+
+def _read_whole_file(reader: JournalReader) -> None:
+    """Read the file of a run, and end its journal if the process that has written it is gone."""
+    reader.read_file()
+    contents, journal = reader.contents, reader.journal
+    if journal.state.held and _has_ended(contents, reader.file):
+        journal.append(RanksReleased(), journal.last_time)
+    if journal.state.started and journal.state.ended is None and _has_ended(contents, reader.file):
+        reader.read_file()  # it may have ended in an orderly way since it was read
+        _lose(contents)
 
 
 def _report(journal: Journal, text: str) -> None:
@@ -118,24 +143,6 @@ def _cells_of(header: dict[str, Any]) -> dict[str, str]:
         for filename, name in found
         if isinstance(name, str) and len(filename) <= MAX_CELL_CHARS and tracebacks.is_cell(filename)
     }
-
-
-def _commands(contents: JournalContents, folder: Path) -> ControlClient | _ReadOnly:
-    """Return the commands of a run that goes on: of a detached one, over the socket of its process."""
-    if contents.journal.state.ended is None or contents.journal.state.held:
-        for entry in run_directory.entries():
-            if entry.folder == str(folder):
-                try:
-                    return ControlClient(Path(entry.socket), parse_identity(entry.process), entry.version)
-                except BlockingIOError:
-                    return _ReadOnly(
-                        f"{_writer_of(contents)}, which supervises run {entry.name}, accepts no connections; "
-                        "notebook_accelerate.shutdown(all=True) kills it"
-                    )
-                except OSError:
-                    break
-    name, writer = contents.header["name"], _writer_of(contents)
-    return _ReadOnly(f"run {name} is read-only here: it was opened from {folder}, {writer} runs it")
 
 
 def journal_path(path: str | PathLike[str]) -> Path:
@@ -162,12 +169,12 @@ def finished(contents: JournalContents, file: Path) -> None:
 def _lose(contents: JournalContents) -> None:
     journal = contents.journal
     if journal.state.ended is None:
-        text = f"run {contents.header['name']} was lost: {_writer_of(contents)} is gone and has recorded no end"
+        text = f"run {contents.header['name']} was lost: {_writer_of(contents.header)} is gone and has recorded no end"
         journal.append(RunLost(text), journal.last_time)
 
 
-def _writer_of(contents: JournalContents) -> str:
-    return str(parse_identity(contents.header["process"]) or UNKNOWN)
+def _writer_of(header: dict[str, Any]) -> str:
+    return str(parse_identity(header["process"]) or UNKNOWN)
 
 
 def _has_ended(contents: JournalContents, file: Path) -> bool:
@@ -237,169 +244,54 @@ class _ReadOnly(NoCommands):
         self._refuse()
 
 
-class _SentRecords:
-    """Run events received from the supervisor that are not in the journal file yet.
-
-    Args:
-        contents: The contents of the file.
-        client: The connection to the process.
-    """
-
-    def __init__(self, contents: JournalContents, client: ControlClient) -> None:
-        self._contents, self._client = contents, client
-        self._waiting: dict[int, Record | None] = {}
-        self._unsaved = ""
-
-    @property
-    def connected(self) -> bool:
-        """Whether the process sends what happens."""
-        return self._client.connected
-
-    @property
-    def unsaved(self) -> str:
-        """Why the process cannot write the file now; "" if it can."""
-        self._receive()
-        return self._unsaved
-
-    def _receive(self) -> None:
-        while self._client.records:
-            position, data = self._client.records.popleft()
-            for record in _records_in(data):
-                if record is not None and isinstance(record.event, SavingChanged):
-                    self._unsaved = record.event.problem
-                self._waiting[position] = record
-                position += 1
-        self._waiting = {key: record for key, record in self._waiting.items() if key >= self._contents.known}
-
-    def append_missing(self) -> None:
-        """Append what the file does not have."""
-        self._receive()
-        contents = self._contents
-        while contents.known in self._waiting:
-            record = self._waiting.pop(contents.known)
-            contents.known += 1
-            if record is None:  # of a newer version
-                continue
-            if isinstance(record.event, RankReturned):
-                record.event.result = RankResult(partial(self._result, record.event.rank), rank=record.event.rank)
-            contents.journal.append(record.event, record.time)  # type: ignore[arg-type]
-
-    def _result(self, rank: int) -> Any:
-        stored = self._contents.stored
-        if rank not in stored:
-            raise SerializationError(
-                f"the result of rank {rank} is not saved: {self._unsaved or 'its file is missing'}"
-            )
-        return self._contents.load_result(rank, stored[rank]).read()
-
-
-def _records_in(data: bytes) -> list[Record | None]:
-    """Return the records that a supervisor has sent; none if it has sent something else."""
-    try:
-        rows = [row for frame, _ in journal_format.read_frames(data) for row in frame.content]
-        return [journal_format.record_of(row) for row in rows]
-    except (ValueError, TypeError):
-        return []
-
-
 class _Follower:
-    """Adds what the writer of a journal appends to it, until the run has ended or nobody refers to it.
+    """Adds what is appended to the file of a run whose process does not send it, until the run has ended.
 
     Args:
-        contents: The contents of the journal.
-        file: The journal.
-        sent: The events that the process of a detached run has sent; None for other runs.
+        reader: Reads the file.
+        client: The connection to the process of a detached run.
 
     Attributes:
         over: Set when nobody refers to the run.
     """
 
-    def __init__(self, contents: JournalContents, file: Path, sent: _SentRecords | None) -> None:
-        self._contents, self._file, self._sent = contents, file, sent
+    def __init__(self, reader: JournalReader, client: ControlClient | None) -> None:
+        self._reader, self._client = reader, client
         self.over = threading.Event()
 
-    def main(self) -> None:
-        """Follow the journal."""
+    def start(self) -> None:
+        """Follow the file from now on, on a thread."""
+        if self._expects_more() and not self.over.is_set():
+            threading.Thread(target=self._main, name="notebook-accelerate-follow", daemon=True).start()
+
+    def _main(self) -> None:
         gone = False
         while not gone and self._expects_more() and not self.over.wait(FOLLOW_SECONDS):
-            gone = _has_ended(self._contents, self._file)  # before reading: what it wrote last is read
+            # Check before reading, or records written just before exit would be missed.
+            gone = _has_ended(self._reader.contents, self._reader.file)
             self._follow(gone)
 
     def _expects_more(self) -> bool:
-        """Whether the file may grow: after the end of a run, too, if the file lacks the end and the results."""
-        contents, state = self._contents, self._contents.journal.state
-        return state.ended is None or state.held or contents.run_events < contents.known
+        state = self._reader.journal.state
+        return state.ended is None or state.held
 
     def _follow(self, gone: bool) -> None:
-        journal, sent = self._contents.journal, self._sent
-        lasting, problem = False, ""
+        reader, journal = self._reader, self._reader.journal
         try:
-            _read_on(self._contents, self._file)
+            reader.read_file()
         except (BrokenRunError, OSError) as error:  # a disk may not answer for a while
-            problem = f"Cannot read the journal: {error}"
-            lasting = isinstance(error, BrokenRunError) or run_directory.is_gone(self._file.parent)
-        if sent is not None and (problem or gone or sent.unsaved):
-            sent.append_missing()
-        if lasting and journal.state.ended is None:
-            if sent is None or not sent.connected:
-                journal.append(RunLost(problem), journal.last_time)
-            elif problem not in journal.state.warnings:
-                journal.append(WarningAdded(problem))
+            if isinstance(error, BrokenRunError) or run_directory.is_gone(reader.file.parent):
+                self._note_problem(f"Cannot read the journal: {error}")
         if gone:
-            _lose(self._contents)
+            _lose(reader.contents)
             if journal.state.held:
                 journal.append(RanksReleased(), journal.last_time)
 
-
-def _read_on(contents: JournalContents, file: Path) -> None:
-    """Add what was appended since the last call; where the file was replaced by a thinned one, what is new in it."""
-    with open_journal(file) as stream:
-        if contents.same_file(stream):  # for a moment shorter than what was read, after an error of the writer's disk
-            stream.seek(contents.end)
-            feed(contents, stream.read(MAX_READ_BYTES), file)
+    def _note_problem(self, problem: str) -> None:
+        journal = self._reader.journal
+        if journal.state.ended is not None:
             return
-    again = read_journal(file, contents.load_result)
-    _add_news(contents, again)
-    contents.end, contents.identity, contents.last = again.end, again.identity, again.last
-    contents.run_events, contents.latest = again.run_events, again.latest
-    contents.known = max(contents.known, again.run_events)
-    contents.stored.update(again.stored)
-
-
-def _add_news(contents: JournalContents, again: JournalContents) -> None:
-    journal, other = contents.journal, again.journal
-    for record in other.records[contents.known :]:  # the journal may also have events that were added here
-        journal.append(record.event, record.time)  # type: ignore[arg-type]
-    _add_points(journal.store, other.store)
-    _add_points(journal.store.automatic, other.store.automatic)
-    known = {rank: max(line.time for line in journal.store.log_chunks(rank)) for rank in journal.store.log_ranks()}
-    lines = [
-        Record(rank, line.time, LogEvent(line.stream, line.text))
-        for rank in other.store.log_ranks()
-        for line in other.store.log_chunks(rank)
-        if line.time > known.get(rank, 0.0)
-    ]
-    journal.add([*lines, *_newer(contents.latest, again.latest)])
-
-
-def _add_points(store: Store, other: Store) -> None:
-    for name in other.metric_names():
-        for rank in other.ranks_of(name):
-            tail = other.tail(name, rank)
-            known = store.tail(name, rank).times[-1] if rank in store.ranks_of(name) else 0.0
-            store.add_points(name, rank, tail.where(tail.times > known))
-
-
-def _newer(known: Mapping[tuple[Any, ...], Record], latest: Mapping[tuple[Any, ...], Record]) -> list[Record]:
-    """Return the records of ``latest`` that are not known; of counts, the difference."""
-    found = []
-    for key, record in latest.items():
-        before = known.get(key)
-        if before == record:
-            continue
-        if isinstance(record.event, DroppedEvent) and before is not None:
-            assert isinstance(before.event, DroppedEvent)
-            found.append(record._replace(event=DroppedEvent(record.event.count - before.event.count)))
-        else:
-            found.append(record)
-    return found
+        if self._client is None or not self._client.connected:
+            journal.append(RunLost(problem), journal.last_time)
+        elif problem not in journal.state.warnings:
+            journal.append(WarningAdded(problem))

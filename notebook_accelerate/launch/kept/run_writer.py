@@ -17,9 +17,11 @@ from notebook_accelerate.launch.detached.run_directory import is_gone
 from notebook_accelerate.launch.kept import journal_format, run_folder
 from notebook_accelerate.launch.kept.journal_file import (
     JOURNAL_NAME,
+    KEPT_LOG_BYTES,
     JournalContents,
     JournalFile,
     distinguishing,
+    last_lines,
     thinned_frames,
     write_file,
 )
@@ -231,7 +233,7 @@ class RunWriter:
             self._note(record)
         if self._code:
             self._contents.sections["code"] = self._code
-        frames = thinned_frames(self._contents, count)
+        frames = thinned_frames(self._contents, last_lines(self._journal, KEPT_LOG_BYTES), count)
         with self._lock:
             for rank, lost in dropped.items():
                 self._dropped[rank] = self._dropped.get(rank, 0) + lost

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 from notebook_accelerate.launch.state.run_events import RUN, RankReturned, RunEvent
 from notebook_accelerate.launch.state.run_state import RunState, without_result
@@ -31,9 +32,10 @@ class Journal:
     def __init__(self, store: Store | None = None) -> None:
         self.store = Store() if store is None else store
         self._state = RunState()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._records: list[Record] = []
         self._listeners: tuple[Listener, ...] = ()
+        self._ordered: tuple[Listener, ...] = ()
 
     @property
     def state(self) -> RunState:
@@ -63,12 +65,15 @@ class Journal:
         with self._lock:
             self._state = self._state.apply(event, record.time)
             self._records.append(record)
+            self._pass_on([record])
         self._notify([record])
 
     def add(self, records: Sequence[Record]) -> None:
         """Append records of ranks."""
         if records:
-            self.store.add(records)
+            with self._lock:
+                self.store.add(records)
+                self._pass_on(records)
             self._notify(records)
 
     def replay(self, records: Iterable[Record]) -> None:
@@ -100,16 +105,34 @@ class Journal:
             copied._records = [record._replace(event=without_result(record.event, why)) for record in self._records]
         return copied
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener(records)`` after every append, on the appending thread; return a function to unsubscribe."""
+    def subscribe(self, listener: Listener, *, ordered: bool = False) -> Callable[[], None]:
+        """Call ``listener(records)`` after every append, on the appending thread; return a function to unsubscribe.
+
+        Args:
+            listener: The function.
+            ordered: Call it in the order of the records, also if several threads append. It runs while the journal is
+                locked, so it must return quickly and must not fail.
+        """
         with self._lock:
-            self._listeners = (*self._listeners, listener)
+            if ordered:
+                self._ordered = (*self._ordered, listener)
+            else:
+                self._listeners = (*self._listeners, listener)
 
         def unsubscribe() -> None:
             with self._lock:
                 self._listeners = tuple(each for each in self._listeners if each is not listener)
+                self._ordered = tuple(each for each in self._ordered if each is not listener)
 
         return unsubscribe
+
+    def locked(self) -> AbstractContextManager[Any]:
+        """Return a context in which no other thread appends: what is read there belongs to one position."""
+        return self._lock
+
+    def _pass_on(self, records: Sequence[Record]) -> None:
+        for listener in self._ordered:
+            listener(records)
 
     def _notify(self, records: Sequence[Record]) -> None:
         for listener in self._listeners:

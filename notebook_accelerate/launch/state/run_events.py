@@ -170,11 +170,14 @@ class RankResumed(RunEvent):
 
 @dataclass(slots=True)
 class PromptOpened(RunEvent):
-    """A rank waits for a line of text; ``kind`` is "input" or "debugger"."""
+    """A rank waits for a line of text; the fields are those of ``telemetry.InputRequest``."""
 
     rank: int
     number: int
     kind: str
+    prompt: str = ""
+    password: bool = False
+    shown: str = ""
 
 
 @dataclass(slots=True)
@@ -183,6 +186,13 @@ class PromptClosed(RunEvent):
 
     rank: int
     answered: bool
+
+
+@dataclass(slots=True)
+class DebuggerLeft(RunEvent):
+    """The debugger that held a rank has let it continue, or the rank has ended."""
+
+    rank: int
 
 
 @dataclass(slots=True)

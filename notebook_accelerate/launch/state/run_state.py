@@ -261,6 +261,9 @@ class RunState:
     def _warned(self, event: events.WarningAdded, _time: float) -> RunState:
         return self if event.text in self.warnings else replace(self, warnings=(*self.warnings, event.text))
 
+    def _unchanged(self, _event: events.RunEvent, _time: float) -> RunState:
+        return self
+
     def _saving_changed(self, event: events.SavingChanged, _time: float) -> RunState:
         return replace(self, unsaved=event.problem)
 
@@ -480,6 +483,7 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
     events.RankResumed: RunState._rank_resumed,
     events.PromptOpened: RunState._prompt_opened,
     events.PromptClosed: RunState._prompt_closed,
+    events.DebuggerLeft: RunState._unchanged,
     events.StopAdvanced: RunState._stop_advanced,
     events.FailuresRecorded: RunState._failures_recorded,
     events.AttemptEnded: RunState._attempt_ended,

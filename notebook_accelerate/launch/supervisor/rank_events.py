@@ -17,6 +17,7 @@ from notebook_accelerate.launch.state import failures, rank_result
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.state.run_events import (
     DEFAULT_GRACE,
+    DebuggerLeft,
     DiagnosisAdded,
     PromptClosed,
     PromptOpened,
@@ -122,8 +123,9 @@ class RankEventHandler:
         label = self._label(process.rank, process.local_rank)
         output = RankOutput(process.rank, label, self._keep_lines, self._publisher)
         self._ranks.add(SupervisedRank(process, output))  # first: what is not known here is not reaped
-        self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
+        # First: an attached kernel may send a request as soon as it knows that the rank has started.
         self._requests.open(process.rank, process.channel, process.capture_stacks)
+        self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
         process.connect(self._selector, self)
 
     def finish(self) -> None:
@@ -269,8 +271,11 @@ class RankEventHandler:
             self._publisher.line("stderr", f"rank {prompt.rank} {_how_to_answer(prompt)}")
         self._publisher.flush(force=True)
         self._clock.pause(prompt.rank)
-        self._journal.append(PromptOpened(prompt.rank, event.number, event.kind))
+        # First: an attached kernel may answer as soon as it knows of the prompt.
         self._prompts.put(prompt)
+        self._journal.append(
+            PromptOpened(prompt.rank, event.number, event.kind, event.prompt, event.password, event.shown)
+        )
 
     def _on_answered(self, supervised: SupervisedRank, event: AnsweredEvent) -> None:
         rank = supervised.process.rank
@@ -290,6 +295,8 @@ class RankEventHandler:
     def _drop_prompt(self, rank: int) -> None:
         if rank in self._journal.state.prompts:
             self._journal.append(PromptClosed(rank, answered=False))
+        if rank in self._prompts.debugged():
+            self._journal.append(DebuggerLeft(rank))
         self._prompts.drop(rank)
 
     # ---- exits

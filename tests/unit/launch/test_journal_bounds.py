@@ -20,6 +20,7 @@ from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch.kept import journal_file, journal_format, opened_run, run_folder, run_writer
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
+from notebook_accelerate.launch.kept.journal_reader import JournalReader
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.journal import Journal
@@ -133,6 +134,12 @@ def test_the_end_of_a_detached_run_waits_for_a_full_disk(tmp_path: Path, monkeyp
     assert (opened.status, opened.results) == ("succeeded", (0, 21))
 
 
+def _reader(file: Path) -> JournalReader:
+    reader = JournalReader(file, lambda rank, _: RankResult(int, rank=rank))
+    reader.read_file()
+    return reader
+
+
 def test_a_follower_misses_nothing_of_a_journal_that_was_thinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,22 +148,22 @@ def test_a_follower_misses_nothing_of_a_journal_that_was_thinned(
     journal.add([_log("first", 10.0), Record(0, START + 20, MetricEvent({"loss": 1.0}, 0))])
     journal.add([Record(0, START + 20, DroppedEvent(3)), Record(0, START + 20, CheckpointEvent("/a", START + 20))])
     writer._write(last=False)
-    contents = read_journal(tmp_path / JOURNAL_NAME)
-    contents.journal.append(WarningAdded("found from here"))  # by a diagnosis
+    reader = _reader(tmp_path / JOURNAL_NAME)
+    reader.journal.append(WarningAdded("found from here"))  # by a diagnosis
     journal.append(WarningAdded("found there"))
     journal.add([_log("late", 15.0, rank=1), _log("second", 21.0), Record(0, START + 16, DroppedEvent(2))])
     journal.add([Record(1, START + 19, CheckpointEvent("/b", START + 19))])
     journal.add([Record(1, START + 17, AutomaticMetricEvent({"auto/lr": 0.5}, 3))])
     writer._write(last=False)
     writer._file.thin()
-    opened_run._read_on(contents, tmp_path / JOURNAL_NAME)
-    read, store = contents.journal, contents.journal.store
+    reader.read_file()
+    read, store = reader.journal, reader.journal.store
     assert read.state.warnings == ("found from here", "found there")
     assert [line.text for rank in (0, 1) for line in store.log_lines(rank)] == ["first", "second", "late"]
     assert store.dropped == {0: 5}
     assert [event.path for event in store.checkpoints] == ["/a", "/b"]
     assert store.automatic.series("auto/lr").values.tolist() == [0.5]
-    opened_run._read_on(contents, tmp_path / JOURNAL_NAME)
+    reader.read_file()
     assert (store.dropped, len(store.checkpoints)) == ({0: 5}, 2)
 
 
@@ -280,14 +287,14 @@ def test_a_follower_reads_on_where_an_append_was_undone(tmp_path: Path) -> None:
     journal.add([Record(0, START + 1, MetricEvent({"loss": 1.0}, 0))])
     writer._write(last=False)
     whole = file.read_bytes()
-    contents = read_journal(file)
+    reader = _reader(file)
     for content in (before, whole):
         with file.open("r+b") as stream:
             stream.write(content)
             stream.truncate()
-        opened_run._read_on(contents, file)
-    assert contents.journal.state.warnings == ("again",)
-    assert contents.journal.store.series("loss").steps.tolist() == [0]
+        reader.read_file()
+    assert reader.journal.state.warnings == ("again",)
+    assert reader.journal.store.series("loss").steps.tolist() == [0]
 
 
 def test_held_ranks_are_released_where_their_journal_is_gone(tmp_path: Path) -> None:
@@ -394,10 +401,10 @@ def test_a_new_journal_with_the_inode_of_the_deleted_one_is_read_anew(
     writer = _writer(tmp_path, journal)
     journal.add([Record(0, START + step, MetricEvent({"loss": 1.0}, step)) for step in range(100)])
     writer._write(last=False)
-    contents = read_journal(writer.file)
+    reader = _reader(writer.file)
     writer.file.unlink()
     journal.add([Record(0, START + step, MetricEvent({"loss": 1.0}, step)) for step in range(100, 1000)])
     writer._write(last=False)
-    assert writer.file.stat().st_size > contents.end
-    opened_run._read_on(contents, writer.file)
-    assert contents.journal.store.last_step[0] == 999
+    assert writer.file.stat().st_size > reader.contents.end
+    reader.read_file()
+    assert reader.journal.store.last_step[0] == 999

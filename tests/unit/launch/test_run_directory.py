@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate import BrokenRunError, attach, open_run, runs
+from notebook_accelerate import BrokenRunError, Run, attach, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, DeviceBusyError, LaunchError
@@ -31,6 +31,7 @@ from notebook_accelerate.launch.detached import control_client, control_service,
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.control_service import ControlService, listen
+from notebook_accelerate.launch.detached.record_stream import RecordStream
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from notebook_accelerate.telemetry import Event, LogEvent
@@ -352,9 +353,17 @@ def _connect(path: Path) -> Channel:
     return Channel(connection)
 
 
+def _with_output(lines: int) -> Run:
+    """Return a run whose ranks have written lines of a thousand characters."""
+    run = make_run()
+    run.journal.add([Record(0, START + number, LogEvent("stdout", f"{number:1000}")) for number in range(lines)])
+    return run
+
+
 def test_a_kernel_receives_what_was_queued_for_it_at_the_end(tmp_path: Path) -> None:
-    service = ControlService(make_run(), tmp_path / "s", lambda _: b"x" * (8 << 20))
+    service = ControlService(_with_output(8000), tmp_path / "s")
     channel = _connect(tmp_path / "s")
+    channel.send(protocol.FollowCommand(0))
     until(lambda: any(client.has_unread for client in service._clients))
     ending = threading.Thread(target=service.close)
     ending.start()
@@ -365,13 +374,16 @@ def test_a_kernel_receives_what_was_queued_for_it_at_the_end(tmp_path: Path) -> 
             found += [event for _, event in channel.receive()]
     ending.join()
     channel.close()
-    assert [len(event.payload) for event in found if isinstance(event, protocol.RecordsEvent)] == [8 << 20]
+    history = [event for event in found if isinstance(event, protocol.HistoryEvent)]
+    assert b"".join(event.payload for event in history).count(b"LogEvent") == 8000
+    assert [event.position > 0 for event in history] == [False] * (len(history) - 1) + [True]
 
 
 def test_a_kernel_that_does_not_read_delays_the_end_a_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_service, "DRAIN_SECONDS", 0.2)
-    service = ControlService(make_run(), tmp_path / "s", lambda _: b"x" * (8 << 20))
+    service = ControlService(_with_output(8000), tmp_path / "s")
     channel = _connect(tmp_path / "s")
+    channel.send(protocol.FollowCommand(0))
     until(lambda: any(client.has_unread for client in service._clients))
     service.close()
     channel.close()
@@ -437,14 +449,15 @@ def test_only_a_supervisor_that_knows_pings_must_answer_them(
             until(lambda: not client._stop_watched)
 
 
-def test_a_run_is_followed_also_if_its_supervisor_sends_garbage(tmp_path: Path) -> None:
+def test_a_run_is_followed_also_if_its_supervisor_sends_garbage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entry = _recorded(tmp_path / "followed", "followed", time.time())
-    service = ControlService(make_run(), Path(entry.socket), lambda _: b"garbage" * 100)
+    monkeypatch.setattr(RecordStream, "history", lambda _: (1, iter([b"garbage" * 100])))
+    service = ControlService(make_run(), Path(entry.socket))
     try:
         run = open_run(entry.folder)
-        client = run.commands
-        assert isinstance(client, ControlClient)
-        until(lambda: client._heard >= 2 and not client.records)
+        assert isinstance(run.commands, ControlClient)
         (written,) = journal_format.encode_records([Record(0, time.time(), LogEvent("stdout", "written later"))])
         with (Path(entry.folder) / journal_file.JOURNAL_NAME).open("ab") as file:
             file.write(written)
