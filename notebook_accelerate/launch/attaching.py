@@ -286,7 +286,7 @@ def attached_runs() -> list[Run]:
 
 
 def leave() -> None:
-    """Leave the detached runs to themselves: their objects follow them no more."""
+    """Disconnect from all detached runs without stopping them."""
     with _lock:
         runs = list(_attached.values())
         _attached.clear()

@@ -94,7 +94,7 @@ class ControlClient:
 
         Args:
             reader: Receives the records, on the client's thread.
-            on_end: Called on that thread when no more records follow.
+            on_end: Called on that thread when the process stops sending records.
 
         Returns:
             Whether the run's history has arrived; False if its process does not send it in time. It may do so later.
@@ -114,7 +114,7 @@ class ControlClient:
         return self._known.is_set()
 
     def close(self) -> None:
-        """Leave the run to itself."""
+        """Disconnect from the run without stopping it; it is not followed any longer."""
         self._left = True
         self._channel.shut()
 
@@ -211,7 +211,8 @@ class ControlClient:
         self.prompts.close()
         self._use(self._channel, over=True)
         self._channel.close()
-        self._end_following()
+        if not self._left:
+            self._end_following()
 
     def _end_following(self) -> None:
         on_end, self._on_end = self._on_end, lambda: None
@@ -272,7 +273,7 @@ class ControlClient:
                 self._known.set()
 
     def on_records(self, records: Sequence[Record]) -> None:
-        """Note which ranks accept requests, and what they ask the user; called with what the run's journal gets."""
+        """Open and close the ranks' requests and prompts; called with the new records of the run's journal."""
         for record in records:
             event = record.event
             if isinstance(event, RankStarted):

@@ -23,7 +23,7 @@ for messages that need a reply.
 class FollowCommand(Event):
     """Send the run's records from ``position`` on; 0 means from the beginning.
 
-    Records follow as `RecordsEvent`, after a `HistoryEvent` if the process does not hold that position any more.
+    Records follow as `RecordsEvent`, after a `HistoryEvent` if the process no longer holds that position.
     """
 
     position: int

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.debug_protocol import Reply
 
 BATCH_SECONDS = 0.02
-"""Seconds for which records are collected before they are sent to kernels."""
+"""Seconds to collect records before sending them to kernels."""
 UNREAD_SECONDS = 30.0
 """Seconds after which a kernel that stops reading is disconnected. It reconnects when it resumes."""
 LOOK_SECONDS = 1.0
@@ -173,11 +173,11 @@ class ControlService:
         for client in list(self._clients):
             self._drop(client)
 
-    def _patience(self) -> float:
-        """Return how long to wait for commands and new records."""
+    def _patience(self) -> float | None:
+        """Return how many seconds to wait for commands and new records; None means no limit."""
         if self._stream.has_waiting:
             return max(0.0, self._batch_due - time.monotonic())
-        return LOOK_SECONDS
+        return LOOK_SECONDS if self._clients else None
 
     def _drain(self) -> None:
         """Send the run's last events, and wait until all kernels have read them, or for `DRAIN_SECONDS`."""

@@ -116,7 +116,7 @@ class RecordStream:
 
 
 def _parts(frames: Sequence[bytes], lines: Sequence[Record]) -> Iterator[bytes]:
-    """Yield frames, then those of lines, in parts of about `PART_BYTES`."""
+    """Yield frames, then the frames of lines, in parts of about `PART_BYTES`."""
     part: list[bytes] = []
     size = 0
     for source in (frames, journal_format.encode_records(lines)):

@@ -28,10 +28,10 @@ class JournalReader:
 
     Args:
         file: The file of the journal.
-        load_result: Returns the result of a rank from what the file says about it.
+        load_result: Returns the result of a rank; see `journal_file.ResultLoader`.
 
     Attributes:
-        contents: What was read.
+        contents: The journal, and the state of reading it.
         position: The position after the last record that the process has sent; 0 before it has sent its history.
     """
 
@@ -84,7 +84,7 @@ class JournalReader:
     # ---- from the file
 
     def read_file(self) -> None:
-        """Add what was appended to the file since the last call, or what is new in a file that has replaced it.
+        """Add the new records of the file, which may have been replaced since the last call.
 
         Raises:
             BrokenRunError: The file is damaged.
@@ -124,7 +124,7 @@ class JournalReader:
         return RankResult(lambda: self._read_result(rank), rank=rank)
 
     def _read_result(self, rank: int) -> Any:
-        """Read a result whose file the process of the run has not named: the file of the journal does."""
+        """Read a result that the process of the run has announced; the journal's file names its file."""
         if rank not in self._stored:
             try:
                 self._stored = read_journal(self.file).stored

@@ -97,7 +97,7 @@ def open_run(path: str | PathLike[str]) -> Run:
 
 
 def _connect(folder: Path) -> tuple[ControlClient | None, str]:
-    """Return a connection to the process of a detached run, or None and why there is none."""
+    """Return a connection to the process of a detached run, or None and the reason."""
     for entry in run_directory.entries():
         if entry.folder == str(folder) and not entry.has_ended:
             process = parse_identity(entry.process)
@@ -245,7 +245,7 @@ class _ReadOnly(NoCommands):
 
 
 class _Follower:
-    """Adds what is appended to the file of a run whose process does not send it, until the run has ended.
+    """Follows the file of a run whose process cannot be reached, until the run ends.
 
     Args:
         reader: Reads the file.

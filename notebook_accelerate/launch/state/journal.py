@@ -127,7 +127,7 @@ class Journal:
         return unsubscribe
 
     def locked(self) -> AbstractContextManager[Any]:
-        """Return a context in which no other thread appends: what is read there belongs to one position."""
+        """Return a context in which no other thread can append: journal and store stay at one position."""
         return self._lock
 
     def _pass_on(self, records: Sequence[Record]) -> None:

@@ -170,7 +170,7 @@ class RankResumed(RunEvent):
 
 @dataclass(slots=True)
 class PromptOpened(RunEvent):
-    """A rank waits for a line of text; the fields are those of ``telemetry.InputRequest``."""
+    """A rank waits for a line of text; see ``telemetry.InputRequest``."""
 
     rank: int
     number: int
@@ -190,7 +190,7 @@ class PromptClosed(RunEvent):
 
 @dataclass(slots=True)
 class DebuggerLeft(RunEvent):
-    """The debugger that held a rank has let it continue, or the rank has ended."""
+    """A debugger has released a rank, or the rank has exited."""
 
     rank: int
 
