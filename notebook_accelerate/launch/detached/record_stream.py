@@ -102,7 +102,12 @@ class RecordStream:
 
     def after(self, position: int) -> tuple[int, bytes] | None:
         """Return the next held records after a position, and the position after them; None at the end."""
-        return next((part for part in self._held if part[0] > position), None)
+        found = None
+        for part in reversed(self._held):  # most kernels are near the end
+            if part[0] <= position:
+                break
+            found = part
+        return found
 
     def history(self) -> tuple[int, Iterator[bytes]] | None:
         """Return a position and all records before it, as parts of a journal; None while the run's end is saved."""

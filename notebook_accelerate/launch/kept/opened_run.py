@@ -91,6 +91,7 @@ def open_run(path: str | PathLike[str]) -> Run:
     run.delete_files = delete
     weakref.finalize(run, follower.over.set)
     weakref.finalize(run, commands.close)
+    follower.opened = True
     if client is None or not client.follows:
         follower.start()
     return run
@@ -252,17 +253,24 @@ class _Follower:
         client: The connection to the process of a detached run.
 
     Attributes:
+        opened: Whether the run is open; until then, `open_run` itself reads the file.
         over: Set when nobody refers to the run.
     """
+
+    opened = False
 
     def __init__(self, reader: JournalReader, client: ControlClient | None) -> None:
         self._reader, self._client = reader, client
         self.over = threading.Event()
+        self._lock, self._started = threading.Lock(), False
 
     def start(self) -> None:
-        """Follow the file from now on, on a thread."""
-        if self._expects_more() and not self.over.is_set():
-            threading.Thread(target=self._main, name="notebook-accelerate-follow", daemon=True).start()
+        """Follow the file from now on, on a thread; does nothing before the run is opened, and when called again."""
+        with self._lock:
+            if self._started or not self.opened or self.over.is_set() or not self._expects_more():
+                return
+            self._started = True
+        threading.Thread(target=self._main, name="notebook-accelerate-follow", daemon=True).start()
 
     def _main(self) -> None:
         gone = False
