@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.launch.detached import record_stream
-from notebook_accelerate.launch.detached.record_stream import RecordStream
+from notebook_accelerate.launch.detached import control_service
+from notebook_accelerate.launch.detached.control_service import RecordStream
 from notebook_accelerate.launch.kept import run_folder
 from notebook_accelerate.launch.kept.journal_reader import JournalReader
 from notebook_accelerate.launch.kept.run_writer import RunWriter
@@ -84,7 +84,7 @@ def test_a_reader_receives_each_record_once_while_others_are_appended(run: Run) 
 
 
 def test_a_reader_that_falls_behind_misses_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_stream, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(control_service, "MAX_HELD_BYTES", 1000)
     stream, slow, fast = RecordStream(run, lambda: None), _reader(run), _reader(run)
     for number in range(100):
         run.journal.add(_step(number))
@@ -100,7 +100,7 @@ def test_a_reader_that_falls_behind_misses_nothing(run: Run, monkeypatch: pytest
 
 
 def test_a_connection_that_breaks_in_the_history_starts_it_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_stream, "PART_BYTES", 100)
+    monkeypatch.setattr(control_service, "PART_BYTES", 100)
     stream, reader = RecordStream(run, lambda: None), _reader(run)
     for number in range(1000):
         run.journal.add(_step(number))

@@ -30,8 +30,7 @@ from notebook_accelerate.launch import attaching, run_registry
 from notebook_accelerate.launch.detached import control_client, control_service, run_directory
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.detached.control_client import ControlClient
-from notebook_accelerate.launch.detached.control_service import ControlService, listen
-from notebook_accelerate.launch.detached.record_stream import RecordStream
+from notebook_accelerate.launch.detached.control_service import ControlService, RecordStream, listen
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from notebook_accelerate.telemetry import Event, LogEvent
