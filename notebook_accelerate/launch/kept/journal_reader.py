@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.rank_result import RankResult
 from notebook_accelerate.telemetry import DroppedEvent, LogEvent, Store
 from notebook_accelerate.telemetry.store import Record
+
+PROBLEM_SECONDS = 1.0
+"""Seconds to wait for the reason why a result is not saved."""
 
 
 class JournalReader:
@@ -131,7 +135,11 @@ class JournalReader:
             except (BrokenRunError, OSError):
                 self._stored = {}
         if rank not in self._stored:
-            problem = self.journal.state.unsaved or "its file is missing"
+            # The process reports a full disk just after the run's end.
+            deadline = time.monotonic() + PROBLEM_SECONDS
+            while not (problem := self.journal.state.unsaved) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            problem = problem or "its file is missing"
             raise SerializationError(f"the result of rank {rank} is not saved: {problem}")
         return self._load_result(rank, self._stored[rank]).read()
 
