@@ -174,11 +174,12 @@ def with_page(lines: list[str], kind: type[BaseException]) -> list[str]:
 
     A terminal gets the lines alone: there an error is often one line, and a log has no use for the address.
     """
-    in_notebook = getattr(_ipython_shell(), "kernel", None) is not None
+    in_notebook = getattr(ipython_shell(), "kernel", None) is not None
     return [*lines, f"see {page_of(kind)}"] if in_notebook else lines
 
 
-def _ipython_shell() -> Any:  # as hardware.detection.ipython_shell, which is above this module
+def ipython_shell() -> Any:
+    """Return IPython's shell in this process; None outside IPython, which is not imported for this."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
 
@@ -188,7 +189,7 @@ class NotebookAccelerateError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows: its own, and in a notebook the address of the class's page."""
-        formatter = getattr(_ipython_shell(), "InteractiveTB", None)
+        formatter = getattr(ipython_shell(), "InteractiveTB", None)
         if formatter is None:
             return traceback.format_exception(self)
         return with_page(formatter.structured_traceback(type(self), self, self.__traceback__, tb_offset=1), type(self))

@@ -14,7 +14,6 @@ from notebook_accelerate.config.cluster import (
 )
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin, TorchTensorParallelPlugin
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
@@ -23,6 +22,7 @@ from notebook_accelerate.config.kwargs_handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from notebook_accelerate.config.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.config.plain_values import check_whole_number

@@ -24,7 +24,7 @@ from notebook_accelerate.big_modeling.module_tensors import (
 )
 from notebook_accelerate.big_modeling.module_tree import find_tensor, full_name, prefixes, submodule
 from notebook_accelerate.big_modeling.offload_folder import offload_weight, save_offload_index
-from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
+from notebook_accelerate.config.low_precision import BnbQuantizationConfig
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.hardware.versions import is_package
 

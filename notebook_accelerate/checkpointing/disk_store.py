@@ -43,7 +43,7 @@ from notebook_accelerate.checkpointing.save_lock import (
 from notebook_accelerate.checkpointing.single_files import sync_file, write_error
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
-from notebook_accelerate.state.world import world_from_environ
+from notebook_accelerate.state.process_group import world_from_environ
 
 _JOURNAL_LIMIT = 60.0
 """Seconds to wait for another process to finish its journal: it only renames and removes files."""

@@ -35,7 +35,7 @@ from notebook_accelerate.checkpointing.save_lock import second_writer_error
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
-from notebook_accelerate.state.world import world_from_environ
+from notebook_accelerate.state.process_group import world_from_environ
 
 _HEARTBEAT = 30.0
 """Seconds between two heartbeats of a rank that is uploading: a store does not show partial files."""

@@ -31,8 +31,8 @@ from notebook_accelerate.collectives.communicator import wait_for_all_ranks
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.data_loader.stateful_loaders import LoaderState
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
+from notebook_accelerate.state.process_group import world_from_environ
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.state.world import world_from_environ
 from notebook_accelerate.strategies.module_queries import extract_model_from_parallel
 
 if TYPE_CHECKING:

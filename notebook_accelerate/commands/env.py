@@ -13,8 +13,7 @@ from notebook_accelerate import hardware
 from notebook_accelerate.commands.parsers import Subparsers, add_config_file, command_parser
 from notebook_accelerate.config import config_file
 from notebook_accelerate.config.plain_values import convert_bytes, hide_credentials
-from notebook_accelerate.hardware import torch_build
-from notebook_accelerate.hardware.versions import installed_version
+from notebook_accelerate.hardware.versions import installed_version, torch_build
 
 _PACKAGES = (
     "torch", "numpy", "ipykernel", "ipywidgets", "jupyterlab", "notebook", "accelerate", "transformers", "trl", "peft",
@@ -52,7 +51,7 @@ def _facts() -> dict[str, str]:
     machine = hardware.detect()
     devices = f"{machine.count} x {machine.accelerator}" if machine.count else "none"
     versions = {name: version for name in _PACKAGES if (version := installed_version(name))}
-    if build := torch_build.read().version:
+    if build := torch_build().version:
         versions["torch"] = build  # with the platform it was built for, which the distribution's version may lack
     variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)}
     variables.pop("NOTEBOOK_ACCELERATE_SECRET", None)

@@ -196,7 +196,7 @@ def main() -> None:
     launch_command(launch_command_parser().parse_args())
 
 
-# Runs a script in a rank as the interpreter runs it: as ``__main__``, with its own ``sys.argv`` and ``sys.path``.
+# ---- in a rank: a script as ``__main__``, with its own ``sys.argv`` and ``sys.path``
 
 
 def run_script(script: str, arguments: list[str]) -> None:

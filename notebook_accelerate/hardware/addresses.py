@@ -45,8 +45,6 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server(endpoint, family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
-# Ports, the version of the operating system's kernel, and loaded libraries.
-
 _LOOPBACK_SECONDS = 1.0
 _NOT_LOOPBACK = (errno.EADDRINUSE, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """Errors of a connection that do not show that the interface fails: there are no more ports or descriptors."""

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from notebook_accelerate.errors import ipython_shell
 from notebook_accelerate.hardware import device_counts, tpu_environment
 from notebook_accelerate.hardware.device_table import ROWS
 
@@ -121,12 +121,6 @@ def host() -> str:
 def in_kernel() -> bool:
     """Return whether this process is a notebook's kernel."""
     return getattr(ipython_shell(), "kernel", None) is not None
-
-
-def ipython_shell() -> Any:
-    """Return IPython's shell in this process; None outside IPython, which is not imported for this."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
 
 
 def _in_vscode() -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from notebook_accelerate.hardware import device_table, nvml, torch_build, tpu_environment
+from notebook_accelerate.hardware import device_table, nvml, tpu_environment, versions
 
 _PROBE_SECONDS = 60
 
@@ -48,7 +48,7 @@ def _cached_count(device_type: str, variables: tuple[tuple[str, str], ...]) -> i
 
 
 def _cuda(env: Mapping[str, str]) -> int:
-    build = torch_build.read()
+    build = versions.torch_build()
     if build.hip:
         return _rocm(env)
     if not build.cuda or not _nvidia_driver():
@@ -108,7 +108,7 @@ def _rocm(env: Mapping[str, str]) -> int:
 
 
 def _xpu(env: Mapping[str, str]) -> int:
-    if not torch_build.read().xpu or not _pci_vendor("0x8086", "/sys/class/drm/renderD*/device/vendor"):
+    if not versions.torch_build().xpu or not _pci_vendor("0x8086", "/sys/class/drm/renderD*/device/vendor"):
         return 0
     return _probe("import torch; print(torch.xpu.device_count())", env)
 
@@ -120,7 +120,7 @@ def _pci_vendor(vendor: str, pattern: str) -> bool:
 def _mps(_env: Mapping[str, str]) -> int:
     if platform.system() != "Darwin" or platform.machine() != "arm64":
         return 0
-    return int(torch_build.read().installed)
+    return int(versions.torch_build().installed)
 
 
 def _xla(env: Mapping[str, str]) -> int:

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from packaging.version import parse
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -233,3 +235,32 @@ def _describe(index: int, handle: Any) -> Gpu:
         capability=_query("nvmlDeviceGetCudaComputeCapability", handle, default=(0, 0)),
         pci_bus_id="" if pci is None else pci.busId.lower(),
     )
+
+
+# ---- peer-to-peer access
+
+# GeForce 40 cards have no peer-to-peer access; drivers before this one report that they have, and hang.
+# Source: NVIDIA driver 550.40.07, release highlights.
+_PEER_TO_PEER_DRIVER = "550.40.07"
+
+
+def without_peer_to_peer(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that stop NCCL from using peer-to-peer access and InfiniBand, except for those that are set.
+
+    Args:
+        environment: The variables that are set.
+    """
+    return {name: "1" for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in environment}
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Return whether the GPUs support peer-to-peer access and InfiniBand.
+
+    Returns:
+        False for several GeForce RTX 40 cards with a driver before 550.40.07, otherwise True, also without GPUs.
+    """
+    names = [gpu.name for gpu in gpus()]
+    if len(names) < 2 or not any("RTX 40" in name for name in names):
+        return True
+    version = driver_version()
+    return version is not None and parse(version) >= parse(_PEER_TO_PEER_DRIVER)

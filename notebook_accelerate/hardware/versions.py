@@ -1,16 +1,19 @@
-"""Finds packages and compares their versions, without importing them."""
+"""Which packages are installed, and what torch was built for, without importing them."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version, parse
 
 from notebook_accelerate.config.constants import STR_OPERATION_TO_FUNC
-from notebook_accelerate.hardware import torch_build
 
 
 def is_package(name: str, distribution: str | None = None, minimum: str | None = None) -> bool:
@@ -93,4 +96,66 @@ def is_torch_version(operation: str, version: str) -> bool:
     Returns:
         Whether the comparison holds.
     """
-    return compare_versions(parse(parse(torch_build.read().version or "0").public), operation, version)
+    return compare_versions(parse(parse(torch_build().version or "0").public), operation, version)
+
+
+# ---- torch's version file: importing torch takes a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """Versions of torch and of the platforms it was built for; None for others."""
+
+    version: str | None = None
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether torch is installed."""
+        return self.version is not None
+
+
+def torch_build() -> TorchBuild:
+    """Return what the installed torch was built for, without importing it."""
+    if (module := sys.modules.get("torch.version")) is not None:
+        return TorchBuild(
+            version=str(getattr(module, "__version__", "0")),
+            cuda=getattr(module, "cuda", None),
+            hip=getattr(module, "hip", None),
+            xpu=getattr(module, "xpu", None),
+        )
+    return _read_file()
+
+
+@lru_cache(maxsize=1)
+def _read_file() -> TorchBuild:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return TorchBuild()
+    file = Path(spec.origin).with_name("version.py")
+    source = file.read_text(encoding="utf-8") if file.exists() else ""
+    # Lines such as: cuda: Optional[str] = '12.8'
+    found = dict(re.findall(r"^(\w+)\s*(?::[^=\n]*)?=\s*'([^'\n]*)'", source, re.MULTILINE))
+    return TorchBuild(
+        version=found.get("__version__", "0"), cuda=found.get("cuda"), hip=found.get("hip"), xpu=found.get("xpu")
+    )
+
+
+FLIGHT_RECORDER_ENTRIES = "2000"
+"""Operations that each of torch's flight recorders keeps, torch's own default for NCCL.
+
+A host queues NCCL's operations ahead of its device: hundreds may follow the one in which the device waits.
+"""
+
+
+def watched_rank_variables() -> dict[str, str]:
+    """Return the torch environment variables for a supervised rank.
+
+    They turn the flight recorders on, and NCCL's own watch of its threads off: that would abort a rank which was
+    suspended for eight minutes, with its machine or by Ctrl-Z.
+    """
+    if torch_build().version is None:
+        return {}
+    return {"TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES, "TORCH_NCCL_ENABLE_MONITORING": "0"}

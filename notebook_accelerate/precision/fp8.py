@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate.config.enums import FP8BackendType
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.hardware.versions import is_torchao_available
 from notebook_accelerate.precision.autocast import Bf16Precision, require_cuda
 

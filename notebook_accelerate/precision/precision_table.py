@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.low_precision import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.hardware.versions import is_package, is_torchao_available
 from notebook_accelerate.precision.autocast import Bf16Precision, Fp16Precision, Precision
 

@@ -5,21 +5,17 @@ All instances of a class share one dictionary per process, as in Accelerate: the
 
 from __future__ import annotations
 
-from notebook_accelerate.state.accelerator_state import AcceleratorState
-from notebook_accelerate.state.gradient_state import GradientState
-from notebook_accelerate.state.partial_state import PartialState, is_initialized
-from notebook_accelerate.state.reset import isolated_shared_state, reset_shared_state, start_afresh
-from notebook_accelerate.state.shared_dict import SharedDict, ThreadLocalSharedDict, do_nothing
-
-__all__ = [
-    "AcceleratorState",
-    "GradientState",
-    "PartialState",
-    "SharedDict",
-    "ThreadLocalSharedDict",
-    "do_nothing",
-    "is_initialized",
-    "isolated_shared_state",
-    "reset_shared_state",
-    "start_afresh",
-]
+from notebook_accelerate.state.accelerator_state import (
+    AcceleratorState as AcceleratorState,
+    GradientState as GradientState,
+    isolated_shared_state as isolated_shared_state,
+    reset_shared_state as reset_shared_state,
+    start_afresh as start_afresh,
+)
+from notebook_accelerate.state.partial_state import (
+    PartialState as PartialState,
+    SharedDict as SharedDict,
+    ThreadLocalSharedDict as ThreadLocalSharedDict,
+    do_nothing as do_nothing,
+    is_initialized as is_initialized,
+)

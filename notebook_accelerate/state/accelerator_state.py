@@ -1,8 +1,9 @@
-"""`AcceleratorState`: `PartialState` plus the precision and plugins of the current `Accelerator`."""
+"""What belongs to the current `Accelerator`: precision, plugins and gradient accumulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,9 +12,9 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType, PrecisionType
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.config.plain_values import check_type
-from notebook_accelerate.state.partial_state import PartialState
-from notebook_accelerate.state.shared_dict import SharedDict, Slots
-from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.state import process_group
+from notebook_accelerate.state.partial_state import PartialState, SharedDict, Slots
+from notebook_accelerate.state.warn_once import reset_warnings, warn_once
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
@@ -402,3 +403,169 @@ def _arrange_pipeline_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
             f"it; omit one of them, or train a pipeline by MegatronLMPlugin(pp_degree={layout.pp_size}) alone"
         )
     return {"parallelism_config": layout, "device_mesh": layout.get_device_mesh(slots["device"].type)}
+
+
+class GradientState:
+    """Whether gradients are complete, and which data loaders are being read.
+
+    Instances share one dictionary. An `Accelerator` with other accumulation settings than the previous one starts a new
+    dictionary: objects prepared by the earlier one keep theirs, `GradientState()` uses the latest.
+
+    Args:
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin`; None keeps the current settings.
+
+    Attributes:
+        sync_gradients: Whether this step completes a window: gradients are reduced and the optimizer steps.
+        active_dataloader: The innermost loader that is being read; None outside of loops.
+        dataloader_references: All loaders that are being read, outermost first, after a leading None.
+        plugin_kwargs: The accumulation settings that differ from the defaults.
+        is_xla_gradients_synced: Whether gradients were reduced since the last step (XLA only).
+    """
+
+    _shared_state: ClassVar[Slots] = SharedDict()
+
+    sync_gradients: bool
+    dataloader_references: list[Any]
+    plugin_kwargs: dict[str, Any]
+    is_xla_gradients_synced: bool
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        cls = type(self)
+        requested = None if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_kwargs()
+        if not cls._shared_state:
+            cls._shared_state.update(_initial(requested or {}))
+        elif requested is not None and requested != cls._shared_state["plugin_kwargs"]:
+            cls._shared_state = _initial(requested)
+        self.__dict__ = cls._shared_state
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Clear the shared dictionary."""
+        GradientState._shared_state.clear()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the shared dictionary is filled."""
+        return bool(type(self)._shared_state)
+
+    @property
+    def num_steps(self) -> int:
+        """Batches per optimizer step."""
+        return self.plugin_kwargs.get("num_steps") or 1
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether the scheduler counts the batches that do not complete a window."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader completes the window, even a shorter one."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost loader that is being read; None outside of loops."""
+        return self.dataloader_references[-1]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being read."""
+        return self.dataloader_references[-1] is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader has yielded its last batch."""
+        loader = self.dataloader_references[-1]
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the active loader's last round without padding; 0: all; -1: unknown, or no loader."""
+        loader = self.dataloader_references[-1]
+        return -1 if loader is None else loader.remainder
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Set whether this step completes a window."""
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        """Register a loader that is being read."""
+        # A loader that is read again before its end is registered once.
+        self._remove_dataloader(dataloader)
+        self.dataloader_references.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        """Unregister a loader."""
+        self.dataloader_references[:] = [kept for kept in self.dataloader_references if kept is not dataloader]
+
+
+def _initial(plugin_kwargs: dict[str, Any]) -> Slots:
+    return {
+        "sync_gradients": True,
+        "dataloader_references": [None],
+        "plugin_kwargs": plugin_kwargs,
+        "is_xla_gradients_synced": False,
+    }
+
+
+# ---- new and inline workers start with a fresh state
+
+
+def reset_shared_state() -> None:
+    """Clear this process's state: the next `Accelerator` or `PartialState` reads the environment again.
+
+    A process group that this process started is destroyed; one inherited by a fork is only dropped, because its threads
+    and sockets belong to the parent.
+    """
+    AcceleratorState._shared_state.clear()
+    PartialState._shared_state.clear()
+    # Objects prepared before keep the old dictionary.
+    GradientState._shared_state = {}
+    process_group.forget_group()
+    reset_warnings()
+
+
+def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tuple[Slots, Slots, Slots]:
+    """Replace the dictionaries of the state classes; objects created before keep theirs.
+
+    Args:
+        with_: Dictionaries of `PartialState`, `AcceleratorState` and `GradientState`; None: empty ones.
+
+    Returns:
+        The previous dictionaries.
+    """
+    before = PartialState._shared_state, AcceleratorState._shared_state, GradientState._shared_state
+    after = with_ or (SharedDict(), SharedDict(), SharedDict())
+    PartialState._shared_state, AcceleratorState._shared_state, GradientState._shared_state = after
+    return before
+
+
+def start_afresh() -> None:
+    """Discard the state that an inline run left, if the run was the first to import this package."""
+    process_group.end_group_of_one()
+    replace_shared_state()
+
+
+@contextmanager
+def isolated_shared_state() -> Iterator[None]:
+    """Replace this process's state for the time of a run that has its own, and restore it afterwards."""
+    had_group = process_group.group_exists()
+    before = replace_shared_state()
+    try:
+        yield
+    finally:
+        if not had_group:
+            process_group.end_group()
+        replace_shared_state(before)

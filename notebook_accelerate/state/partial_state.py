@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar
@@ -15,11 +16,15 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.state import process_group
-from notebook_accelerate.state.process_group import wait_for_idle_at_exit
+from notebook_accelerate.state.process_group import World, wait_for_idle_at_exit, world_from_environ
 from notebook_accelerate.state.rank_execution import RankExecution
-from notebook_accelerate.state.shared_dict import SharedDict, Slots
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.state.world import World, world_from_environ
+
+Slots = dict[str, Any]
+
+
+SharedDict: Callable[[], Slots] = dict
+"""The dictionary that the instances of a state class share: one per process."""
 
 _Inputs = TypeVar("_Inputs")
 
@@ -405,3 +410,24 @@ def _slice_and_pad(inputs: Any, begin: int, end: int, pad: int, device: torch.de
         return share
     padded = [*share, *[inputs[-1]] * pad]
     return tuple(padded) if isinstance(share, tuple) else padded
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Accept any arguments and do nothing: a function for one rank, on the other ranks."""
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A descriptor with one dictionary per thread (XLA runs one rank per thread).
+
+    Args:
+        thread_local: Accepted for compatibility; the dictionary is always the thread's own.
+    """
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: Slots = {}
+
+    def __get__(self, instance: object, owner: type | None = None) -> Slots:
+        return self._storage
+
+    def __set__(self, instance: object, value: Slots) -> None:
+        self._storage = value

@@ -1,4 +1,4 @@
-"""Starts, waits at and ends the process group."""
+"""Starts, waits at and ends the process group, after reading rank and world size from the environment."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import functools
 import gc
 import itertools
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,9 @@ import torch.distributed as dist
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware import gpu_properties
+from notebook_accelerate.hardware import device_counts, nvml
 from notebook_accelerate.hardware.process_liveness import read_stat
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.state.world import World
 from notebook_accelerate.torch_internals import drop_process_groups
 from notebook_accelerate.worker import collective_timeouts
 
@@ -71,11 +72,11 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
 
 def _avoid_peer_to_peer() -> None:
     """Keep NCCL from hanging on GPUs whose driver wrongly reports peer-to-peer access."""
-    missing = gpu_properties.without_peer_to_peer(os.environ)
-    if missing and not gpu_properties.check_cuda_p2p_ib_support():
+    missing = nvml.without_peer_to_peer(os.environ)
+    if missing and not nvml.check_cuda_p2p_ib_support():
         os.environ.update(missing)
         warn_once(
-            f"These GPUs cannot access each other's memory, and the driver {gpu_properties.get_driver_version()} says "
+            f"These GPUs cannot access each other's memory, and the driver {nvml.driver_version()} says "
             f"that they can: {' and '.join(f'{name}={value}' for name, value in missing.items())} was set for NCCL. A "
             "driver from 550.40.07 on needs no such setting."
         )
@@ -248,7 +249,7 @@ BARRIERS: dict[str, Callable[[torch.device], None]] = {
 """The barrier of each communicator."""
 
 
-# Waits for gloo's threads before the interpreter or their process group ends.
+# ---- gloo's threads, which must be idle before the interpreter or their process group ends
 
 _NAME = "pt_gloo_runloop"
 """Name of the threads in torch 2.13 and later; torch 2.9 gives them none."""
@@ -304,3 +305,103 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")  # the name of a thread may be any bytes
     except OSError:
         return ""
+
+
+# ---- rank and world size, from the variables of torchrun, MPI or this package's launchers
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Rank and world size of a process."""
+
+    rank: int = 0
+    """Index of this process, from 0, over all machines."""
+    size: int = 1
+    """Number of processes of the run."""
+    local_rank: int = 0
+    """Index of this process on its machine."""
+    local_size: int = 1
+    """Number of processes of the run on this machine."""
+
+
+def world_from_environ() -> World:
+    """Read rank and world size from the environment.
+
+    Returns:
+        The values; rank 0 of 1 if no variable is set.
+
+    Raises:
+        ValueError: A variable is not a number, or the rank is not below the world size.
+    """
+    size = _first("world_size", 1)
+    rank = _first("rank", 0)
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK={rank} is outside WORLD_SIZE={size}; ranks count from 0: RANK must be below WORLD_SIZE")
+    if size == 1:
+        return World(local_rank=_first("local_rank", 0))
+    return World(
+        rank=rank, size=size, local_rank=_first("local_rank", rank), local_size=_first("local_world_size", size)
+    )
+
+
+def _first(value_name: str, default: int) -> int:
+    return environ.get_int_from_env(RANK_VARIABLES[value_name], default)
+
+
+# Variables of torchrun, then of Intel MPI and MPICH, Open MPI, MVAPICH2.
+RANK_VARIABLES = {
+    "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "local_rank": ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "local_world_size": (
+        "LOCAL_WORLD_SIZE",
+        "MPI_LOCALNRANKS",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+
+
+# ---- the cores near a GPU
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the cores near its GPU.
+
+    Args:
+        local_process_index: Index of this rank on its machine.
+        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
+    """
+    cores = _near_cores(local_process_index)
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    os.sched_setaffinity(0, cores)
+    if environ.flag("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+        sys.stdout.write(f"process {local_process_index} runs on cores {sorted(cores)}\n")
+
+
+def _near_cores(local_process_index: int) -> set[int]:
+    """Return the allowed cores near a GPU, from the kernel's list for its PCI slot; empty if there is no list."""
+    if not device_counts.count("cuda"):
+        return set()
+    gpu = nvml.visible_gpu(local_process_index)
+    if gpu is None:
+        return set()
+    # NVML writes the PCI domain with eight digits, the kernel with four.
+    file = Path("/sys/bus/pci/devices") / gpu.pci_bus_id[-12:] / "local_cpulist"
+    if not file.is_file():
+        return set()
+    return parse_cpu_list(file.read_text(encoding="ascii")) & os.sched_getaffinity(0)
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """Parse a list of cores such as ``0-3,8,10-11``.
+
+    Args:
+        text: The list, as Linux writes it.
+    """
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

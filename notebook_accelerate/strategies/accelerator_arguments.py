@@ -18,7 +18,6 @@ from notebook_accelerate.config.cluster import (
 )
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, RNGType
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -27,6 +26,7 @@ from notebook_accelerate.config.kwargs_handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from notebook_accelerate.config.low_precision import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.state.warn_once import warn_once

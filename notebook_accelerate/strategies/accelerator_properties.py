@@ -15,7 +15,6 @@ from notebook_accelerate.config.cluster import (
     ProjectConfiguration,
 )
 from notebook_accelerate.config.enums import DistributedType, FP8BackendType
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -23,6 +22,7 @@ from notebook_accelerate.config.kwargs_handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from notebook_accelerate.config.low_precision import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import Precision, fp8_library
 from notebook_accelerate.scheduler import AcceleratedScheduler

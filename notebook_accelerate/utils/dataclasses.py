@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin as TorchDynamoPlugin
     from notebook_accelerate.config.enums import *
-    from notebook_accelerate.config.fp8_recipes import *
+    from notebook_accelerate.config.low_precision import *
     from notebook_accelerate.config.fsdp_plugin import *
     from notebook_accelerate.config.kwargs_handlers import *
     from notebook_accelerate.config.megatron_plugin import (
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.config.dynamo_plugin import *
     from notebook_accelerate.config.kwargs_handlers import ProfileKwargs as ProfileKwargs
-    from notebook_accelerate.config.quantization_config import BnbQuantizationConfig as BnbQuantizationConfig
+    from notebook_accelerate.config.low_precision import BnbQuantizationConfig as BnbQuantizationConfig
     from notebook_accelerate.config.cluster import *
 
 reexport(__name__)

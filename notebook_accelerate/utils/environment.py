@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from notebook_accelerate._lazy import reexport
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.hardware import device_counts, device_table, nvml, torch_build
+from notebook_accelerate.hardware import device_counts, device_table, nvml
 from notebook_accelerate.hardware.detection import detect
-from notebook_accelerate.state.world import RANK_VARIABLES
-from notebook_accelerate.state.world import override_numa_affinity as override_numa_affinity
+from notebook_accelerate.hardware.versions import torch_build
+from notebook_accelerate.state.process_group import RANK_VARIABLES
+from notebook_accelerate.state.process_group import override_numa_affinity as override_numa_affinity
 
 if TYPE_CHECKING:
+    from notebook_accelerate.hardware.nvml import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
     from notebook_accelerate.config.environ import (
         get_int_from_env as get_int_from_env,
         patch_environment as patch_environment,
         str_to_bool as str_to_bool,
     )
-    from notebook_accelerate.hardware.gpu_properties import *
 
 reexport(__name__)
 
@@ -230,11 +231,22 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     override_numa_affinity(local_process_index, verbose)
 
 
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of all NVIDIA GPUs of this machine, and how many there are."""
+    names = [gpu.name for gpu in nvml.gpus()]
+    return names, len(names)
+
+
+def get_driver_version() -> str | None:
+    """Return the version of NVIDIA's driver; None without a driver."""
+    return nvml.driver_version()
+
+
 def check_cuda_fp8_capability() -> bool:
     """Return whether this process's first GPU supports fp8 (compute capability 8.9, or AMD's gfx94, gfx95, gfx12)."""
     if not device_counts.count("cuda"):
         return False
-    if torch_build.read().hip:
+    if torch_build().hip:
         properties = device_table.row("cuda").call("get_device_properties", 0)
         return str(properties.gcnArchName).startswith(("gfx94", "gfx95", "gfx12"))
     gpu = nvml.visible_gpu(0)

@@ -15,8 +15,8 @@ from packaging.version import parse
 
 from notebook_accelerate._lazy import reexport
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware import device_counts, device_table, nvml, torch_build
-from notebook_accelerate.hardware.versions import installed_version, is_package, is_torch_version
+from notebook_accelerate.hardware import device_counts, device_table, nvml
+from notebook_accelerate.hardware.versions import installed_version, is_package, is_torch_version, torch_build
 from notebook_accelerate.hardware.versions import is_torchao_available as is_torchao_available
 
 reexport(__name__)
@@ -160,7 +160,7 @@ def is_cuda_available() -> bool:
 
 def is_rocm_available() -> bool:
     """Return whether torch is built for ROCm and there is an AMD GPU."""
-    return bool(torch_build.read().hip) and _usable("cuda")
+    return bool(torch_build().hip) and _usable("cuda")
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
@@ -249,7 +249,7 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 def is_xccl_available() -> bool:
     """Return whether torch has the back end for process groups of Intel GPUs."""
-    return bool(torch_build.read().xpu) and bool(importlib.import_module("torch.distributed").is_xccl_available())
+    return bool(torch_build().xpu) and bool(importlib.import_module("torch.distributed").is_xccl_available())
 
 
 def is_torch_distributed_available() -> bool:
@@ -314,7 +314,7 @@ def is_fp8_available() -> bool:
 def is_ipex_available() -> bool:
     """Deprecated: return whether Intel's extension for PyTorch is installed, in the version torch needs."""
     _deprecated("is_ipex_available", "is_xpu_available(): torch itself drives Intel GPUs")
-    installed, torch_version = installed_version("intel_extension_for_pytorch"), torch_build.read().version
+    installed, torch_version = installed_version("intel_extension_for_pytorch"), torch_build().version
     if installed is None or torch_version is None:
         return False
     return parse(installed).release[:2] == parse(torch_version).release[:2]

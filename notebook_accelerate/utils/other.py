@@ -14,6 +14,7 @@ from packaging.version import parse
 
 from notebook_accelerate._lazy import reexport
 from notebook_accelerate.config import environ
+from notebook_accelerate.state import PartialState
 from notebook_accelerate.strategies.module_queries import (
     compile_regions as compile_regions,
     is_compiled_module as is_compiled_module,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from notebook_accelerate.hardware.addresses import (
         get_free_port as get_free_port,
     )
-    from notebook_accelerate.state.seeding import wait_for_everyone as wait_for_everyone
     from notebook_accelerate.strategies.module_queries import (
         get_model_tp_size as get_model_tp_size,
         has_repeated_blocks as has_repeated_blocks,
@@ -140,3 +140,8 @@ def _bottom_up(module: torch.nn.Module, name: str, seen: set[int]) -> Iterator[t
     for child_name, child in module.named_children():
         yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name, seen)
     yield name, module
+
+
+def wait_for_everyone() -> None:
+    """Wait until all ranks reach this call; every rank must call this."""
+    PartialState().wait_for_everyone()

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 from typing import Any
 
-from notebook_accelerate.hardware.detection import ipython_shell
+from notebook_accelerate.errors import ipython_shell
 from notebook_accelerate.telemetry import Sink, current_sink
 
 _NOTEBOOK_PACKAGES = ("ipykernel.", "google.colab.")

@@ -27,8 +27,7 @@ _OF_OTHERS = {
     "big_modeling.untrusted_files": {"_Unpickler"},
     "big_modeling.remote_paths": {"_strip_protocol"},
     "big_modeling.weight_files": {"_core", "_reconstruct"},
-    "integrations.reporting.lightning_trainer": {"_LoggerConnector"},
-    "integrations.reporting.progress_bars": {"_tasks"},
+    "integrations.reporting": {"_LoggerConnector", "_tasks"},
     "telemetry.tracebacks": {"_filename_map"},
     # cloudpickle: the tokens by which it finds the classes that it has pickled.
     "telemetry.cells": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},

@@ -86,7 +86,7 @@ def test_ranks_are_bound_to_the_cores_near_their_gpu(machine: Machine) -> None:
     code = """
 import json, os
 from pathlib import Path
-from notebook_accelerate.state import world
+from notebook_accelerate.state import process_group
 core = min(os.sched_getaffinity(0))
 folder = Path("devices")
 for slot in ("0000:41:00.0", "0000:51:00.0"):
@@ -125,7 +125,8 @@ print(repr(check.warning(found, TrainingOptions(), machine)))
 
 def test_a_slice_of_a_gpu_has_its_own_memory(machine: Machine) -> None:
     code = """
-from notebook_accelerate.hardware import gpu_properties, nvml
+from notebook_accelerate.hardware import nvml
+from notebook_accelerate.hardware import nvml
 from notebook_accelerate.utils import check_cuda_fp8_capability
 print(nvml.visible_gpu(0).memory_bytes >> 30, check_cuda_fp8_capability())
 """

@@ -130,7 +130,7 @@ def test_a_giant_exception_text_is_cut(kernel: Kernel, method: str) -> None:
 
 @METHODS
 def test_a_giant_progress_label_is_cut(kernel: Kernel, method: str) -> None:
-    body = f"""from notebook_accelerate.integrations.reporting.progress_bars import send_progress
+    body = f"""from notebook_accelerate.integrations.reporting import send_progress
 send_progress(1, 2, 'x' * {HUGE})
 return 'lives'"""
     assert _checked(kernel, body, method).result_text == "('lives', 'lives')"

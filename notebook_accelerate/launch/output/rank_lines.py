@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.hardware.detection import ipython_shell
+from notebook_accelerate.errors import ipython_shell
 from notebook_accelerate.launch.output.output_budget import HeadAndTail, OutputBudget, WaitingDisplays, display_size
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.telemetry.tracebacks import describe_error

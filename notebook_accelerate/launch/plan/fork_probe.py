@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.hardware import device_counts
-from notebook_accelerate.hardware.gpu_properties import check_cuda_p2p_ib_support
+from notebook_accelerate.hardware.nvml import check_cuda_p2p_ib_support
 from notebook_accelerate.hardware.process_liveness import STATE, read_stat
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import KernelFacts

@@ -172,12 +172,12 @@ def _device_variables(
     accelerator: str, hardware: HardwareInfo, facts: KernelFacts, world_size: int
 ) -> Mapping[str, str]:
     """Return the variables that the ranks need for their type of device."""
-    from notebook_accelerate.hardware import gpu_properties, tpu_environment
+    from notebook_accelerate.hardware import nvml, tpu_environment
 
     if accelerator == "tpu" and hardware.tpu:
         return {"TORCH_TPU_TOPOLOGY": tpu_environment.topology(hardware.tpu, world_size)}
     if accelerator == "cuda" and world_size > 1 and not facts.peer_to_peer():
-        return gpu_properties.without_peer_to_peer(facts.environment)
+        return nvml.without_peer_to_peer(facts.environment)
     return {}
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.errors import RunTimeoutError
-from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.hardware.detection import in_kernel
+from notebook_accelerate.hardware.versions import watched_rank_variables
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, on_node, rank_environment
 from notebook_accelerate.launch.processes.rank_process import orphan_guard
@@ -260,7 +260,7 @@ def _launch_environment(run: RunThread, plan: LaunchPlan, attempt: int) -> dict[
         "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{run.id}",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
-        **{name: value for name, value in torch_build.watched_rank_variables().items() if name not in os.environ},
+        **{name: value for name, value in watched_rank_variables().items() if name not in os.environ},
         **_display_variables(),
     }
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accelerate.state.world import world_from_environ
+from notebook_accelerate.state.process_group import world_from_environ
 from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units, resolved_plugin
 from notebook_accelerate.strategies.module_queries import keep_ties, retie, tied_names, without_compile

@@ -19,7 +19,6 @@ from notebook_accelerate.config.cluster import (
 )
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DistributedType, FP8BackendType, PrecisionType
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -27,6 +26,7 @@ from notebook_accelerate.config.kwargs_handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from notebook_accelerate.config.low_precision import AORecipeKwargs
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState, reset_shared_state

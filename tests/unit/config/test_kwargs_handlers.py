@@ -17,7 +17,6 @@ from notebook_accelerate.config.cluster import (
 )
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DDPCommunicationHookType, DynamoBackend
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -25,6 +24,7 @@ from notebook_accelerate.config.kwargs_handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from notebook_accelerate.config.low_precision import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
 
 def test_only_fields_that_differ_become_keywords() -> None:
@@ -152,7 +152,7 @@ def test_recipes_read_their_variables_and_check_their_choices(monkeypatch: pytes
 def test_products_in_higher_precision_are_read_from_the_variables_of_accelerates_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("notebook_accelerate.config.fp8_recipes._require", lambda *_: None)
+    monkeypatch.setattr("notebook_accelerate.config.low_precision._require", lambda *_: None)
     assert TERecipeKwargs().override_linear_precision == (False, False, False)
     for name, value in {"FPROP": "1", "DGRAD": "0", "WGRAD": "True"}.items():
         monkeypatch.setenv(f"ACCELERATE_FP8_OVERRIDE_{name}", value)
@@ -160,7 +160,7 @@ def test_products_in_higher_precision_are_read_from_the_variables_of_accelerates
 
 
 def test_the_recipe_of_transformer_engine_fills_in_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("notebook_accelerate.config.fp8_recipes._require", lambda *_: None)
+    monkeypatch.setattr("notebook_accelerate.config.low_precision._require", lambda *_: None)
     monkeypatch.setenv("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "(False,True,0)")
     recipe = TERecipeKwargs(fp8_format="e4m3", margin=2)  # type: ignore[arg-type]
     assert recipe.fp8_format == "E4M3"

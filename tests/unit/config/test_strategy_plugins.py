@@ -18,8 +18,8 @@ from notebook_accelerate.config.dynamo_plugin import (
 )
 from notebook_accelerate.config.enums import CustomDtype
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
+from notebook_accelerate.config.low_precision import BnbQuantizationConfig
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
 
 
 def test_fsdp_reads_its_variables_and_writes_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.debugging import process_stacks
-from notebook_accelerate.hardware import torch_build
+from notebook_accelerate.hardware import versions
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent, StacksReply
@@ -91,9 +91,9 @@ def test_an_unknown_type_keeps_its_name() -> None:
 
 
 def test_a_watched_rank_records_its_collectives_and_nccl_does_not_abort_it_after_a_suspension() -> None:
-    variables = torch_build.watched_rank_variables()
+    variables = versions.watched_rank_variables()
     assert variables == {
-        "TORCH_FR_BUFFER_SIZE": torch_build.FLIGHT_RECORDER_ENTRIES,
+        "TORCH_FR_BUFFER_SIZE": versions.FLIGHT_RECORDER_ENTRIES,
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
 

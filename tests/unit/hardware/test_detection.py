@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import detect, detection, device_counts, device_table, torch_build
-from notebook_accelerate.hardware.torch_build import TorchBuild
+from notebook_accelerate.hardware import detect, detection, device_counts, device_table, versions
+from notebook_accelerate.hardware.versions import TorchBuild
 
 
 def _run(code: str, **variables: str) -> str:
@@ -99,9 +99,9 @@ def test_the_build_of_torch_is_read_from_its_file() -> None:
     import torch
 
     outside = _run("from notebook_accelerate.hardware import torch_build; print(torch_build.read())")
-    assert outside == str(torch_build.read())
-    assert torch_build.read().version == str(torch.__version__)
-    assert torch_build.read().cuda == torch.version.cuda
+    assert outside == str(versions.read())
+    assert versions.read().version == str(torch.__version__)
+    assert versions.read().cuda == torch.version.cuda
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_an_accelerator_that_torch_was_not_built_for_does_not_count(monkeypatch:
     monkeypatch.setattr(device_counts, "_nvidia_driver", lambda: True)
     monkeypatch.setattr(device_counts.nvml, "count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch_build, "read", lambda: TorchBuild(version="2.9.0"))
+    monkeypatch.setattr(versions, "read", lambda: TorchBuild(version="2.9.0"))
     assert device_counts.COUNTERS["cuda"]({}) == 0
-    monkeypatch.setattr(torch_build, "read", lambda: TorchBuild(version="2.9.0", cuda="12.8"))
+    monkeypatch.setattr(versions, "read", lambda: TorchBuild(version="2.9.0", cuda="12.8"))
     assert device_counts.COUNTERS["cuda"]({}) == 2
 
 

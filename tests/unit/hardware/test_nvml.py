@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import gpu_properties, nvml
+from notebook_accelerate.hardware import nvml
 from notebook_accelerate.utils.environment import check_cuda_fp8_capability
 from tests.support import fake_gpu
 
@@ -134,6 +134,6 @@ def test_uuids_restrict_what_is_visible(library: Path) -> None:
 @pytest.mark.skipif(nvml.count() is not None, reason="this machine has an NVIDIA driver")
 def test_without_a_driver_there_are_no_gpus() -> None:
     assert (nvml.gpus(), nvml.driver_version()) == ([], None)
-    assert gpu_properties.get_gpu_info() == ([], 0)
-    assert gpu_properties.check_cuda_p2p_ib_support() is True
+    assert nvml.get_gpu_info() == ([], 0)
+    assert nvml.check_cuda_p2p_ib_support() is True
     assert check_cuda_fp8_capability() is False

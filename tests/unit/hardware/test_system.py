@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from notebook_accelerate.hardware import addresses
-from notebook_accelerate.state import world
+from notebook_accelerate.state import process_group
 from notebook_accelerate.utils import environment, other
 
 
@@ -53,27 +53,27 @@ def test_ranks_are_read_from_torchrun_or_mpi(monkeypatch: pytest.MonkeyPatch, pr
 
 
 def test_without_variables_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in world.RANK_VARIABLES.values():
+    for names in process_group.RANK_VARIABLES.values():
         for name in names:
             monkeypatch.delenv(name, raising=False)
     assert environment.get_cpu_distributed_information() == environment.CPUInformation()
 
 
 def test_lists_of_cores_have_ranges() -> None:
-    assert world.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert world.parse_cpu_list("\n") == set()
+    assert process_group.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert process_group.parse_cpu_list("\n") == set()
 
 
-@pytest.mark.skipif(not hasattr(world.os, "sched_setaffinity"), reason="this platform has no affinity")
+@pytest.mark.skipif(not hasattr(process_group.os, "sched_setaffinity"), reason="this platform has no affinity")
 def test_a_rank_moves_to_the_cores_near_its_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    allowed = world.os.sched_getaffinity(0)
+    allowed = process_group.os.sched_getaffinity(0)
     near = {min(allowed)}
-    monkeypatch.setattr(world, "_near_cores", lambda _: near)
+    monkeypatch.setattr(process_group, "_near_cores", lambda _: near)
     try:
-        world.override_numa_affinity(1, verbose=True)
-        assert world.os.sched_getaffinity(0) == near
+        process_group.override_numa_affinity(1, verbose=True)
+        assert process_group.os.sched_getaffinity(0) == near
         assert f"process 1 runs on cores {sorted(near)}" in capsys.readouterr().out
     finally:
-        world.os.sched_setaffinity(0, allowed)
+        process_group.os.sched_setaffinity(0, allowed)

@@ -11,7 +11,7 @@ from torch import nn
 
 from notebook_accelerate import Accelerator
 from notebook_accelerate.config.enums import FP8BackendType
-from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs
+from notebook_accelerate.config.low_precision import AORecipeKwargs, MSAMPRecipeKwargs
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.precision.fp8 import (
     convert_model,

@@ -8,7 +8,7 @@ import torch
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized, reset_shared_state
-from notebook_accelerate.state.shared_dict import ThreadLocalSharedDict
+from notebook_accelerate.state.partial_state import ThreadLocalSharedDict
 
 
 @pytest.fixture(autouse=True)
