@@ -61,7 +61,6 @@ class _Loader(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """See ``importlib.abc.Loader``."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 

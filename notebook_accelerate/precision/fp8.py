@@ -45,15 +45,11 @@ class AOPrecision(Bf16Precision):
         super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or AORecipeKwargs())
 
     def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
-        """Convert linear layers and run the model's forward under autocast; see `Precision.wrap_model`.
-
-        FSDP 2 (`sharded`) can gather weights in fp8.
-        """
+        # FSDP 2 (`sharded`) can gather weights in fp8.
         self._convert(model, sharded)
         return super().wrap_model(model, sharded)
 
     def convert_layers(self, model: nn.Module) -> None:
-        """Convert linear layers; see `Precision.convert_layers`."""
         self._convert(model, sharded=False)
 
     def _convert(self, model: nn.Module, sharded: bool) -> None:
@@ -68,10 +64,7 @@ class AOPrecision(Bf16Precision):
             convert_model_to_fp8_ao(model, config, recipe.module_filter_func)
 
     def after_step(self, model: nn.Module) -> None:
-        """Compute the scales of all weights that FSDP 2 gathers in fp8, in one reduction; every rank must call this.
-
-        See `Precision.after_step`.
-        """
+        """Compute the scales of all weights that FSDP 2 gathers in fp8, in one reduction; every rank must call this."""
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         if self.fp8_recipe.config.enable_fsdp_float8_all_gather:
@@ -184,13 +177,11 @@ class TEPrecision(Bf16Precision):
         super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or TERecipeKwargs())
 
     def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
-        """Replace layers and run the model's forward in fp8; see `Precision.wrap_model`."""
         _replace_layers(model)
         wrapped = super().wrap_model(model, sharded)
         return apply_fp8_autowrap(wrapped, self.fp8_recipe)
 
     def convert_layers(self, model: nn.Module) -> None:
-        """Replace layers and make them compute in fp8; see `Precision.convert_layers`."""
         _replace_layers(model)
         apply_fp8_autowrap(model, self.fp8_recipe)
 
@@ -359,7 +350,7 @@ class MSAMPPrecision(Bf16Precision):
     def join(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[list[Any], list[Any]]:
-        """Replace one model and its optimizer together; see `Precision.join`.
+        """Replace one model and its optimizer together.
 
         Raises:
             ValueError: `prepare` did not get exactly one of each.

@@ -28,7 +28,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _package(name: str, distribution: str | None = None, minimum: str | None = None) -> Callable[[], bool]:
-    """Make a check of a package; see `is_package` for the arguments."""
+    """Make a check of a package, from the arguments of `is_package`."""
 
     def check() -> bool:
         return is_package(name, distribution, minimum)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 from notebook_accelerate import hardware
+from notebook_accelerate.commands.config.default import write_basic_config
 from notebook_accelerate.commands.parsers import HelpFormatter, Subparsers, add_config_file, command_parser
 from notebook_accelerate.config import config_file
 from notebook_accelerate.config.config_file import ClusterConfig, SageMakerConfig
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.hardware import device_table
-from notebook_accelerate.commands.config.default import write_basic_config
-from dataclasses import dataclass
 from notebook_accelerate.config.environ import parse_flag
-
+from notebook_accelerate.hardware import device_table
 
 _FILE = "Path of the file, YAML or .json; without it, the default one."
 _STRATEGIES = {
