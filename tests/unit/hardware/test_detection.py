@@ -98,10 +98,10 @@ def test_a_kernel_is_detected_by_its_shell() -> None:
 def test_the_build_of_torch_is_read_from_its_file() -> None:
     import torch
 
-    outside = _run("from notebook_accelerate.hardware import torch_build; print(torch_build.read())")
-    assert outside == str(versions.read())
-    assert versions.read().version == str(torch.__version__)
-    assert versions.read().cuda == torch.version.cuda
+    outside = _run("from notebook_accelerate.hardware import versions; print(versions.torch_build())")
+    assert outside == str(versions.torch_build())
+    assert versions.torch_build().version == str(torch.__version__)
+    assert versions.torch_build().cuda == torch.version.cuda
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_an_accelerator_that_torch_was_not_built_for_does_not_count(monkeypatch:
     monkeypatch.setattr(device_counts, "_nvidia_driver", lambda: True)
     monkeypatch.setattr(device_counts.nvml, "count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(versions, "read", lambda: TorchBuild(version="2.9.0"))
+    monkeypatch.setattr(versions, "torch_build", lambda: TorchBuild(version="2.9.0"))
     assert device_counts.COUNTERS["cuda"]({}) == 0
-    monkeypatch.setattr(versions, "read", lambda: TorchBuild(version="2.9.0", cuda="12.8"))
+    monkeypatch.setattr(versions, "torch_build", lambda: TorchBuild(version="2.9.0", cuda="12.8"))
     assert device_counts.COUNTERS["cuda"]({}) == 2
 
 

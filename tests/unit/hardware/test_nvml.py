@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate.hardware import nvml
-from notebook_accelerate.utils.environment import check_cuda_fp8_capability
+from notebook_accelerate.utils.environment import check_cuda_fp8_capability, get_gpu_info
 from tests.support import fake_gpu
 
 
@@ -95,7 +95,7 @@ def test_identities_of_nvml_and_of_torch_compare_equal(uuid: str) -> None:
 def test_the_package_imports_no_pynvml(library: Path) -> None:
     code = (
         "import sys, notebook_accelerate\n"
-        "from notebook_accelerate.hardware import gpu_properties, nvml\n"
+        "from notebook_accelerate.hardware import nvml\n"
         "from notebook_accelerate.utils import imports\n"
         "print('pynvml' in sys.modules, nvml.count(), 'pynvml' in sys.modules)"
     )
@@ -134,6 +134,6 @@ def test_uuids_restrict_what_is_visible(library: Path) -> None:
 @pytest.mark.skipif(nvml.count() is not None, reason="this machine has an NVIDIA driver")
 def test_without_a_driver_there_are_no_gpus() -> None:
     assert (nvml.gpus(), nvml.driver_version()) == ([], None)
-    assert nvml.get_gpu_info() == ([], 0)
+    assert get_gpu_info() == ([], 0)
     assert nvml.check_cuda_p2p_ib_support() is True
     assert check_cuda_fp8_capability() is False
