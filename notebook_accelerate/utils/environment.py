@@ -19,8 +19,6 @@ from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.hardware import device_counts, device_table, nvml
 from notebook_accelerate.hardware.detection import detect
 from notebook_accelerate.hardware.versions import torch_build
-from notebook_accelerate.state.process_group import RANK_VARIABLES
-from notebook_accelerate.state.process_group import override_numa_affinity as override_numa_affinity
 
 if TYPE_CHECKING:
     from notebook_accelerate.hardware.nvml import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
         patch_environment as patch_environment,
         str_to_bool as str_to_bool,
     )
+    from notebook_accelerate.state.process_group import override_numa_affinity as override_numa_affinity
 
 reexport(__name__)
 
@@ -214,6 +213,8 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Read this process's ranks from the variables of torchrun or MPI."""
+    from notebook_accelerate.state.process_group import RANK_VARIABLES  # imports torch
+
     defaults = CPUInformation()
     return CPUInformation(
         **{name: environ.get_int_from_env(keys, getattr(defaults, name)) for name, keys in RANK_VARIABLES.items()}
@@ -228,7 +229,9 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         local_process_index: Index of this rank on its machine.
         verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
     """
-    override_numa_affinity(local_process_index, verbose)
+    from notebook_accelerate.state import process_group  # imports torch
+
+    process_group.override_numa_affinity(local_process_index, verbose)
 
 
 def get_gpu_info() -> tuple[list[str], int]:

@@ -59,6 +59,7 @@ def test_settings_load_no_torch() -> None:
         "from notebook_accelerate.utils import AutocastKwargs, DistributedType, WEIGHTS_NAME, patch_environment\n"
         "from notebook_accelerate.utils.dataclasses import ProjectConfiguration, FullyShardedDataParallelPlugin\n"
         "import notebook_accelerate.utils.constants, notebook_accelerate.commands.config.default\n"
+        "from notebook_accelerate.utils import environment, imports, launch, clear_environment\n"
         "print('torch' in sys.modules)"
     )
     assert _run(code) == "False"
