@@ -1,10 +1,11 @@
-"""Runs without processes, for the tests of views: a plan, a store to feed, and a clock to turn."""
+"""Runs for tests: launched ones, and runs without processes with a store to feed and a clock to turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from notebook_accelerate import notebook_launcher
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import LaunchPlan, Run
 from notebook_accelerate.launch.output.rank_lines import Publisher, TextPublisher
@@ -44,6 +45,11 @@ class Clock:
     def turn(self, seconds: float) -> None:
         """Let so many seconds pass."""
         self.now += seconds
+
+
+def launch(function: Any, *args: Any, **options: Any) -> Run:
+    """Launch on two forked ranks, unless the options say otherwise."""
+    return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, "start_method": "fork", **options})
 
 
 def plan_run(ranks: int = 2, method: str = "fork", started: float = START, **settings: Any) -> Run:

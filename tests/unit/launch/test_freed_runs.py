@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import notebook_accelerate
-from notebook_accelerate import ResultsFreedError, Run, RunNotFinishedError, WorkerError, notebook_launcher
+from notebook_accelerate import ResultsFreedError, Run, RunNotFinishedError, WorkerError
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.state import rank_result
 from notebook_accelerate.launch.state.run_events import RunEnded
 from notebook_accelerate.telemetry import MetricEvent, emit
-from tests.support.runs import plan_run
+from tests.support.runs import launch, plan_run
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("zygote")
@@ -38,12 +38,6 @@ class Argument:
         self.tensor = torch.ones(100)
 
 
-def _launch(function: Any, *args: Any, **options: Any) -> Run:
-    return notebook_launcher(
-        function, args, **{"num_processes": 2, "use_port": 0, "start_method": "fork", "panel": False, **options}
-    )
-
-
 @pytest.fixture(autouse=True)
 def without_collector() -> Iterator[None]:
     """Switch the collector of cycles off: what is freed here is freed at once."""
@@ -55,7 +49,7 @@ def without_collector() -> Iterator[None]:
 
 def _launch_several(count: int = run_registry.KEPT_RESULTS, **options: Any) -> None:
     for _ in range(count):
-        _launch(int, **options)
+        launch(int, **options)
 
 
 # ---- arguments
@@ -69,7 +63,7 @@ def test_nothing_of_the_call_outlives_the_run(method: str, count: int) -> None:
         def train(given: Argument) -> float:
             return float(given.tensor.sum() + closed_over.tensor.sum())
 
-        run = _launch(train, argument, num_processes=count, start_method=method)
+        run = launch(train, argument, num_processes=count, start_method=method)
         return run, [weakref.ref(argument), weakref.ref(closed_over), weakref.ref(train)]
 
     run, references = run_it()
@@ -80,13 +74,12 @@ def test_nothing_of_the_call_outlives_the_run(method: str, count: int) -> None:
 @SEPARATE
 def test_arguments_are_dropped_while_the_ranks_run(method: str, count: int, tmp_path: Path) -> None:
     def wait(given: Argument) -> float:
-        while not (tmp_path / "go").exists():
-            time.sleep(0.01)
+        until((tmp_path / "go").exists)
         return float(given.tensor.sum())
 
     argument = Argument()
     reference = weakref.ref(argument)
-    run = _launch(wait, argument, num_processes=count, start_method=method, block=False)
+    run = launch(wait, argument, num_processes=count, start_method=method, block=False)
     del argument
     until(lambda: reference() is None)
     (tmp_path / "go").touch()
@@ -103,7 +96,7 @@ def test_arguments_are_kept_for_restarts_and_dropped_with_the_last(method: str, 
 
     argument = Argument()
     reference = weakref.ref(argument)
-    run = _launch(fail_once, argument, num_processes=count, start_method=method, block=False, max_restarts=1)
+    run = launch(fail_once, argument, num_processes=count, start_method=method, block=False, max_restarts=1)
     del argument
     assert run.wait(60)
     assert run.results == (100.0,) * count
@@ -118,7 +111,7 @@ def test_arguments_of_a_launch_that_fails_are_dropped() -> None:
     argument = Unpicklable()
     reference = weakref.ref(argument)
     with pytest.raises(notebook_accelerate.SerializationError):
-        _launch(int, argument, start_method="zygote")
+        launch(int, argument, start_method="zygote")
     del argument
     gc.collect()  # the error's traceback refers to its frames, and they to the error
     assert reference() is None
@@ -133,7 +126,7 @@ def _value_of(run: Run) -> weakref.ref[Any]:
 
 @METHODS
 def test_a_run_that_nobody_refers_to_is_among_the_last_three(method: str, count: int) -> None:
-    run = _launch(lambda: torch.ones(10), num_processes=count, start_method=method)
+    run = launch(lambda: torch.ones(10), num_processes=count, start_method=method)
     value, number = _value_of(run), run.id
     del run
     _launch_several(run_registry.KEPT_RESULTS - 1)
@@ -147,7 +140,7 @@ def test_a_run_that_nobody_refers_to_is_among_the_last_three(method: str, count:
 
 @METHODS
 def test_a_run_that_a_variable_refers_to_keeps_its_results(method: str, count: int) -> None:
-    run = _launch(lambda: torch.ones(10), num_processes=count, start_method=method)
+    run = launch(lambda: torch.ones(10), num_processes=count, start_method=method)
     _launch_several(run_registry.KEPT_RESULTS + 1)
     assert run in notebook_accelerate.runs()
     assert run.results[0].sum() == 10
@@ -157,7 +150,7 @@ def test_a_run_that_a_variable_refers_to_keeps_its_results(method: str, count: i
 
 
 def test_the_state_of_a_rank_keeps_its_result() -> None:
-    info = _launch(lambda: torch.ones(10)).ranks[1]
+    info = launch(lambda: torch.ones(10)).ranks[1]
     _launch_several()
     assert float(info.result.sum()) == 10
 
@@ -170,7 +163,7 @@ def _train() -> Any:
 
 @METHODS
 def test_everything_but_the_results_of_an_old_run_can_be_read(method: str, count: int) -> None:
-    run = _launch(_train, num_processes=count, start_method=method)
+    run = launch(_train, num_processes=count, start_method=method)
     number, text, html, lines = run.id, run.report().text, run.report().html, run.logs()
     records = [type(record.event) for record in run.journal.records]
     del run
@@ -193,7 +186,7 @@ def test_the_error_of_an_old_run_has_its_text_and_no_frames() -> None:
         raise ValueError("text", held.shape)
 
     with pytest.raises(WorkerError, match="text") as caught:
-        _launch(fail, num_processes=1, start_method="inline")
+        launch(fail, num_processes=1, start_method="inline")
     reference = weakref.ref(caught.value)
     del caught
     number = notebook_accelerate.runs()[-1].id
@@ -209,24 +202,23 @@ def test_the_error_of_an_old_run_has_its_text_and_no_frames() -> None:
 
 def test_large_results_of_the_last_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_registry, "KEPT_RESULT_BYTES", 10 * LARGE)
-    numbers = [_launch(lambda: torch.ones(LARGE)).id for _ in range(3)]  # 8 bytes for each of LARGE, by two ranks
+    numbers = [launch(lambda: torch.ones(LARGE)).id for _ in range(3)]  # 8 bytes for each of LARGE, by two ranks
 
     def kept() -> list[bool]:
         found = {run.id: run for run in notebook_accelerate.runs()}
         return [bool(found[number].result_bytes) for number in numbers]
 
     assert kept() == [False, False, True]
-    numbers.append(_launch(lambda: torch.ones(4 * LARGE)).id)
+    numbers.append(launch(lambda: torch.ones(4 * LARGE)).id)
     assert kept() == [False, False, False, True], "the last run keeps its results, whatever they take"
 
 
 def test_the_last_runs_are_those_that_ended_last(tmp_path: Path) -> None:
     def wait() -> Any:
-        while not (tmp_path / "go").exists():
-            time.sleep(0.01)
+        until((tmp_path / "go").exists)
         return "slow"
 
-    number = _launch(wait, block=False).id
+    number = launch(wait, block=False).id
     _launch_several()
     (tmp_path / "go").touch()
     until(lambda: notebook_accelerate.runs()[-4].done)
@@ -235,7 +227,7 @@ def test_the_last_runs_are_those_that_ended_last(tmp_path: Path) -> None:
 
 
 def test_a_run_that_lasts_is_kept_whatever_ends() -> None:
-    number = _launch(time.sleep, 600, block=False).id
+    number = launch(time.sleep, 600, block=False).id
     _launch_several(4)
     lasting = next(run for run in notebook_accelerate.runs() if run.id == number)
     assert lasting.status == "running"
@@ -249,7 +241,7 @@ def test_results_may_use_the_registry_when_they_are_deleted() -> None:
         def __del__(self) -> None:
             found.append(len(notebook_accelerate.runs()))
 
-    _launch(Asks, num_processes=1, start_method="inline")
+    launch(Asks, num_processes=1, start_method="inline")
     _launch_several()
     assert found
 
@@ -260,7 +252,7 @@ def test_deleting_runs_while_others_are_launched() -> None:
     def launch_and_drop() -> None:
         try:
             for _ in range(4):
-                assert _launch(lambda: np.ones(LARGE), start_method="zygote").results[1].sum() == LARGE
+                assert launch(lambda: np.ones(LARGE), start_method="zygote").results[1].sum() == LARGE
                 assert notebook_accelerate.runs()
         except BaseException as error:  # noqa: BLE001 - shown by the test
             errors.append(error)
@@ -278,7 +270,7 @@ def test_deleting_runs_while_others_are_launched() -> None:
 
 @METHODS
 def test_close_frees_the_results_at_once(method: str, count: int) -> None:
-    run = _launch(lambda: torch.ones(LARGE), num_processes=count, start_method=method)
+    run = launch(lambda: torch.ones(LARGE), num_processes=count, start_method=method)
     info, value = run.ranks[0], _value_of(run)
     run.close()
     assert value() is None
@@ -292,7 +284,7 @@ def test_close_frees_the_results_at_once(method: str, count: int) -> None:
 
 
 def test_close_of_a_run_that_lasts_is_refused() -> None:
-    run = _launch(time.sleep, 600, block=False)
+    run = launch(time.sleep, 600, block=False)
     until(lambda: run.status == "running")
     with pytest.raises(RunNotFinishedError, match=rf"run {run.id} is running; end it first: run\.stop\(\)"):
         run.close()
@@ -301,7 +293,7 @@ def test_close_of_a_run_that_lasts_is_refused() -> None:
 
 
 def test_close_keeps_what_the_user_has_read() -> None:
-    run = _launch(lambda: torch.ones(LARGE))
+    run = launch(lambda: torch.ones(LARGE))
     value = run.results[0]
     run.close()
     assert float(value.sum()) == LARGE

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate import Run, WorkerError, notebook_launcher, telemetry
+from notebook_accelerate import WorkerError, telemetry
 from notebook_accelerate.launch.report.run_report import sparkline
 from notebook_accelerate.launch.state.run_events import NoteAdded, WarningAdded
 from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
 from notebook_accelerate.telemetry.step_time import PARTS, StepTimeEvent
-from tests.support.runs import feed, make_run
+from tests.support.runs import feed, launch, make_run
 from tests.support.snapshots import Snapshot
 
 EVIL = "<script>alert('&')</script>"
@@ -39,16 +39,12 @@ class _Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def _launch(function: Any) -> Run:
-    return notebook_launcher(function, num_processes=2, use_port=0, start_method="fork")
-
-
 def test_a_finished_run() -> None:
     def train() -> None:
         for step in range(5):
             telemetry.emit(MetricEvent({"loss": 5.0 - step, EVIL: 1.0}, step))
 
-    run = _launch(train)
+    run = launch(train)
     report = run.report()
     assert report.text.startswith(f"run {run.id} · train · succeeded")
     assert "loss" in report.text
@@ -74,7 +70,7 @@ def test_the_traces_of_profilers_are_listed(tmp_path: Path) -> None:
             raise ValueError(f"rank {accelerator.process_index} ends early")
 
     with pytest.raises(WorkerError) as caught:
-        notebook_launcher(train, (str(tmp_path),), num_processes=2, use_port=0, start_method="fork")
+        launch(train, str(tmp_path))
     assert caught.value.run is not None
     report = caught.value.run.report()
     listed = caught.value.run.store.traces()
@@ -95,7 +91,7 @@ def test_a_failed_run_escapes_error_messages() -> None:
         raise ValueError(EVIL)
 
     with pytest.raises(WorkerError) as caught:
-        _launch(fail)
+        launch(fail)
     assert caught.value.run is not None
     report = caught.value.run.report()
     assert EVIL not in report.html
@@ -106,7 +102,7 @@ def test_a_failed_run_escapes_error_messages() -> None:
 
 
 def test_a_running_run_has_a_report() -> None:
-    run = notebook_launcher(lambda: time.sleep(600), num_processes=2, use_port=0, start_method="fork", block=False)
+    run = launch(time.sleep, 600, block=False)
     try:
         assert str(run.id) in run.report().text
         assert _Tags(run.report().html).open == []
@@ -116,7 +112,7 @@ def test_a_running_run_has_a_report() -> None:
 
 
 def test_metrics_without_finite_values() -> None:
-    run = _launch(lambda: [telemetry.emit(MetricEvent({"loss": math.nan}, s)) for s in range(3)] and None)
+    run = launch(lambda: [telemetry.emit(MetricEvent({"loss": math.nan}, s)) for s in range(3)] and None)
     assert "nan" in run.report().text
     assert "<li>NaN since step 0 on all ranks: loss</li>" in run.report().html
 

@@ -19,19 +19,16 @@ import psutil
 import pytest
 import torch
 
-from notebook_accelerate import ResultsFreedError, Run, SerializationError, WorkerError, notebook_launcher
+from notebook_accelerate import ResultsFreedError, Run, SerializationError, WorkerError
 from notebook_accelerate.launch.state import rank_result
 from notebook_accelerate.telemetry import ResultEvent, results
 from notebook_accelerate.telemetry.results import CHANNEL_BYTES
+from tests.support.runs import launch
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("zygote")
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 LARGE = 5 * CHANNEL_BYTES
-
-
-def _launch(method: str, function: Any, *args: Any, **options: Any) -> Run:
-    return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, "start_method": method, **options})
 
 
 @dataclass
@@ -94,39 +91,39 @@ def _equal(left: Any, right: Any) -> bool:
 @METHODS
 @pytest.mark.parametrize("name", list(_values()))
 def test_large_values_arrive_as_they_were(method: str, name: str) -> None:
-    found = _launch(method, _values()[name]).results
+    found = launch(_values()[name], start_method=method).results
     expected = _values()[name]()
     assert _equal(found[0], expected)
     assert _equal(found[1], expected)
 
 
 def test_tensors_that_share_storage_share_it_still() -> None:
-    found = _launch("fork", _values()["shared storage"], num_processes=1).results[0]
+    found = launch(_values()["shared storage"], num_processes=1).results[0]
     found["base"][10] = -1.0
     assert float(found["view"][0]) == -1.0
     assert found["again"] is found["base"]
 
 
 def test_what_is_read_can_be_written_and_does_not_change_a_later_rank() -> None:
-    weights = _launch("fork", lambda: torch.ones(LARGE), num_processes=1).results[0]
+    weights = launch(lambda: torch.ones(LARGE), num_processes=1).results[0]
 
     def change() -> float:
         weights.add_(1)
         return float(weights.sum())
 
     weights[0] = 5.0
-    assert _launch("fork", change).results == (2 * LARGE + 4.0,) * 2
+    assert launch(change).results == (2 * LARGE + 4.0,) * 2
     assert float(weights.sum()) == LARGE + 4.0
 
 
 @pytest.mark.parametrize("read", [False, True])
 def test_large_values_leave_no_file_open(read: bool) -> None:
     for _ in range(3):
-        _launch("fork", int)
+        launch(int)
     until(lambda: not _threads_of_runs())
     before = psutil.Process().num_fds()
     for _ in range(3):
-        run = _launch("fork", lambda: (b"x" * LARGE, torch.ones(LARGE)))
+        run = launch(lambda: (b"x" * LARGE, torch.ones(LARGE)))
         if read:
             run.results  # noqa: B018
         run.close()
@@ -154,7 +151,7 @@ def test_a_rank_that_is_killed_while_it_sends_leaves_no_file(tmp_path: Path) -> 
             time.sleep(600)
 
     before = _payload_files(os.getpid())
-    run = _launch("fork", lambda: [b"x" * LARGE, Slow()], num_processes=1, block=False)
+    run = launch(lambda: [b"x" * LARGE, Slow()], num_processes=1, block=False)
     until((tmp_path / "pickling").exists)
     assert _payload_files(run.ranks[0].pid or 0)
     run.stop(grace=0.0)
@@ -170,7 +167,7 @@ def test_a_value_that_cannot_be_pickled_fails_its_reading_only(method: str, capf
     def train() -> Any:
         return threading.Lock() if os.environ["RANK"] == "1" else "kept"
 
-    run = _launch(method, train)
+    run = launch(train, start_method=method)
     assert run.status == "succeeded"
     assert [info.state for info in run.ranks] == ["succeeded"] * 2
     assert run.ranks[0].result == "kept"
@@ -182,6 +179,13 @@ def test_a_value_that_cannot_be_pickled_fails_its_reading_only(method: str, capf
     assert "cannot be pickled" in capfd.readouterr().err
 
 
+def _check_unreadable(run: Run, reason: str) -> None:
+    """Check that a run has succeeded, and that reading its results fails for a reason."""
+    assert run.status == "succeeded", run.error
+    with pytest.raises(SerializationError, match=reason):
+        run.results  # noqa: B018
+
+
 def test_a_prepared_model_names_unwrap_model() -> None:
     def train() -> Any:
         from notebook_accelerate import Accelerator
@@ -189,10 +193,7 @@ def test_a_prepared_model_names_unwrap_model() -> None:
         accelerator = Accelerator(cpu=True)
         return {"model": [accelerator.prepare(torch.nn.Linear(2, 2))]}
 
-    run = _launch("fork", train)
-    assert run.status == "succeeded"
-    with pytest.raises(SerializationError, match=r"accelerator\.unwrap_model\(model\)"):
-        run.results  # noqa: B018
+    _check_unreadable(launch(train), r"accelerator\.unwrap_model\(model\)")
 
 
 class _Raises:
@@ -208,10 +209,8 @@ class _Raises:
 @METHODS
 @pytest.mark.parametrize("error", ["SystemExit(3)", "GeneratorExit()", "BaseException('odd')", "MemoryError()"])
 def test_unpickling_that_raises_ends_only_the_reading(method: str, error: str) -> None:
-    run = _launch(method, lambda: _Raises(error) if os.environ["RANK"] == "0" else 5)
-    assert run.status == "succeeded"
-    with pytest.raises(SerializationError, match=f"of rank 0 cannot be unpickled: {error.partition('(')[0]}"):
-        run.results  # noqa: B018
+    run = launch(lambda: _Raises(error) if os.environ["RANK"] == "0" else 5, start_method=method)
+    _check_unreadable(run, f"of rank 0 cannot be unpickled: {error.partition('(')[0]}")
     assert run.ranks[1].result == 5
 
 
@@ -220,10 +219,7 @@ def test_a_reduce_that_exits_is_a_value_that_cannot_be_pickled() -> None:
         def __reduce__(self) -> Any:
             raise SystemExit(3)
 
-    run = _launch("fork", Exits)
-    assert run.status == "succeeded"
-    with pytest.raises(SerializationError, match="SystemExit: 3"):
-        run.results  # noqa: B018
+    _check_unreadable(launch(Exits), "SystemExit: 3")
 
 
 class _Sleeps:
@@ -237,7 +233,7 @@ def test_slow_unpickling_delays_neither_the_run_nor_its_stop() -> None:
             time.sleep(600)
         return _Sleeps()
 
-    run = _launch("fork", train, block=False)
+    run = launch(train, block=False)
     until(lambda: run.ranks[0].exited)
     run.stop(grace=1.0)
     assert run.status == "stopped"
@@ -284,7 +280,7 @@ def test_reading_can_be_tried_again() -> None:
 
 
 def test_threads_that_read_at_once_get_the_same_object() -> None:
-    run = _launch("fork", lambda: torch.ones(LARGE), num_processes=1)
+    run = launch(lambda: torch.ones(LARGE), num_processes=1)
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(run.results[0])) for _ in range(8)]
     for thread in threads:
@@ -295,14 +291,14 @@ def test_threads_that_read_at_once_get_the_same_object() -> None:
 
 
 def test_the_state_of_a_rank_can_be_copied_and_pickled() -> None:
-    info = _launch("fork", lambda: torch.ones(LARGE), num_processes=1).ranks[0]
+    info = launch(lambda: torch.ones(LARGE), num_processes=1).ranks[0]
     assert torch.equal(pickle.loads(pickle.dumps(info)).result, info.result)
     assert torch.equal(copy.deepcopy(info).result, info.result)
 
 
 def test_a_value_that_a_rank_reads_is_left_to_the_kernel() -> None:
-    made = _launch("fork", lambda: (b"x" * LARGE, torch.ones(LARGE)), num_processes=1)
-    assert _launch("fork", lambda: float(made.results[0][1].sum())).results == (float(LARGE),) * 2
+    made = launch(lambda: (b"x" * LARGE, torch.ones(LARGE)), num_processes=1)
+    assert launch(lambda: float(made.results[0][1].sum())).results == (float(LARGE),) * 2
     assert made.results[0][0] == b"x" * LARGE
 
 
@@ -324,12 +320,12 @@ def test_freed_files_that_a_rank_inherited_take_no_memory(read: bool) -> None:
 
 
 def test_a_rank_that_drops_an_inherited_result_leaves_it_to_the_kernel() -> None:
-    made = [_launch("fork", lambda: torch.ones(LARGE), num_processes=1)]
+    made = [launch(lambda: torch.ones(LARGE), num_processes=1)]
 
     def drop() -> None:
         made[0].close()
 
-    _launch("fork", drop)
+    launch(drop)
     assert float(made[0].results[0].sum()) == LARGE
 
 
@@ -338,11 +334,9 @@ def test_a_rank_that_drops_an_inherited_result_leaves_it_to_the_kernel() -> None
 
 def test_a_value_that_takes_more_than_the_memory_says_how_to_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "machine_memory", lambda: (8 << 30, (1 << 29) + LARGE))
-    run = _launch("fork", lambda: torch.ones(LARGE), num_processes=1)
-    assert run.status == "succeeded"
-    with pytest.raises(SerializationError, match=r"too large to return.*are available; save it.*torch\.save"):
-        run.results  # noqa: B018
-    assert _launch("fork", lambda: torch.ones(LARGE // 8), num_processes=1).results[0].numel() == LARGE // 8
+    run = launch(lambda: torch.ones(LARGE), num_processes=1)
+    _check_unreadable(run, r"too large to return.*are available; save it.*torch\.save")
+    assert launch(lambda: torch.ones(LARGE // 8), num_processes=1).results[0].numel() == LARGE // 8
 
 
 def test_memory_that_others_take_meanwhile_ends_the_writing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +384,7 @@ def test_an_error_that_cannot_be_shown_is_a_value_that_cannot_be_read() -> None:
                 "class MuteError(Exception):\n    def __str__(self):\n        raise ValueError\nraise MuteError",
             )
 
-    run = _launch("fork", lambda: Both("rank") if os.environ["RANK"] == "0" else Both("kernel"))
+    run = launch(lambda: Both("rank") if os.environ["RANK"] == "0" else Both("kernel"))
     for info in run.ranks:
         with pytest.raises(SerializationError, match="Mute"):
             info.result  # noqa: B018
@@ -401,7 +395,7 @@ def test_an_error_of_a_huge_text_is_cut() -> None:
         def __reduce__(self) -> Any:
             raise ValueError("\ud800" + "x" * 100_000_000)
 
-    run = _launch("fork", Loud, num_processes=1)
+    run = launch(Loud, num_processes=1)
     with pytest.raises(SerializationError) as caught:
         run.results  # noqa: B018
     assert len(str(caught.value)) < 5000
@@ -421,21 +415,17 @@ def test_a_rank_that_may_not_write_says_so(name: str, value: int) -> None:
         _limit(name, value)
         return made
 
-    run = _launch("fork", train, num_processes=1)
-    assert run.status == "succeeded"
-    with pytest.raises(SerializationError, match=r"File too large|Too many open files"):
-        run.results  # noqa: B018
+    _check_unreadable(launch(train, num_processes=1), r"File too large|Too many open files")
 
 
 def test_a_kernel_without_descriptors_loses_the_value_and_nothing_else(tmp_path: Path) -> None:
     import resource
 
     def train() -> Any:
-        while not (tmp_path / "go").exists():
-            time.sleep(0.01)
+        until((tmp_path / "go").exists)
         return torch.ones(LARGE)
 
-    run = _launch("fork", train, num_processes=1, block=False)
+    run = launch(train, num_processes=1, block=False)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         (tmp_path / "go").touch()
@@ -447,9 +437,7 @@ def test_a_kernel_without_descriptors_loses_the_value_and_nothing_else(tmp_path:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert run.wait(60)
-    assert run.status == "succeeded", run.error
-    with pytest.raises(SerializationError, match="the kernel has no free file descriptors"):
-        run.results  # noqa: B018
+    _check_unreadable(run, "the kernel has no free file descriptors")
 
 
 def test_results_of_earlier_attempts_are_freed() -> None:
@@ -459,7 +447,7 @@ def test_results_of_earlier_attempts_are_freed() -> None:
             raise RuntimeError("once")
         return torch.ones(LARGE)
 
-    run = _launch("fork", train, max_restarts=1)
+    run = launch(train, max_restarts=1)
     held = [record.event.result.nbytes for record in run.journal.records if hasattr(record.event, "result")]
     assert sorted(size > 0 for size in held) in ([False, True, True], [True, True])
     assert [value.numel() for value in run.results] == [LARGE] * 2
@@ -474,7 +462,7 @@ def test_the_results_of_an_error_are_read_one_by_one() -> None:
         return (7, threading.Lock())[rank]
 
     with pytest.raises(WorkerError) as caught:
-        _launch("fork", train, num_processes=3)
+        launch(train, num_processes=3)
     found = caught.value.results
     assert (list(found), found[0], len(found)) == ([0, 1], 7, 2)
     assert repr(found) == "<results of ranks 0, 1>"
@@ -506,7 +494,7 @@ def test_an_exception_may_do_anything_when_it_is_unpickled(method: str, code: st
         raise _HostileError(code)
 
     with pytest.raises(WorkerError, match=note):
-        _launch(method, train)
+        launch(train, start_method=method)
     until(lambda: not [thread for thread in threading.enumerate() if thread.name.endswith("-exception")])
 
 
@@ -518,14 +506,14 @@ def test_an_exception_with_a_large_attribute_arrives_without_it() -> None:
 
     note = r"the exception itself is not sent: 2\d,\d{3},\d{3} bytes, at most 16,777,216"
     with pytest.raises(WorkerError, match=rf"ValueError: large  \({note}\)"):
-        _launch("fork", train)
+        launch(train)
 
 
 def test_many_small_tensors_and_several_ranks_at_once() -> None:
     def make() -> Any:
         return [torch.full((50,), float(i)) for i in range(20_000)] + [torch.ones(LARGE)]
 
-    for found in _launch("fork", make, num_processes=4).results:
+    for found in launch(make, num_processes=4).results:
         assert [float(found[i][0]) for i in (0, 77, 19_999)] == [0.0, 77.0, 19_999.0]
 
 
@@ -534,7 +522,7 @@ def test_tensors_of_other_layouts_arrive() -> None:
         eye = torch.eye(2000)
         return eye.to_sparse(), torch.full((LARGE,), 1j).conj(), torch.empty(LARGE, device="meta"), eye.t()[3:]
 
-    sparse, conjugate, meta, view = _launch("fork", make).results[1]
+    sparse, conjugate, meta, view = launch(make).results[1]
     assert float(sparse.to_dense().trace()) == 2000.0
     assert complex(conjugate[-1]) == -1j
     assert (meta.device.type, meta.shape, float(view[0, 3])) == ("meta", (LARGE,), 1.0)

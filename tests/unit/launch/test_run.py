@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import sys
 import threading
 import time
@@ -30,22 +31,12 @@ from notebook_accelerate import (
     telemetry,
 )
 from notebook_accelerate.telemetry import MetricEvent, ProgressEvent
-from tests.support.runs import plan_run
-
-
-def _launch(function: Any, *args: Any, **options: Any) -> Run:
-    return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, "start_method": "fork", **options})
+from tests.support.runs import launch, plan_run
+from tests.support.waiting import until
 
 
 def _rank() -> int:
     return int(os.environ["RANK"])
-
-
-def _wait_until(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def _sleep_long() -> None:
@@ -54,15 +45,12 @@ def _sleep_long() -> None:
 
 
 def test_a_blocking_run_has_everything_at_its_end() -> None:
-    run = _launch(lambda x: x * 10 + _rank(), 4)
+    run = launch(lambda x: x * 10 + _rank(), 4)
     assert run.results == (40, 41)
     assert run.status == "succeeded"
     assert type(run.status) is str
     assert run.error is None
-    assert [(info.rank, info.state, info.exit) for info in run.ranks] == [
-        (0, "succeeded", "exit 0"),
-        (1, "succeeded", "exit 0"),
-    ]
+    assert [(info.rank, info.state, info.exit) for info in run.ranks] == [(r, "succeeded", "exit 0") for r in (0, 1)]
     assert run.wait() is True
     assert run.wait(timeout=0) is True
     run.stop()
@@ -73,14 +61,14 @@ def test_a_blocking_run_has_everything_at_its_end() -> None:
 
 
 def test_a_running_run_raises_instead_of_results() -> None:
-    run = _launch(_sleep_long, block=False)
+    run = launch(_sleep_long, block=False)
     try:
         with pytest.raises(RunNotFinishedError, match=r"run\.wait\(\)"):
             run.results  # noqa: B018
         assert run.wait(timeout=0.05) is False
         assert run.error is None
         assert all(info.pid for info in run.ranks)
-        _wait_until(lambda: run.status == "running")
+        until(lambda: run.status == "running")
     finally:
         begin = time.monotonic()
         run.stop()
@@ -93,7 +81,7 @@ def test_a_running_run_raises_instead_of_results() -> None:
 
 
 def test_wait_answers_a_negative_and_a_zero_timeout_at_once() -> None:
-    run = _launch(_sleep_long, block=False)
+    run = launch(_sleep_long, block=False)
     try:
         assert run.wait(timeout=0) is False
         assert run.wait(timeout=-1) is False
@@ -150,7 +138,7 @@ def test_a_number_that_no_wait_accepts_is_refused(call: Callable[[Run, Any], obj
 
 @pytest.mark.parametrize("grace", [10**400, float("nan"), float("inf")], ids=["400 digits", "nan", "inf"])
 def test_a_refused_stop_leaves_the_run_alone(grace: float) -> None:
-    run = _launch(_sleep_long, block=False)
+    run = launch(_sleep_long, block=False)
     try:
         with pytest.raises(ValueError, match="grace="):
             run.stop(grace=grace)
@@ -171,7 +159,7 @@ def _log_at_full_speed() -> int:
 
 
 def test_ranks_that_log_at_full_speed_keep_the_end_of_their_curves() -> None:
-    run = _launch(_log_at_full_speed)
+    run = launch(_log_at_full_speed)
     assert run.results == (0, 1)
     for rank in (0, 1):
         steps = run.metrics["loss"].rank(rank).steps
@@ -182,7 +170,7 @@ def test_ranks_that_log_at_full_speed_keep_the_end_of_their_curves() -> None:
 
 
 def test_many_threads_may_wait_and_stop() -> None:
-    run = _launch(_sleep_long, block=False)
+    run = launch(_sleep_long, block=False)
     ended: list[bool] = []
     waiters = [threading.Thread(target=lambda: ended.append(run.wait(60))) for _ in range(3)]
     for waiter in waiters:
@@ -208,7 +196,7 @@ def test_a_question_whose_prompt_was_interrupted_is_asked_again(monkeypatch: pyt
         return "blue"
 
     monkeypatch.setattr("builtins.input", answer)
-    run = _launch(ask, block=False)
+    run = launch(ask, block=False)
     try:
         with pytest.raises(KeyboardInterrupt):
             run.wait()
@@ -226,7 +214,7 @@ def test_logs_by_rank_and_tail() -> None:
         print("trouble", file=sys.stderr)
         print("no line break", end="")
 
-    run = _launch(talk)
+    run = launch(talk)
     assert sorted(run.logs(1)) == ["line 0", "line 1", "line 2", "no line break", "trouble"]
     assert len(run.logs()) == 10
     assert all(line.startswith(("[rank 0] ", "[rank 1] ")) for line in run.logs())
@@ -246,7 +234,7 @@ def test_metrics_and_progress_arrive() -> None:
             telemetry.emit(MetricEvent({"loss": 1.0 / (step + 1)}, step))
         telemetry.emit(ProgressEvent(50, 50))
 
-    run = _launch(log)
+    run = launch(log)
     assert list(run.metrics) == ["loss"]
     assert run.metrics["loss"].rank(1).steps.tolist() == list(range(50))
     assert [info.last_step for info in run.ranks] == [50, 50]
@@ -254,7 +242,7 @@ def test_metrics_and_progress_arrive() -> None:
 
 def test_run_may_be_awaited() -> None:
     async def body() -> Run:
-        run = _launch(lambda: _rank() + 1, block=False)
+        run = launch(lambda: _rank() + 1, block=False)
         ticks = 0
 
         async def tick() -> None:
@@ -277,7 +265,7 @@ def test_awaiting_a_failed_run_raises_its_error() -> None:
         raise KeyError("lost")
 
     async def body() -> None:
-        await _launch(fail, block=False)
+        await launch(fail, block=False)
 
     with pytest.raises(WorkerError, match="KeyError: 'lost'"):
         asyncio.run(body())
@@ -285,7 +273,7 @@ def test_awaiting_a_failed_run_raises_its_error() -> None:
 
 def test_a_cancelled_await_stops_the_run() -> None:
     async def body() -> Run:
-        run = _launch(_sleep_long, block=False)
+        run = launch(_sleep_long, block=False)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(run, 0.3)
         return run
@@ -295,10 +283,10 @@ def test_a_cancelled_await_stops_the_run() -> None:
 
 def test_done_callbacks_before_and_after_the_end() -> None:
     called: list[Run] = []
-    run = _launch(lambda: time.sleep(0.2), block=False)
+    run = launch(lambda: time.sleep(0.2), block=False)
     run.add_done_callback(called.append)
     run.wait()
-    _wait_until(lambda: called == [run])
+    until(lambda: called == [run])
     run.add_done_callback(called.append)
     assert called == [run, run]
 
@@ -311,17 +299,17 @@ def test_a_failing_done_callback_harms_neither_the_run_nor_the_next_callback(tmp
         raise RuntimeError("a callback with a bug")
 
     def work() -> int:
-        _wait_until(go.exists)
+        until(go.exists)
         return 3
 
-    run = _launch(work, block=False)
+    run = launch(work, block=False)
     run.add_done_callback(broken)
     run.add_done_callback(called.append)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         go.touch()
         assert run.wait(60)
-        _wait_until(lambda: called == [run])
+        until(lambda: called == [run])
     assert run.results == (3, 3)
 
 
@@ -331,7 +319,7 @@ def test_a_subscriber_may_stop_its_run() -> None:
             telemetry.emit(MetricEvent({"loss": 9.0}))
             time.sleep(0.01)
 
-    run = _launch(forever, block=False)
+    run = launch(forever, block=False)
     run.journal.subscribe(lambda _: run.stop(grace=1.0))
     assert run.wait(60)
     assert run.status == "stopped"
@@ -348,7 +336,7 @@ def test_two_runs_at_once_have_two_ports() -> None:
         time.sleep(0.2)
         return int(total), os.environ["MASTER_PORT"]
 
-    runs = [_launch(meet, block=False, use_port="29517") for _ in range(2)]
+    runs = [launch(meet, block=False, use_port="29517") for _ in range(2)]
     for run in runs:
         assert run.wait(120)
     values = [run.results for run in runs]
@@ -366,20 +354,20 @@ def test_environment_of_the_launch_wins_over_the_kernels_and_config_is_merged(mo
     assert notebook_launcher(read, config=config).results == (("config", "3", "no"),) * 3
     found = notebook_launcher(read, num_processes=1, mixed_precision="bf16", env={"SHARED_NAME": "call"}, config=config)
     assert found.results == (("call", "1", "bf16"),)
-    assert _launch(read).results[0][0] == "kernel"
+    assert launch(read).results[0][0] == "kernel"
     assert os.environ["SHARED_NAME"] == "kernel"
     assert "RANK" not in os.environ
 
 
 def test_line_prefix_template(capsys: pytest.CaptureFixture[str]) -> None:
-    _launch(lambda: print("hello"), log_line_prefix_template="<${rank}/${local_rank}> ")
+    launch(lambda: print("hello"), log_line_prefix_template="<${rank}/${local_rank}> ")
     assert sorted(capsys.readouterr().out.splitlines()) == ["<0/0> hello", "<1/1> hello"]
 
 
 def test_timeout_ends_the_run_and_says_so() -> None:
     begin = time.monotonic()
     with pytest.raises(RunTimeoutError, match=r"timeout of 0\.4 s") as caught:
-        _launch(_sleep_long, timeout=0.4)
+        launch(_sleep_long, timeout=0.4)
     assert time.monotonic() - begin < 60, "the ranks sleep for ten minutes"
     assert caught.value.run is not None
     assert caught.value.run.status == "stopped"
@@ -393,7 +381,7 @@ def test_hang_timeout_counts_from_the_last_sign_of_life() -> None:
         time.sleep(600)
 
     with pytest.raises(RunTimeoutError, match="hang_timeout") as caught:
-        _launch(stop_talking, hang_timeout=0.5)
+        launch(stop_talking, hang_timeout=0.5)
     run = caught.value.run
     assert run is not None
     assert run.ended is not None
@@ -411,7 +399,7 @@ def test_restarts_count_and_are_reported() -> None:
             raise ValueError(f"not yet ({attempt})")
         return f"{attempt} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}"
 
-    run = _launch(third_time, max_restarts=3)
+    run = launch(third_time, max_restarts=3)
     assert run.results == ("2 of 3", "2 of 3")
     assert [attempt.outcome.partition(" at ")[0] for attempt in run.attempts] == [
         "rank 1: ValueError: not yet (0)", "rank 1: ValueError: not yet (1)", "succeeded",
@@ -428,14 +416,14 @@ def test_restarts_end_with_the_last_failure() -> None:
         raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     with pytest.raises(WorkerError, match=r"ValueError: 1 .*\(attempt 2\)") as caught:
-        _launch(never, max_restarts=1)
+        launch(never, max_restarts=1)
     assert caught.value.run is not None
     assert len(caught.value.run.attempts) == 2
 
 
 def test_a_stopped_run_is_not_restarted() -> None:
-    run = _launch(_sleep_long, max_restarts=5, block=False)
-    _wait_until(lambda: run.status == "running")
+    run = launch(_sleep_long, max_restarts=5, block=False)
+    until(lambda: run.status == "running")
     run.stop()
     assert len(run.attempts) == 1
     assert run.status == "stopped"
@@ -449,13 +437,13 @@ def test_a_failed_run_keeps_the_results_of_the_others(tmp_path: Path) -> None:
             told.with_suffix(".new").write_text(str(os.getpid()))
             told.with_suffix(".new").rename(told)
             return 7
-        _wait_until(told.exists)
+        until(told.exists)
         # Its end is seen once the kernel has taken in all it left.
-        _wait_until(lambda: not psutil.pid_exists(int(told.read_text())))
+        until(lambda: not psutil.pid_exists(int(told.read_text())))
         raise KeyError("one")
 
     with pytest.raises(WorkerError) as caught:
-        _launch(fail_on_one)
+        launch(fail_on_one)
     error = caught.value
     assert isinstance(error.__cause__, KeyError)
     assert (error.rank, dict(error.results)) == (1, {0: 7})
@@ -477,17 +465,13 @@ def test_debug_launcher_of_one_process() -> None:
 
 
 def test_a_port_that_is_taken_is_said_in_one_line_and_several_machines_refuse() -> None:
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        run = _launch(lambda: os.environ["MASTER_PORT"], use_port=port)
+        run = launch(lambda: os.environ["MASTER_PORT"], use_port=port)
         assert run.results[0] != str(port)
         assert [note for note in run.notes if f"port {port} is taken" in note]
         with pytest.raises(notebook_accelerate.PortInUseError, match=f"{port}"):
-            _launch(print, use_port=port, num_nodes=2)
+            launch(print, use_port=port, num_nodes=2)
 
 
 def test_the_kernels_random_numbers_are_not_advanced() -> None:
@@ -498,7 +482,7 @@ def test_the_kernels_random_numbers_are_not_advanced() -> None:
 
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
     expected = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
-    _launch(lambda: (random.random(), torch.rand(1).item()))
+    launch(lambda: (random.random(), torch.rand(1).item()))
     found = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
     assert found == expected
 

@@ -15,18 +15,15 @@ import pytest
 import torch
 
 import notebook_accelerate
-from notebook_accelerate import Run, SerializationError, WorkerError, notebook_launcher
+from notebook_accelerate import SerializationError, WorkerError, notebook_launcher
 from notebook_accelerate.telemetry import inherited_state
+from tests.support.runs import launch
 
 pytestmark = pytest.mark.usefixtures("zygote")
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
 SPAWN_NIGHTLY = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 """For what a spawned rank does as one of the server does: each takes four seconds to import torch twice."""
 PICKLED = pytest.mark.parametrize("method", ["zygote", "spawn"])
-
-
-def _launch(method: str, function: Any, *args: Any, **options: Any) -> Run:
-    return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, "start_method": method, **options})
 
 
 def _numbers() -> list[float]:
@@ -60,7 +57,7 @@ def test_environment_results_and_arguments(method: str, monkeypatch: pytest.Monk
         )
 
     tensor = torch.zeros(4)
-    for rank, found in enumerate(_launch(method, read, 2, tensor).results):
+    for rank, found in enumerate(launch(read, 2, tensor, start_method=method).results):
         expected = [str(rank), str(rank), "2", "2", "set after the server was started", "127.0.0.1"]
         assert found == (expected, str(tmp_path), 84, {"a": 1}, 4.0)
     assert tensor.sum() == 0
@@ -69,7 +66,7 @@ def test_environment_results_and_arguments(method: str, monkeypatch: pytest.Monk
 @SPAWN_NIGHTLY
 def test_ranks_have_the_kernels_random_numbers(method: str) -> None:
     random.seed(5), np.random.seed(6), torch.manual_seed(7)  # noqa: NPY002
-    results = _launch(method, _numbers).results
+    results = launch(_numbers, start_method=method).results
     assert results == (_numbers(), _numbers()[:0] or results[0])
 
 
@@ -82,7 +79,7 @@ def test_torch_settings_of_the_kernel_hold_in_ranks(method: str) -> None:
 
     torch.set_default_dtype(torch.float64)
     try:
-        results = _launch(method, read, env={"OMP_NUM_THREADS": "2"}).results
+        results = launch(read, env={"OMP_NUM_THREADS": "2"}, start_method=method).results
     finally:
         torch.set_default_dtype(torch.float32)
     assert results == (("torch.float64", 2),) * 2
@@ -104,7 +101,7 @@ def test_a_rank_is_a_clean_process(method: str) -> None:
             "stdin": sys.stdin.isatty(),
         }
 
-    for found in _launch(method, look).results:
+    for found in launch(look, start_method=method).results:
         threads = found.pop("threads")
         assert len(threads) == 2, threads
         assert found == {"group": True, "sigint": True, "sigterm": True, "sigchld": True, "blocked": [], "stdin": False}
@@ -128,7 +125,7 @@ def test_asyncio_and_subprocesses_and_threads_work_in_a_rank(method: str) -> Non
         out = subprocess.run([sys.executable, "-c", "print(7)"], capture_output=True, text=True, check=True).stdout
         return asyncio.run(later()), out.strip(), got[0]
 
-    assert _launch(method, body).results == ((3, "7", 5),) * 2
+    assert launch(body, start_method=method).results == ((3, "7", 5),) * 2
 
 
 @SPAWN_NIGHTLY
@@ -140,7 +137,7 @@ def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Pa
         atexit.register((tmp_path / f"exit-{os.environ['RANK']}").touch)
         threading.Thread(target=lambda: (time.sleep(0.2), print("from a thread"))).start()
 
-    run = _launch(method, body)
+    run = launch(body, start_method=method)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["exit-0", "exit-1"]
     assert run.logs(1) == ["from a thread"]
 
@@ -164,7 +161,7 @@ def test_threads_of_threads_and_those_of_idle_executors_too(method: str) -> None
         pool.submit(time.sleep, 0).result()
         sys.modules["__main__"].pool = pool  # type: ignore[attr-defined]  # it is never shut down
 
-    run = _launch(method, body, block=False)
+    run = launch(body, block=False, start_method=method)
     try:
         assert run.wait(120)
     finally:
@@ -206,7 +203,7 @@ def test_a_collective_works(method: str) -> None:
         dist.all_reduce(value)
         return value[0].item()
 
-    assert _launch(method, meet, num_processes=3).results == (6.0,) * 3
+    assert launch(meet, num_processes=3, start_method=method).results == (6.0,) * 3
 
 
 @SPAWN_NIGHTLY
@@ -220,7 +217,7 @@ def test_the_error_is_the_ranks_own(method: str) -> None:
         time.sleep(600)
 
     with pytest.raises(WorkerError, match=r"rank 1: .*OwnError: mine") as caught:
-        _launch(method, fail)
+        launch(fail, start_method=method)
     assert type(caught.value.__cause__).__name__ == "OwnError"
     assert caught.value.failures[0].chain[-1].frames[-1].source == 'raise OwnError("mine")'
 
@@ -231,9 +228,9 @@ def test_what_cannot_be_pickled_is_refused_before_anything_starts(method: str) -
 
     lock = threading.Lock()
     with pytest.raises(SerializationError, match="the function or its arguments cannot be pickled"):
-        _launch(method, print, lock)
+        launch(print, lock, start_method=method)
     with pytest.raises(SerializationError):
-        _launch(method, lambda: lock)
+        launch(lambda: lock, start_method=method)
 
 
 @SPAWN_NIGHTLY
@@ -248,14 +245,14 @@ def test_return_values_of_any_kind(method: str) -> None:
         model = torch.nn.Linear(2, 2)
         return Local(3), model, model.weight, (lambda: 5), torch.arange(3)[1:]
 
-    local, model, weight, function, tensor = _launch(method, make).results[1]
+    local, model, weight, function, tensor = launch(make, start_method=method).results[1]
     assert (local.value, function(), tensor.tolist()) == (3, 5, [1, 2])
     assert model.weight is weight
 
 
 @SPAWN_NIGHTLY
 def test_a_big_result_travels(method: str) -> None:
-    results = _launch(method, lambda: b"x" * 30_000_000).results
+    results = launch(lambda: b"x" * 30_000_000, start_method=method).results
     assert [len(value) for value in results] == [30_000_000] * 2
 
 
@@ -266,7 +263,7 @@ def test_a_dead_zygote_is_replaced(zygote: int) -> None:
     before = ensure_zygote()
     os.kill(before.pid, 9)
     before._process.wait()
-    first, second = _launch("zygote", os.getpid), _launch("zygote", os.getpid)
+    first, second = launch(os.getpid, start_method="zygote"), launch(os.getpid, start_method="zygote")
     assert (first.status, second.status) == ("succeeded", "succeeded")
     assert ensure_zygote().pid != before.pid
     waiting = "waiting for the process that ranks are forked from to import torch, once per kernel"
@@ -303,9 +300,9 @@ def test_the_launch_chooses_the_strategy_of_every_accelerator(method: str) -> No
     before = dict(os.environ)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrapping)
     given = {"fsdp_plugin": plugin, "gradient_accumulation_steps": 3}
-    run = _launch(method, _strategy_and_steps, config=LaunchConfig(accelerator=given))
+    run = launch(_strategy_and_steps, config=LaunchConfig(accelerator=given), start_method=method)
     assert run.results == (("fsdp2", "FSDP", 3),) * 2
-    assert _launch(method, _strategy_and_steps).results == (("ddp", "MULTI_CPU", 1),) * 2
+    assert launch(_strategy_and_steps, start_method=method).results == (("ddp", "MULTI_CPU", 1),) * 2
     assert dict(os.environ) == before
 
 
