@@ -1,8 +1,11 @@
-"""A server process shared by the tests of a file, so that the leak check sees it before and after."""
+"""What the tests of launches share: a server process that the leak check sees before and after, and interrupts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 
 import pytest
 
@@ -16,3 +19,31 @@ def zygote() -> Iterator[int]:
     notebook_accelerate.notebook_launcher(print, num_processes=1, start_method="zygote")
     yield ensure_zygote().pid
     notebook_accelerate.shutdown()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT be a KeyboardInterrupt: who runs the tests may ignore it, as a shell does in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def press(interruptible: None) -> Iterator[Callable[..., None]]:
+    """Return a function that lets SIGINT come when some code is called, or when it returns."""
+
+    def when(code: CodeType, calls: int = 1, event: str = "call") -> None:
+        left = [calls]
+
+        def look(frame: FrameType, seen: str, _: object) -> None:
+            if seen == event and frame.f_code is code:
+                left[0] -= 1
+                if not left[0]:
+                    sys.setprofile(None)
+                    signal.raise_signal(signal.SIGINT)
+
+        sys.setprofile(look)
+
+    yield when
+    sys.setprofile(None)

@@ -1,19 +1,31 @@
+"""The agent of a rank: prompts, answers, and handlers that fail."""
+
 from __future__ import annotations
 
 import os
 import signal
-import sys
-from types import FrameType
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from notebook_accelerate.telemetry import AnsweredEvent, Channel, InputReply, InputRequest, Sink, StatusEvent
 from notebook_accelerate.telemetry.sink import Agent
 
+Ends = tuple[Channel, Agent]
 
-def test_a_handler_that_fails_does_not_end_the_thread(capsys: pytest.CaptureFixture[str]) -> None:
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Return the kernel's end of a channel, and the agent of a rank at the other."""
     kernel, theirs = Channel.pair()
     agent = Agent(Sink(Channel(theirs)))
+    yield kernel, agent
+    kernel.close()
+    agent.sink.channel.close()
+
+
+def test_a_handler_that_fails_does_not_end_the_thread(ends: Ends, capsys: pytest.CaptureFixture[str]) -> None:
+    kernel, agent = ends
     received: list[InputReply] = []
 
     def fails(event: StatusEvent) -> None:
@@ -26,13 +38,10 @@ def test_a_handler_that_fails_does_not_end_the_thread(capsys: pytest.CaptureFixt
         agent._handle(event)
     assert [reply.text for reply in received] == ["still there"]
     assert "AttributeError: half imported" in capsys.readouterr().err
-    kernel.close()
-    agent.sink.channel.close()
 
 
-def test_an_answer_to_an_earlier_prompt_is_skipped() -> None:
-    kernel, theirs = Channel.pair()
-    agent = Agent(Sink(Channel(theirs)))
+def test_an_answer_to_an_earlier_prompt_is_skipped(ends: Ends) -> None:
+    kernel, agent = ends
     agent.start()
     kernel.send(InputReply("late", 0), InputReply("yes", 1))
     assert agent.ask("> ") == "yes"
@@ -44,13 +53,10 @@ def test_an_answer_to_an_earlier_prompt_is_skipped() -> None:
     assert (request.number, answered) == (1, AnsweredEvent(1))
     agent.stop()
     agent._thread.join()
-    kernel.close()
-    agent.sink.channel.close()
 
 
-def test_a_process_that_a_rank_has_started_cannot_prompt() -> None:
-    kernel, theirs = Channel.pair()
-    agent = Agent(Sink(Channel(theirs)))
+def test_a_process_that_a_rank_has_started_cannot_prompt(ends: Ends) -> None:
+    kernel, agent = ends
     pid = os.fork()
     if pid == 0:
         signal.alarm(60)
@@ -62,27 +68,11 @@ def test_a_process_that_a_rank_has_started_cannot_prompt() -> None:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert not kernel.readable()
-    kernel.close()
-    agent.sink.channel.close()
 
 
-def test_an_interrupt_right_after_a_prompt_is_sent_ends_it() -> None:
-    kernel, theirs = Channel.pair()
-    agent = Agent(Sink(Channel(theirs)))
-
-    def press(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code is Sink.send.__code__:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
-    sys.setprofile(press)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            agent.ask("> ")
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGINT, before)
+def test_an_interrupt_right_after_a_prompt_is_sent_ends_it(ends: Ends, press: Callable[..., None]) -> None:
+    kernel, agent = ends
+    press(Sink.send.__code__, event="return")
+    with pytest.raises(KeyboardInterrupt):
+        agent.ask("> ")
     assert [event for _, event in kernel.receive(10.0)][-1] == AnsweredEvent(1)
-    kernel.close()
-    agent.sink.channel.close()

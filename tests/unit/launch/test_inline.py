@@ -8,9 +8,8 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -139,34 +138,16 @@ def test_virtual_xla_devices_are_one_process(monkeypatch: pytest.MonkeyPatch) ->
     assert (run.plan.accelerator, run.plan.devices) == ("xla", 4)
 
 
-@pytest.fixture
-def pressed() -> Iterator[None]:
-    """Let SIGINT be a KeyboardInterrupt: who runs the tests may ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("pressed")
-def test_an_interrupt_before_the_function_gives_everything_back() -> None:
+def test_an_interrupt_before_the_function_gives_everything_back(press: Callable[..., None]) -> None:
     before, streams = dict(os.environ), (sys.stdout, sys.stderr)
-
-    def press(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code is install_sink.__code__:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(press)
-    try:
-        with pytest.raises(KeyboardInterrupt) as caught:
-            notebook_launcher(int)
-    finally:
-        sys.setprofile(None)
+    press(install_sink.__code__, event="return")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        notebook_launcher(int)
     assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
     assert (dict(os.environ), (sys.stdout, sys.stderr), current_sink()) == (before, streams, None)
 
 
-@pytest.mark.usefixtures("pressed")
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_the_run_shows_its_end_leaves_it_ended() -> None:
     runs = []
 

@@ -12,8 +12,9 @@ import pytest
 import notebook_accelerate
 from notebook_accelerate.errors import RunInterrupted
 from notebook_accelerate.launch.processes import zygote as server
+from tests.support.runs import launch
 
-pytestmark = pytest.mark.usefixtures("zygote")
+pytestmark = pytest.mark.usefixtures("zygote", "interruptible")
 
 
 def test_each_of_two_interrupts_while_ranks_start_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,12 +28,6 @@ def test_each_of_two_interrupts_while_ranks_start_waits_for_the_end(monkeypatch:
         return ensure()
 
     monkeypatch.setattr(server, "ensure_zygote", late)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
-    try:
-        with pytest.raises(RunInterrupted):
-            notebook_accelerate.notebook_launcher(
-                time.sleep, (600,), num_processes=1, use_port=0, start_method="zygote", block=False
-            )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(RunInterrupted):
+        launch(time.sleep, 600, num_processes=1, start_method="zygote", block=False)
     assert notebook_accelerate.runs()[-1].status == "stopped"

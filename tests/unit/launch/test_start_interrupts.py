@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -22,29 +19,8 @@ from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.state.journal import Journal
 from tests.support.ports import free_port
-
-
-@pytest.fixture
-def press() -> Iterator[Callable[..., None]]:
-    """Return what has SIGINT come as soon as a function is called."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
-
-    def when(code: CodeType, calls: int = 1) -> None:
-        left = [calls]
-
-        def look(frame: FrameType, event: str, _: object) -> None:
-            if event == "call" and frame.f_code is code:
-                left[0] -= 1
-                if not left[0]:
-                    sys.setprofile(None)
-                    signal.raise_signal(signal.SIGINT)
-
-        sys.setprofile(look)
-
-    yield when
-    sys.setprofile(None)
-    signal.signal(signal.SIGINT, before)
-
+from tests.support.runs import launch
+from tests.support.waiting import until
 
 Press = Callable[..., None]
 
@@ -53,14 +29,14 @@ def test_an_interrupt_while_the_launch_is_planned(press: Press) -> None:
     before = notebook_accelerate.runs()
     press(threading.Thread.start.__code__)
     with pytest.raises(KeyboardInterrupt):
-        notebook_launcher(time.sleep, (600,), num_processes=2, use_port=0, start_method="fork")
+        launch(time.sleep, 600)
     assert notebook_accelerate.runs() == before
 
 
 def test_an_interrupt_before_the_runs_thread_has_begun(press: Press) -> None:
     press(threading.Thread.start.__code__, 2)  # the first thread plans
     with pytest.raises(RunInterrupted) as caught:
-        notebook_launcher(time.sleep, (600,), num_processes=2, use_port=0, start_method="fork")
+        launch(time.sleep, 600)
     assert caught.value.run.status == "stopped"
     assert caught.value.run.wait(0)
 
@@ -96,11 +72,8 @@ def test_a_run_ends_though_its_end_cannot_be_shown(monkeypatch: pytest.MonkeyPat
         os.write(1, b"late\n")
 
     monkeypatch.setattr(sys, "stdout", _Gone())
-    run = notebook_launcher(body, num_processes=1, use_port=0, start_method="fork", block=False, panel=False)
+    run = launch(body, num_processes=1, block=False)
     assert run.wait(20)
-
-
-OPTIONS: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": "fork", "panel": False}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -114,7 +87,7 @@ def test_ranks_that_cannot_be_held_are_reaped(monkeypatch: pytest.MonkeyPatch) -
         time.sleep(600)
 
     monkeypatch.setattr(sys, "stdout", _Gone())
-    run = notebook_launcher(body, **OPTIONS, debug=True, block=False)
+    run = launch(body, debug=True, block=False)
     assert run.wait(30)
     run.stop(grace=1.0)
     assert run.status == "failed"
@@ -128,7 +101,7 @@ def test_a_callback_that_fails_keeps_no_launch_waiting(error: type[BaseException
     def body() -> None:
         time.sleep(0.3)
 
-    run = notebook_launcher(body, **OPTIONS, block=False)
+    run = launch(body, block=False)
 
     def fail(_: object) -> None:
         raise error
@@ -142,20 +115,17 @@ def test_a_callback_that_fails_keeps_no_launch_waiting(error: type[BaseException
 
 
 def test_the_end_of_one_run_can_wait_for_that_of_another() -> None:
-    other = notebook_launcher(time.sleep, (600,), **OPTIONS, block=False)
+    other = launch(time.sleep, 600, block=False)
     seen: list[str] = []
 
     def stop_other(_: object) -> None:
         other.stop(grace=1.0)
         seen.append(other.status)
 
-    run = notebook_launcher(time.sleep, (0.3,), **OPTIONS, block=False)
+    run = launch(time.sleep, 0.3, block=False)
     run.add_done_callback(stop_other)
     assert run.wait(30)
-    deadline = time.monotonic() + 30
-    while not seen and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert seen == ["stopped"]
+    until(lambda: seen == ["stopped"])
 
 
 def test_an_interrupt_as_an_inline_run_ends_leaves_it_done(press: Press) -> None:

@@ -12,7 +12,7 @@ import pytest
 from notebook_accelerate.launch.state.interrupts import handle_interrupts, wait_for
 from notebook_accelerate.launch.state.prompts import PromptQueue
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("interruptible")]
 
 
 @contextmanager
@@ -23,14 +23,10 @@ def unnoticed_interrupt(handler: Callable[[], None]) -> Iterator[None]:
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     timer = threading.Timer(0.5, interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
-    try:
-        with handle_interrupts(handler):
-            timer.start()
-            yield
-            timer.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handle_interrupts(handler):
+        timer.start()
+        yield
+        timer.join()
 
 
 def test_a_wait_for_an_event_ends() -> None:

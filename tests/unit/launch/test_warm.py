@@ -44,11 +44,11 @@ def test_a_cell_for_a_rank_that_has_ended_since_the_last_one_tells_of_its_end() 
         group.stop()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_variables_are_sent_along_leaves_ranks_that_understand_the_next_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(warm_ranks, "DEFAULT_GRACE", 600.0)  # a busy machine may take those seconds from the rank
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))
     rank = group.run.ranks[0].pid
     assert rank is not None
@@ -70,4 +70,3 @@ def test_an_interrupt_while_variables_are_sent_along_leaves_ranks_that_understan
         assert shown == [{0: "42"}]
     finally:
         group.stop()
-        signal.signal(signal.SIGINT, before)

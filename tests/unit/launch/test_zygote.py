@@ -22,6 +22,7 @@ from notebook_accelerate.launch.processes.zygote import LENGTH, Zygote
 from notebook_accelerate.telemetry import inherited_state
 from notebook_accelerate.telemetry.inherited_state import InheritedState
 from notebook_accelerate.telemetry.results import WorkerOrder
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
 SOON = 60.0
@@ -159,8 +160,8 @@ def test_requests_are_served_before_the_imports_that_can_wait() -> None:
         made.close()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     zygote.close_zygote()
     ending = zygote.ensure_zygote()  # it imports torch, and notices only then that it is to end
     press = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
@@ -171,7 +172,6 @@ def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch
         assert zygote.running_zygote() is None
     finally:
         press.join()
-        signal.signal(signal.SIGINT, before)
         ending._process.kill()
         ending.close()
         zygote.close_zygote()
@@ -185,10 +185,7 @@ def test_forks_of_a_crowded_launch_find_a_team_of_threads_that_ends_when_the_ser
         server.fork(ORDER, wires.theirs, crowded=True)
         assert threads() == before + len(os.sched_getaffinity(0))
         assert wires.printed()
-    deadline = time.monotonic() + SOON
-    while threads() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: threads() <= before)
 
 
 @pytest.mark.parametrize(
