@@ -50,10 +50,12 @@ from tests.support.runs import START, end, make_run
 from tests.support.waiting import until
 
 
-def _writer(folder: Path, journal: Journal, **options: Any) -> RunWriter:
+def _written(folder: Path, **options: Any) -> tuple[Journal, RunWriter]:
+    """Return the journal of a run that has just started, and its writer."""
+    journal = Journal()
     writer = RunWriter(folder, run_folder.header("made", 1, int, (), LaunchConfig(), START), journal, **options)
     journal.replay(make_run().journal.records)
-    return writer
+    return journal, writer
 
 
 def _log(text: str, at: float, rank: int = 0) -> Record:
@@ -62,8 +64,7 @@ def _log(text: str, at: float, rank: int = 0) -> Record:
 
 def test_frames_stay_within_the_format_whatever_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_format, "MAX_JSON_BYTES", 20_000)
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     texts = ["é" * 300 + str(number) for number in range(400)] + ["\x01" * 30_000, "the last"]
     journal.add([_log(text, number) for number, text in enumerate(texts)])
     writer._write(last=False)
@@ -76,8 +77,7 @@ def test_frames_stay_within_the_format_whatever_ranks_write(tmp_path: Path, monk
 
 def test_output_that_waits_for_a_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_writer, "MAX_WAITING_CHARS", 1_000)
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     for number in range(50):
         text = f"{number:02} " + "x" * 97
         journal.add([_log(text, number), Record(0, START + number, MetricEvent({"loss": 1.0}, number))])
@@ -92,8 +92,7 @@ def test_output_that_waits_for_a_disk_is_bounded(tmp_path: Path, monkeypatch: py
 
 def test_of_many_points_that_wait_for_a_disk_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_writer, "MAX_WAITING", 400)
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     for step in range(1000):
         journal.add([Record(rank, START + step, MetricEvent({"loss": 1.0}, step)) for rank in (0, 1)])
     writer._write(last=False)
@@ -108,12 +107,10 @@ def test_of_many_points_that_wait_for_a_disk_the_newest_stay(tmp_path: Path, mon
 
 def test_the_end_of_a_detached_run_waits_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_writer, "END_PERIOD", 0.05)
-    journal = Journal()
-    writer = _writer(tmp_path, journal, detached=True)
+    journal, writer = _written(tmp_path, detached=True)
     run = Run(LaunchConfig(), "int", journal)
     writer.start(run)
-    while not (tmp_path / JOURNAL_NAME).stat().st_size > 200:
-        time.sleep(0.01)
+    until(lambda: (tmp_path / JOURNAL_NAME).stat().st_size > 200)
     write, full = os.write, threading.Event()
     full.set()
 
@@ -143,8 +140,7 @@ def _reader(file: Path) -> JournalReader:
 def test_a_follower_misses_nothing_of_a_journal_that_was_thinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     journal.add([_log("first", 10.0), Record(0, START + 20, MetricEvent({"loss": 1.0}, 0))])
     journal.add([Record(0, START + 20, DroppedEvent(3)), Record(0, START + 20, CheckpointEvent("/a", START + 20))])
     writer._write(last=False)
@@ -173,8 +169,7 @@ def test_a_journal_that_thinning_cannot_shorten_is_not_thinned_each_time(
     monkeypatch.setattr(journal_file, "MAX_JOURNAL_BYTES", 1_000)
     thin, calls = journal_file.JournalFile.thin, []
     monkeypatch.setattr(journal_file.JournalFile, "thin", lambda file: (calls.append(file.size), thin(file)))
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     for number in range(40):
         journal.add([_log("x" * 200, number)])
         writer._write(last=False)
@@ -195,8 +190,7 @@ def test_git_delays_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(run_folder, "code_version", slow)
     folder = tmp_path / "run"
     folder.mkdir()
-    journal = Journal()
-    writer = _writer(folder, journal)
+    journal, writer = _written(folder)
     run = Run(LaunchConfig(), "int", journal)
     writer.start(run)
     journal.add([Record(0, START, MetricEvent({"loss": 1.0}, 7))])
@@ -208,8 +202,7 @@ def test_git_delays_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_result_that_cannot_be_written_keeps_nothing_else_from_it(tmp_path: Path) -> None:
-    journal = Journal()
-    writer = _writer(tmp_path, journal, detached=True)
+    journal, writer = _written(tmp_path, detached=True)
     run = Run(LaunchConfig(), "int", journal)
 
     def too_large() -> bytes:
@@ -226,8 +219,7 @@ def test_a_result_that_cannot_be_written_keeps_nothing_else_from_it(tmp_path: Pa
 def test_the_end_does_not_wait_for_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_writer, "END_PERIOD", 0.05)
     (tmp_path / "run").mkdir()
-    journal = Journal()
-    writer = _writer(tmp_path / "run", journal, detached=True)
+    journal, writer = _written(tmp_path / "run", detached=True)
     run = Run(LaunchConfig(), "int", journal)
     writer.start(run)
     until(lambda: (tmp_path / "run" / JOURNAL_NAME).stat().st_size > 200, seconds=20)
@@ -238,8 +230,7 @@ def test_the_end_does_not_wait_for_a_folder_that_was_deleted(tmp_path: Path, mon
 
 
 def test_what_a_full_disk_left_in_the_journal_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     writer._write(last=False)
     write, truncate = os.write, os.ftruncate
 
@@ -263,8 +254,7 @@ def test_what_a_full_disk_left_in_the_journal_is_removed_later(tmp_path: Path, m
 
 
 def test_a_follower_waits_for_a_disk_that_does_not_answer(tmp_path: Path) -> None:
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     writer._write(last=False)
     followed = open_run(tmp_path)
     (tmp_path / JOURNAL_NAME).rename(tmp_path / "away")
@@ -278,8 +268,7 @@ def test_a_follower_waits_for_a_disk_that_does_not_answer(tmp_path: Path) -> Non
 
 def test_a_follower_reads_on_where_an_append_was_undone(tmp_path: Path) -> None:
     """An error of the disk is followed by a write of the same events, at the same place."""
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     writer._write(last=False)
     file = tmp_path / JOURNAL_NAME
     before = file.read_bytes()
@@ -326,8 +315,7 @@ def test_held_ranks_are_released_where_their_journal_is_gone(tmp_path: Path) -> 
 @pytest.mark.parametrize("thinned", [False, True])
 def test_the_progress_through_an_epoch_is_that_of_the_live_run(tmp_path: Path, *, thinned: bool) -> None:
     """Of the events of steps, a journal has the last one of each period."""
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     for epoch in range(3):
         journal.add([Record(0, START + epoch, EpochEvent(epoch, 40))])
         for step in range(40 if epoch < 2 else 15):
@@ -363,8 +351,7 @@ def test_a_day_of_metrics_stays_within_the_bound_of_the_guide() -> None:
 
 @pytest.mark.nightly
 def test_a_day_of_metrics_as_written(tmp_path: Path) -> None:
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     largest = 0
     for begin in range(0, _METRICS, 1_000):
         journal.add([
@@ -379,8 +366,7 @@ def test_a_day_of_metrics_as_written(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_was_deleted_is_written_anew_with_the_events_of_ranks(tmp_path: Path) -> None:
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     first = [CheckpointEvent("/made", START), TraceEvent("/trace.json", 5), EpochEvent(1)]
     then: list[Event] = [ProgressEvent(3, 9), CheckpointEvent("/later", START)]
     journal.add([Record(0, START + 1, event) for event in first])
@@ -397,8 +383,7 @@ def test_a_new_journal_with_the_inode_of_the_deleted_one_is_read_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_file, "_identity", lambda _: (1, 1))
-    journal = Journal()
-    writer = _writer(tmp_path, journal)
+    journal, writer = _written(tmp_path)
     journal.add([Record(0, START + step, MetricEvent({"loss": 1.0}, step)) for step in range(100)])
     writer._write(last=False)
     reader = _reader(writer.file)

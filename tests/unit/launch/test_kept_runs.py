@@ -36,9 +36,7 @@ from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.actions import stopping
 from notebook_accelerate.widgets.live_panel import close_all
 from notebook_accelerate.widgets.runs_table import RunsTable
-from tests.support.runs import START, feed, make_run
-
-OPTIONS: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": "fork", "panel": False}
+from tests.support.runs import START, feed, launch, make_run
 
 
 def train(rate: float, api_key: str, fails: bool) -> dict[str, Any]:
@@ -51,6 +49,13 @@ def train(rate: float, api_key: str, fails: bool) -> dict[str, Any]:
     if fails and accelerator.process_index == 1:
         raise RuntimeError("the second rank")
     return {"rank": accelerator.process_index, "many": b"x" * (3 << 20)}
+
+
+def keep(folder: Path, **options: Any) -> Path:
+    """Launch a run that is kept; return its folder."""
+    kept = launch(int, save=folder / "runs", **options).folder
+    assert kept is not None
+    return kept
 
 
 def write_journal(folder: Path, records: list[Record], name: str = "made") -> Path:
@@ -82,7 +87,7 @@ def problem_of(path: Path) -> str:
 
 def test_a_kept_run_opens_as_the_same_run(tmp_path: Path) -> None:
     arguments = (0.5, "sesame", False)
-    run = notebook_launcher(train, arguments, save=tmp_path / "runs", name="first", env={"A": "word"}, **OPTIONS)
+    run = launch(train, *arguments, save=tmp_path / "runs", name="first", env={"A": "word"})
     assert run.name == "first"
     assert run.folder is not None
     assert run.folder.parent == tmp_path / "runs"
@@ -103,10 +108,10 @@ def test_a_kept_run_opens_as_the_same_run(tmp_path: Path) -> None:
     text = b"".join(path.read_bytes() for path in run.folder.iterdir() if "result" not in path.name)
     assert b"sesame" not in text
     assert b"word" not in text
-    assert {thread.name for thread in __import__("threading").enumerate()}.isdisjoint({"notebook-accelerate-save"})
+    assert {thread.name for thread in threading.enumerate()}.isdisjoint({"notebook-accelerate-save"})
 
     with pytest.raises(WorkerError):
-        notebook_launcher(train, (0.25, "sesame", True), save=tmp_path / "runs", **OPTIONS)
+        launch(train, 0.25, "sesame", True, save=tmp_path / "runs")
     failed = notebook_accelerate.runs()[-1]
     assert failed.folder is not None
     again = open_run(failed.folder / JOURNAL_NAME)
@@ -144,7 +149,7 @@ def test_the_environment_names_the_folder_and_a_file_in_its_place_is_an_error(
         _ = opened.results
     (tmp_path / "file").write_text("")
     with pytest.raises(LaunchError, match=r"cannot be kept in .*file"):
-        notebook_launcher(int, (), save=tmp_path / "file", **OPTIONS)
+        launch(int, save=tmp_path / "file")
     with pytest.raises(ValueError, match="name='a b' is not allowed"):
         LaunchConfig(name="a b")
     with pytest.raises(FileNotFoundError, match=r"is no kept run"):
@@ -257,14 +262,9 @@ def frame_of(text: bytes, payload: bytes = b"") -> bytes:
 
 
 HEADER: dict[str, Any] = {
-    "kind": "header",
-    "format": 1,
-    "name": "x",
-    "function": "f",
-    "config": {},
-    "process": {},
-    "arguments": {},
-}
+    "kind": "header", "format": 1, "name": "x", "function": "f", "config": {}, "process": {}, "arguments": {},
+}  # fmt: skip
+HEADER_FRAME = json.dumps(HEADER).encode()
 
 
 @pytest.mark.parametrize(
@@ -274,18 +274,18 @@ HEADER: dict[str, Any] = {
         ([b"[" * 100_000], "lists and objects"),
         ([b"{}"], "header"),
         ([b'[["RankPaused", -1, 1.0, {"rank": 0}]]'], "header"),
-        ([json.dumps(HEADER).encode(), b"17"], "section"),
+        ([HEADER_FRAME, b"17"], "section"),
         ([json.dumps({**HEADER, "format": 99}).encode()], "format 99"),
         ([json.dumps({**HEADER, "name": 3}).encode()], "name"),
-        ([json.dumps(HEADER).encode(), b'[["RunCreated", -1, 1.0, {"function_name": 3}]]'], "function_name"),
-        ([json.dumps(HEADER).encode(), b'[["RunCreated", -1, "soon", {"function_name": "f"}]]'], "time"),
-        ([json.dumps(HEADER).encode(), b'[["RunEnded", -1, 1.0, {"status": "fine"}]]'], "RunEnded"),
-        ([json.dumps(HEADER).encode(), b'[["RunCreated", 7, 1.0, {"function_name": "f"}]]'], "rank 7"),
-        ([json.dumps(HEADER).encode(), b'[["RankPaused"]]'], "no event"),
-        ([json.dumps(HEADER).encode(), b'[["RankReturned", -1, 1.0, {"rank": "a"}]]'], "rank"),
-        ([json.dumps(HEADER).encode(), b'{"kind":"points","name":"l","rank":0,"count":9}'], "points"),
-        ([json.dumps(HEADER).encode(), b'{"kind":"points","name":"l","rank":99999999,"count":0}'], "curve"),
-        ([json.dumps(HEADER).encode()], "no events"),
+        ([HEADER_FRAME, b'[["RunCreated", -1, 1.0, {"function_name": 3}]]'], "function_name"),
+        ([HEADER_FRAME, b'[["RunCreated", -1, "soon", {"function_name": "f"}]]'], "time"),
+        ([HEADER_FRAME, b'[["RunEnded", -1, 1.0, {"status": "fine"}]]'], "RunEnded"),
+        ([HEADER_FRAME, b'[["RunCreated", 7, 1.0, {"function_name": "f"}]]'], "rank 7"),
+        ([HEADER_FRAME, b'[["RankPaused"]]'], "no event"),
+        ([HEADER_FRAME, b'[["RankReturned", -1, 1.0, {"rank": "a"}]]'], "rank"),
+        ([HEADER_FRAME, b'{"kind":"points","name":"l","rank":0,"count":9}'], "points"),
+        ([HEADER_FRAME, b'{"kind":"points","name":"l","rank":99999999,"count":0}'], "curve"),
+        ([HEADER_FRAME], "no events"),
     ],
 )
 def test_hostile_frames_are_refused(tmp_path: Path, frames: list[bytes], why: str) -> None:
@@ -323,10 +323,9 @@ class Harm:
 
 
 def test_a_pickle_of_a_stranger_runs_only_where_results_are_read(tmp_path: Path) -> None:
-    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
-    assert run.folder is not None
+    folder = keep(tmp_path)
     harm = pickle.dumps((pickle.dumps(Harm(tmp_path / "harmed")), []))
-    journal = run.folder / JOURNAL_NAME
+    journal = folder / JOURNAL_NAME
     content, changed = journal.read_bytes(), [journal_format.MAGIC]
     for frame, _ in journal_format.read_frames(content[8:]):
         for row in frame.content if isinstance(frame.content, list) else ():
@@ -335,19 +334,13 @@ def test_a_pickle_of_a_stranger_runs_only_where_results_are_read(tmp_path: Path)
         changed.append(journal_format.encode_frame(frame.content, frame.payload))
     journal.write_bytes(b"".join(changed))
     for rank in (0, 1):
-        (run.folder / f"result-{rank}.pickle").write_bytes(harm)
-    opened = open_run(run.folder)
-    (
-        repr(opened),
-        repr(opened.ranks),
-        str(opened.report()),
-        opened.report().html,
-        opened.panel(),
-        repr(runs(tmp_path / "runs")),
-    )
+        (folder / f"result-{rank}.pickle").write_bytes(harm)
+    opened = open_run(folder)
+    report, table = opened.report(), runs(tmp_path / "runs")
+    _ = repr(opened), repr(opened.ranks), str(report), report.html, opened.panel(), repr(table)
     opened.without_results()
     assert not (tmp_path / "harmed").exists()
-    (run.folder / "result-1.pickle").write_bytes(harm[:-1] + b"?")
+    (folder / "result-1.pickle").write_bytes(harm[:-1] + b"?")
     with pytest.raises(SerializationError, match=r"result-1.pickle is not the result"):
         _ = opened.ranks[1].result
     _ = opened.ranks[0].result
@@ -420,7 +413,7 @@ def test_every_event_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_only_the_files_of_the_run_are_deleted(tmp_path: Path) -> None:
-    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
+    run = launch(int, save=tmp_path / "runs")
     assert run.folder is not None
     (run.folder / "model.pt").touch()
     (run.folder / "result-9.pickle").touch()  # the run has two ranks
@@ -431,20 +424,18 @@ def test_only_the_files_of_the_run_are_deleted(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         run.delete()
     assert list(runs(tmp_path / "runs")) == []
-    other = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
-    assert other.folder is not None
-    open_run(other.folder).delete()
-    assert not other.folder.exists()
+    other = keep(tmp_path)
+    open_run(other).delete()
+    assert not other.exists()
 
 
 @pytest.mark.parametrize("name", [JOURNAL_NAME, "copy.nbac"])
 def test_a_journal_elsewhere_is_deleted_alone(tmp_path: Path, name: str) -> None:
     """A journal that was downloaded lies among other files, which may have the names that runs use."""
-    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
-    assert run.folder is not None
+    folder = keep(tmp_path)
     downloads = tmp_path / "downloads"
     downloads.mkdir()
-    shutil.copy(run.folder / JOURNAL_NAME, downloads / name)
+    shutil.copy(folder / JOURNAL_NAME, downloads / name)
     other = "another.txt" if name == JOURNAL_NAME else JOURNAL_NAME
     for each in ("thesis.txt", "result-0.pickle", "result-1.pickle", run_folder.SUMMARY_NAME, other):
         (downloads / each).write_text("mine")
@@ -455,41 +446,36 @@ def test_a_journal_elsewhere_is_deleted_alone(tmp_path: Path, name: str) -> None
 
 
 def test_a_folder_that_was_not_created_for_the_run_stays(tmp_path: Path) -> None:
-    run = notebook_launcher(int, (), save=tmp_path / "runs", name="a-b.c", **OPTIONS)
-    again = notebook_launcher(int, (), save=tmp_path / "runs", name="a-b.c", **OPTIONS)
-    assert run.folder is not None
-    assert again.folder is not None
-    for name in ("downloads", "20260101-000000", f"{run.folder.name}x", f"{again.folder.name}-copy"):
+    first, again = keep(tmp_path, name="a-b.c"), keep(tmp_path, name="a-b.c")
+    for name in ("downloads", "20260101-000000", f"{first.name}x", f"{again.name}-copy"):
         mine = tmp_path / name
         mine.mkdir()
-        shutil.copy(run.folder / JOURNAL_NAME, mine / JOURNAL_NAME)
+        shutil.copy(first / JOURNAL_NAME, mine / JOURNAL_NAME)
         open_run(mine).delete()
         assert list(mine.iterdir()) == []
-    numbered = again.folder.rename(tmp_path / f"20260101-000000{run.folder.name[15:]}-2")  # from another time zone
-    for each in (run.folder, numbered):
+    numbered = again.rename(tmp_path / f"20260101-000000{first.name[15:]}-2")  # from another time zone
+    for each in (first, numbered):
         open_run(each).delete()
         assert not each.exists()
 
 
 def test_a_run_behind_a_link_is_deleted(tmp_path: Path) -> None:
-    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
-    assert run.folder is not None
-    (tmp_path / "latest").symlink_to(run.folder)
+    folder = keep(tmp_path)
+    (tmp_path / "latest").symlink_to(folder)
     open_run(tmp_path / "latest").delete()
-    assert not run.folder.exists()
+    assert not folder.exists()
 
 
 def test_a_folder_is_deleted_while_its_last_file_is_written(tmp_path: Path) -> None:
-    run = notebook_launcher(int, (), save=tmp_path / "runs", **OPTIONS)
-    assert run.folder is not None
-    opened, summary = open_run(run.folder), run.folder / run_folder.SUMMARY_NAME
+    folder = keep(tmp_path)
+    opened, summary = open_run(folder), folder / run_folder.SUMMARY_NAME
     content = summary.read_bytes()
     summary.unlink()
     writer = threading.Timer(0.5, journal_file.write_file, (summary, content))
     writer.start()
     opened.delete()
     writer.join()
-    assert not run.folder.exists()
+    assert not folder.exists()
 
 
 # ---- bounds, and kills
@@ -526,11 +512,7 @@ from pathlib import Path
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch.kept import journal_file, run_folder
 from notebook_accelerate.launch.kept.run_writer import RunWriter
-from notebook_accelerate.launch.report.run_report import environment_rows
-from notebook_accelerate.launch.resumption import newest_checkpoint
 from notebook_accelerate.launch.state.journal import Journal
-from notebook_accelerate.launch.state.run_events import NoteAdded, RunStalled
-from notebook_accelerate.launch.state.run_state import Stall
 from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.telemetry.store import Record
 from tests.support.runs import START, make_run
