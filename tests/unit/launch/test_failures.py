@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -36,16 +37,13 @@ LOST = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "message"), LOST)
-def test_a_lost_peer_is_a_consequence_although_it_was_earlier(kind: str, message: str) -> None:
-    found = failures.ordered([_failed(0, 1.0, kind, message, line=9), _failed(1, 2.0)])
-    assert [(f.rank, f.consequence) for f in found] == [(1, False), (0, True)]
+KILLED = failures.from_exit(1, Exit(signal=9), oom_kills=0)
 
 
 @pytest.mark.parametrize(("kind", "message"), LOST)
-def test_a_lost_peer_is_a_consequence_of_a_death_too(kind: str, message: str) -> None:
-    killed = failures.from_exit(1, Exit(signal=9), oom_kills=0)
-    found = failures.ordered([_failed(0, 1.0, kind, message), killed])
+@pytest.mark.parametrize("cause", [_failed(1, 2.0), KILLED], ids=["error", "death"])
+def test_a_lost_peer_is_a_consequence_although_it_was_earlier(cause: RankFailure, kind: str, message: str) -> None:
+    found = failures.ordered([_failed(0, 1.0, kind, message, line=9), cause])
     assert [(f.rank, f.consequence) for f in found] == [(1, False), (0, True)]
 
 
@@ -190,8 +188,6 @@ class UnspeakableError(Exception):
 class HoldingError(Exception):
     def __init__(self) -> None:
         super().__init__("holds a lock")
-        import threading
-
         self.lock = threading.Lock()
 
 
