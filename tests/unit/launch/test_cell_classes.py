@@ -50,17 +50,9 @@ def main(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
     names = vars(module)
-    names.update(
-        abc=abc,
-        dataclasses=dataclasses,
-        enum=enum,
-        functools=functools,
-        math=math,
-        threading=threading,
-        torch=torch,
-        typing=typing,
-        T=typing.TypeVar("T"),
-    )
+    for each in (abc, dataclasses, enum, functools, math, threading, torch, typing):
+        names[each.__name__] = each
+    names["T"] = typing.TypeVar("T")
     exec(compile("class Base:\n    def f(self): return 1", "<cell>", "exec", dont_inherit=True), names)
     return names
 
@@ -143,6 +135,19 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return clear
 
 
+@pytest.fixture
+def send(forget: Callable[[], None]) -> Callable[..., Any]:
+    """Return a function that sends another one, with its arguments, to a rank, and returns it as the rank has it."""
+
+    def through_file(function: Any, *arguments: Any) -> Any:
+        descriptor = dump((function, arguments), "the function").to_file()
+        forget()
+        cells.renew_main()
+        return pickling.load_file(descriptor)[0]
+
+    return through_file
+
+
 def test_a_large_definition_is_not_sent(main: dict[str, Any], forget: Callable[[], None]) -> None:
     main["table"] = torch.zeros(pickling.MAX_DEFINITION_BYTES)
     kind = _run("class Kind:\n    def f(self): return table", main)
@@ -163,13 +168,10 @@ def test_the_size_of_a_tensor_is_checked_before_it_is_copied(monkeypatch: pytest
     assert "more than 4 MiB" in data
 
 
-def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], forget: Callable[[], None]) -> None:
+def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], send: Callable[..., Any]) -> None:
     source = "count = [0]\nclass Kind:\n    def f(self): return count\ndef train(): return count, Kind().f()"
     _run(source, main)
-    descriptor = dump((main["train"], ()), "the function").to_file()
-    forget()
-    cells.renew_main()
-    train, _ = pickling.load_file(descriptor)
+    train = send(main["train"])
     names = vars(sys.modules["__main__"])
     assert train.__globals__ is names
     assert {"train", "Kind", "count"} <= names.keys()
@@ -223,7 +225,7 @@ def test_an_own_function_named_eval_reads_no_names_in_texts(main: dict[str, Any]
     assert cells.undetected_names(main["Kind"].__code__) == set()
 
 
-def test_names_in_texts_that_cannot_be_pickled_are_left_out(main: dict[str, Any], forget: Callable[[], None]) -> None:
+def test_names_in_texts_that_cannot_be_pickled_are_left_out(main: dict[str, Any], send: Callable[..., Any]) -> None:
     source = """
 lock, table = threading.Lock(), [1]
 def helper(): return globals()["lock"]
@@ -232,10 +234,7 @@ def Kind(name):
     return globals()[name], names
 """
     _run(source, main)
-    descriptor = dump((main["Kind"], ("table",)), "the function").to_file()
-    forget()
-    cells.renew_main()
-    function, _ = pickling.load_file(descriptor)
+    function = send(main["Kind"], "table")
     assert function("table")[0] == [1]
     assert {"helper", "table"} < vars(sys.modules["__main__"]).keys()
     with pytest.raises(KeyError, match="'lock'") as found:
@@ -246,18 +245,16 @@ def Kind(name):
     ]
 
 
-def test_an_error_about_another_name_is_not_explained(main: dict[str, Any]) -> None:
+def test_an_error_about_another_name_is_not_explained(main: dict[str, Any], send: Callable[..., Any]) -> None:
     _run("lock = threading.Lock()\ndef Kind(): return globals()['lock']", main)
-    descriptor = dump((main["Kind"], ()), "the function").to_file()
-    cells.renew_main()
-    pickling.load_file(descriptor)
+    send(main["Kind"])
     for error in (NameError("name 'block' is not defined"), ValueError("lock"), AttributeError("no lock")):
         cells.explain_omitted(error)
         assert not hasattr(error, "__notes__")
 
 
 def test_different_classes_of_one_name_stay_different_in_a_launch(
-    main: dict[str, Any], forget: Callable[[], None]
+    main: dict[str, Any], send: Callable[..., Any]
 ) -> None:
     source = """
 def make(scale):
@@ -272,11 +269,8 @@ second = Kind()
 def train(): return [scale(1) for scale in scales], first(), type(first) is type(second), type(second) is Kind
 """
     _run(source, main)
-    descriptor = dump((main["train"], ()), "the function").to_file()
     expected = main["train"]()
-    forget()
-    cells.renew_main()
-    train, _ = pickling.load_file(descriptor)
+    train = send(main["train"])
     assert train() == expected == ([2, 3, 2], 1, False, True)
 
 
