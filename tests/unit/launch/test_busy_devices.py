@@ -16,6 +16,8 @@ from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launchers import notebook_launcher
 from tests.support import spin
+from tests.support.counted_cuda import CountedCuda
+from tests.support.waiting import until
 
 SECONDS = 60.0
 """How long a rank would wait by itself: longer than any test."""
@@ -26,18 +28,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return spin.build(tmp_path_factory.mktemp("spin"))
 
 
-def _wait_for_device(library: Path) -> None:
-    from tests.support.counted_cuda import CountedCuda
-
-    wait = spin.load(library)
-    CountedCuda(busy=True).install()
-    wait(SECONDS)
-
-
 def _wait_in_collective(library: Path) -> None:
     """Rank 0 waits in its third all_reduce, rank 1 waits for its device before that."""
     from notebook_accelerate import PartialState
-    from tests.support.counted_cuda import CountedCuda
 
     wait, rank = spin.load(library), PartialState(cpu=True).process_index
     CountedCuda(busy=True).install()
@@ -45,9 +38,7 @@ def _wait_in_collective(library: Path) -> None:
     wait(SECONDS)
 
 
-def _hold_value(library: Path) -> None:
-    from tests.support.counted_cuda import CountedCuda
-
+def _wait_for_device(library: Path) -> None:
     wait = spin.load(library)
     CountedCuda(busy=True).install()
     loss, step = spin.on_device(wait, SECONDS), 7  # noqa: F841 - the test asks for them
@@ -58,13 +49,6 @@ def _launch(function: Callable[..., Any], library: Path, ranks: int = 1, **optio
     run = notebook_launcher(function, (library,), num_processes=ranks, use_port=0, block=False, **options)
     assert isinstance(run, Run)
     return run
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def test_hang_timeout_ends_a_rank_that_waits_for_its_device(library: Path) -> None:
@@ -96,25 +80,15 @@ def test_a_rank_with_a_device_computes_while_its_device_is_idle(library: Path, l
 
 def _compute_with_device(locked: bool, library: Path) -> bool:
     """Compute for longer than hang_timeout if other threads can run, and for less if they cannot."""
-    from tests.support.counted_cuda import CountedCuda
-
     CountedCuda().install()
     spin.load(library, locked=locked)(2.5 if locked else 9.0)
     return not locked
 
 
-def _ask_slowly(library: Path) -> None:
-    from tests.support.counted_cuda import CountedCuda
-
-    wait, step = spin.load(library), 7  # noqa: F841 - the test asks for it
-    CountedCuda(busy=True).install()
-    wait(SECONDS)
-
-
 def test_a_question_that_only_computes_is_answered_while_the_device_is_busy(library: Path) -> None:
-    run = _launch(_ask_slowly, library)
+    run = _launch(_wait_for_device, library)
     try:
-        _wait_until(lambda: run.ask("step", timeout=5.0) == {0: 7})
+        until(lambda: run.ask("step", timeout=5.0) == {0: 7})
         time.sleep(1.0)
         assert run.ask("[wait(2.0), step][1]", timeout=30.0) == {0: 7}
         run.ask("wait(20.0)", timeout=2.0)
@@ -127,7 +101,7 @@ def test_a_question_that_only_computes_is_answered_while_the_device_is_busy(libr
 def test_the_diagnosis_names_the_collective_of_nccl_and_who_is_missing(library: Path) -> None:
     run = _launch(_wait_in_collective, library, 2)
     try:
-        _wait_until(lambda: "never reached" in run.diagnose().verdict)
+        until(lambda: "never reached" in run.diagnose().verdict)
         found = run.diagnose()
         assert "rank 1 never reached all_reduce #3" in found.verdict, found.text
         assert "wait(SECONDS)" in found.text
@@ -138,7 +112,7 @@ def test_the_diagnosis_names_the_collective_of_nccl_and_who_is_missing(library: 
 def test_a_stall_in_nccl_is_reported_by_itself(library: Path) -> None:
     run = _launch(_wait_in_collective, library, 2)
     try:
-        _wait_until(lambda: run.journal.state.stall is not None, 40.0)
+        until(lambda: run.journal.state.stall is not None)
         assert run.journal.state.stall is not None
         assert "all_reduce #3" in run.journal.state.stall.cause
     finally:
@@ -146,16 +120,16 @@ def test_a_stall_in_nccl_is_reported_by_itself(library: Path) -> None:
 
 
 def test_a_value_on_a_busy_device_is_refused_and_the_agent_goes_on(library: Path) -> None:
-    run = _launch(_hold_value, library)
+    run = _launch(_wait_for_device, library)
     try:
-        _wait_until(lambda: run.ask("step", timeout=5.0) == {0: 7})
+        until(lambda: run.ask("step", timeout=5.0) == {0: 7})
         time.sleep(1.0)
         assert "the device is busy" in str(run.ask("loss", timeout=10.0)[0]), "the rank answers within the limit"
         assert run.ask("step + 1", timeout=5.0) == {0: 8}
         for _ in range(9):
             run.ask("loss", timeout=5.0)
         assert run.ask("step + 2", timeout=5.0) == {0: 9}, "questions that wait are bounded"
-        assert "_hold_value" in str(run.stacks())
+        assert "_wait_for_device" in str(run.stacks())
     finally:
         pid = run.ranks[0].pid
         run.stop(grace=0.5)
@@ -174,7 +148,7 @@ def _wait_with_another_thread(library: Path) -> tuple[float, float]:
 
 def test_a_question_that_takes_long_does_not_slow_the_rank(library: Path) -> None:
     run = _launch(_wait_with_another_thread, library)
-    _wait_until(lambda: run.ranks[0].state == "running")
+    until(lambda: run.ranks[0].state == "running")
     time.sleep(1.0)
     run.ask("wait(60.0)", timeout=0.5)
     run.wait()

@@ -21,9 +21,7 @@ from notebook_accelerate.launch.processes import ports
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
+    with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
@@ -78,19 +76,13 @@ def test_a_port_of_several_machines_is_refused_in_one_line(taken: int) -> None:
 
 
 def test_the_last_port_number_suggests_one_that_exists() -> None:
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", 65535))
-        server.listen()
-        with pytest.raises(PortInUseError) as caught:
-            ports.reserve(-1, 65535, fixed=True)
+    with socket.create_server(("127.0.0.1", 65535)), pytest.raises(PortInUseError) as caught:
+        ports.reserve(-1, 65535, fixed=True)
     assert "65536" not in str(caught.value)
 
 
 def test_a_port_held_on_all_interfaces_is_taken() -> None:
-    with socket.socket() as server:
-        server.bind(("", 0))
-        server.listen()
+    with socket.create_server(("", 0)) as server:
         asked = server.getsockname()[1]
         assert ports.reserve(-1, asked, fixed=False)[0] != asked
 
