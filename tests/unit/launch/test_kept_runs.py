@@ -69,6 +69,14 @@ def write_journal(folder: Path, records: list[Record], name: str = "made") -> Pa
     return folder
 
 
+def change_process(file: Path, **changes: Any) -> None:
+    """Let a journal say that another process has written it."""
+    content = file.read_bytes()
+    frame, end = next(iter(journal_format.read_frames(content[8:])))
+    frame.content["process"] |= changes
+    file.write_bytes(content[:8] + journal_format.encode_frame(frame.content) + content[8 + end :])
+
+
 def metric(step: int, rank: int = 0, name: str = "loss") -> Record:
     return Record(rank, START + step, MetricEvent({name: step / 8}, step))
 
@@ -159,7 +167,6 @@ def test_the_environment_names_the_folder_and_a_file_in_its_place_is_an_error(
 def test_a_run_whose_writer_is_gone_is_lost(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     folder = write_journal(tmp_path / "runs" / "made", [metric(step) for step in range(5)])
-    content = (folder / JOURNAL_NAME).read_bytes()
     alive = open_run(folder)
     assert alive.status == "running"
     with pytest.raises(NotebookAccelerateError, match="read-only"):
@@ -172,9 +179,7 @@ def test_a_run_whose_writer_is_gone_is_lost(tmp_path: Path) -> None:
     del table, alive
     gc.collect()  # the table and its widgets refer to each other, and to the run
     assert runs(tmp_path / "runs")[0].status == "running"
-    frame, end = next(iter(journal_format.read_frames(content[8:])))
-    frame.content["process"]["pid"] = int(done.stdout)
-    (folder / JOURNAL_NAME).write_bytes(content[:8] + journal_format.encode_frame(frame.content) + content[8 + end :])
+    change_process(folder / JOURNAL_NAME, pid=int(done.stdout))
     lost = open_run(folder)
     assert (lost.status, lost.ended, lost.wait()) == ("lost", START + 4, True)
     assert [(info.state, info.exit) for info in lost.ranks] == [("lost", "lost")] * 2
@@ -190,10 +195,7 @@ def test_a_run_whose_writer_is_gone_is_lost(tmp_path: Path) -> None:
 def test_a_run_of_a_machine_that_was_restarted_is_lost(tmp_path: Path) -> None:
     folder = write_journal(tmp_path / "made", [metric(step) for step in range(5)])
     file = folder / JOURNAL_NAME
-    content = file.read_bytes()
-    frame, end = next(iter(journal_format.read_frames(content[8:])))
-    frame.content["process"]["machine"] = "another boot"
-    file.write_bytes(content[:8] + journal_format.encode_frame(frame.content) + content[8 + end :])
+    change_process(file, machine="another boot")
     alive = open_run(folder)
     assert alive.status == "running", "another machine may have written it a moment ago"
     del alive
