@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import LaunchPlan, Run
@@ -30,6 +32,8 @@ from notebook_accelerate.telemetry import DeviceMemoryEvent, DeviceUseEvent, Eve
 from notebook_accelerate.telemetry.store import Record
 
 START = 1_000_000.0
+METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+"""The ways to start ranks; spawned ranks, which take seconds to import torch, are tested nightly."""
 HostOf = Callable[[int], tuple[int, str]]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from notebook_accelerate import LaunchConfig, NotebookAccelerateError, notebook_launcher
 from notebook_accelerate.integrations import accelerate_alias
+from tests.support.runs import METHODS
 from tests.unit.integrations.test_accelerate_alias import ROOT, stand_in
 
 pytestmark = pytest.mark.usefixtures("zygote")
@@ -39,7 +40,7 @@ def test_a_launch_serves_it_to_its_ranks_only(method: str) -> None:
     assert os.environ.get("PYTHONPATH") == before
 
 
-@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+@METHODS
 def test_ranks_have_the_alias_of_the_kernel(method: str) -> None:
     accelerate_alias.as_accelerate()
     try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from notebook_accelerate import notebook_launcher
+from tests.support.runs import METHODS
 
 pytestmark = pytest.mark.usefixtures("zygote")
 
@@ -56,7 +57,7 @@ def _process_settings() -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("_set_up")
-@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+@METHODS
 def test_the_settings_of_the_process_reach_every_rank(method: str) -> None:
     run = notebook_launcher(_process_settings, (), 2, use_port=0, start_method=method, panel=False)
     assert run.results == ((4321, 0o027, 77.0, "file_system"),) * 2
@@ -74,7 +75,7 @@ def test_devices_of_a_kernel_without_a_seed_are_not_seeded(method: str, monkeypa
     assert not run.results[0][1]
 
 
-@pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+@METHODS
 def test_the_kernels_seed_reaches_the_devices_of_every_rank(method: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)

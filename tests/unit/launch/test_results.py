@@ -23,11 +23,10 @@ from notebook_accelerate import ResultsFreedError, Run, SerializationError, Work
 from notebook_accelerate.launch.state import rank_result
 from notebook_accelerate.telemetry import ResultEvent, results
 from notebook_accelerate.telemetry.results import CHANNEL_BYTES
-from tests.support.runs import launch
+from tests.support.runs import METHODS, launch
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("zygote")
-METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
 LARGE = 5 * CHANNEL_BYTES
 
 

@@ -17,12 +17,10 @@ import torch
 import notebook_accelerate
 from notebook_accelerate import SerializationError, WorkerError, notebook_launcher
 from notebook_accelerate.telemetry import inherited_state
-from tests.support.runs import launch
+from tests.support.runs import METHODS, launch
 
 pytestmark = pytest.mark.usefixtures("zygote")
-METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
-SPAWN_NIGHTLY = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
-"""For what a spawned rank does as one of the server does: each takes four seconds to import torch twice."""
+ALL_METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
 PICKLED = pytest.mark.parametrize("method", ["zygote", "spawn"])
 
 
@@ -35,7 +33,7 @@ def _numbers() -> list[float]:
     return [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
 
 
-@METHODS
+@ALL_METHODS
 def test_environment_results_and_arguments(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONLY_NOW", "set after the server was started")
     monkeypatch.chdir(tmp_path)
@@ -63,14 +61,14 @@ def test_environment_results_and_arguments(method: str, monkeypatch: pytest.Monk
     assert tensor.sum() == 0
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_ranks_have_the_kernels_random_numbers(method: str) -> None:
     random.seed(5), np.random.seed(6), torch.manual_seed(7)  # noqa: NPY002
     results = launch(_numbers, start_method=method).results
     assert results == (_numbers(), _numbers()[:0] or results[0])
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_torch_settings_of_the_kernel_hold_in_ranks(method: str) -> None:
     def read() -> tuple[str, int]:
         import torch
@@ -85,7 +83,7 @@ def test_torch_settings_of_the_kernel_hold_in_ranks(method: str) -> None:
     assert results == (("torch.float64", 2),) * 2
 
 
-@METHODS
+@ALL_METHODS
 def test_a_rank_is_a_clean_process(method: str) -> None:
     def look() -> dict[str, Any]:
         import signal
@@ -107,7 +105,7 @@ def test_a_rank_is_a_clean_process(method: str) -> None:
         assert found == {"group": True, "sigint": True, "sigterm": True, "sigchld": True, "blocked": [], "stdin": False}
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_asyncio_and_subprocesses_and_threads_work_in_a_rank(method: str) -> None:
     def body() -> tuple[int, str, int]:
         import asyncio
@@ -128,7 +126,7 @@ def test_asyncio_and_subprocesses_and_threads_work_in_a_rank(method: str) -> Non
     assert launch(body, start_method=method).results == ((3, "7", 5),) * 2
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Path) -> None:
     def body() -> None:
         import atexit
@@ -142,7 +140,7 @@ def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Pa
     assert run.logs(1) == ["from a thread"]
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_threads_of_threads_and_those_of_idle_executors_too(method: str) -> None:
     def body() -> None:
         import threading
@@ -192,7 +190,7 @@ def test_an_interrupt_of_the_kernel_is_not_one_of_interpreters_that_start() -> N
     assert done.stdout.split() == ["succeeded", "None"], done.stdout + done.stderr
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_a_collective_works(method: str) -> None:
     def meet() -> float:
         import torch
@@ -206,7 +204,7 @@ def test_a_collective_works(method: str) -> None:
     assert launch(meet, num_processes=3, start_method=method).results == (6.0,) * 3
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_the_error_is_the_ranks_own(method: str) -> None:
     class OwnError(Exception):
         pass
@@ -233,7 +231,7 @@ def test_what_cannot_be_pickled_is_refused_before_anything_starts(method: str) -
         launch(lambda: lock, start_method=method)
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_return_values_of_any_kind(method: str) -> None:
     class Local:
         def __init__(self, value: int) -> None:
@@ -250,7 +248,7 @@ def test_return_values_of_any_kind(method: str) -> None:
     assert model.weight is weight
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_a_big_result_travels(method: str) -> None:
     results = launch(lambda: b"x" * 30_000_000, start_method=method).results
     assert [len(value) for value in results] == [30_000_000] * 2
@@ -290,7 +288,7 @@ def _strategy_and_steps() -> tuple[str, str, int]:
     return accelerator.strategy.name, accelerator.distributed_type.value, accelerator.gradient_accumulation_steps
 
 
-@SPAWN_NIGHTLY
+@METHODS
 def test_the_launch_chooses_the_strategy_of_every_accelerator(method: str) -> None:
     from notebook_accelerate import FullyShardedDataParallelPlugin, LaunchConfig
 
