@@ -24,7 +24,7 @@ from pathlib import Path
 
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.host_backend import take_ranks
-from notebook_accelerate.launch.hosts.remote.host import HelloEvent, Host
+from notebook_accelerate.launch.hosts.remote.host import CHANNEL, SAMPLES, HelloEvent, Host
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
@@ -50,6 +50,29 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS_PER_PROCESS, THREADS = 64, 4
 EVENTS_PER_SECOND = 10.0
 TOTAL_STEPS = 100_000
+
+
+class Received:
+    """A listener of ranks that keeps what it receives: a rank, where it came from, and the bytes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        """Keep output."""
+        self.calls.append((rank, stream, data))
+
+    def take_frames(self, rank: int, data: bytes) -> None:
+        """Keep what came through the channel."""
+        self.calls.append((rank, CHANNEL, data))
+
+    def take_host_frames(self, rank: int, data: bytes) -> None:
+        """Keep what the host measured."""
+        self.calls.append((rank, SAMPLES, data))
+
+    def take_end(self, rank: int) -> None:
+        """Keep an end."""
+        self.calls.append((rank, "end"))
 
 
 class SimulatedRank(LocalRank):

@@ -31,6 +31,7 @@ from notebook_accelerate.telemetry import inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
 from notebook_accelerate.widgets.config_file_form import launch_cell
 from notebook_accelerate.widgets.config_panel import ConfigPanel
+from tests.support.simulated import Received
 
 MACHINE = HardwareInfo(
     accelerator="cpu", count=0, cpu_count=4, memory_bytes=1 << 30, host="jupyter", loopback="lo"
@@ -286,16 +287,6 @@ class _Driver:
         return "its actor's process has died" if node == 2 else ""
 
 
-class _Listener:
-    """Keeps the ends of ranks."""
-
-    def __init__(self) -> None:
-        self.ended: list[int] = []
-
-    def take_end(self, rank: int) -> None:
-        self.ended.append(rank)
-
-
 def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     secret = new_secret()
     listener = HostListener("127.0.0.1", secret)
@@ -310,12 +301,12 @@ def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     ranks: list[RankProcess] = []
     take_ranks(connection, orders, ranks.append, 60.0, lambda: False)
     assert [(rank.rank, rank.local_rank, rank.node) for rank in ranks] == [(4, 0, 2), (5, 1, 2)]
-    listener = _Listener()
+    received = Received()
     with DispatchSelector() as selector:
         for rank in ranks:
-            rank.connect(selector, listener)  # type: ignore[arg-type]
+            rank.connect(selector, received)
         dispatch(selector, 60.0)
-    assert listener.ended == [4, 5]
+    assert received.calls == [(4, "end"), (5, "end")]
     for rank in ranks:
         end = rank.poll()
         assert end is not None

@@ -39,6 +39,7 @@ from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.launch.processes.spawn import PickledBackend
 from notebook_accelerate.telemetry import inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
+from tests.support.simulated import Received
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -243,27 +244,8 @@ def test_events_that_arrive_with_the_hello_are_not_lost() -> None:
             kernel.close()
 
 
-class _Received:
-    """A listener that notes what it receives."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[object, ...]] = []
-
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        self.calls.append((rank, stream, data))
-
-    def take_frames(self, rank: int, data: bytes) -> None:
-        self.calls.append((rank, CHANNEL, data))
-
-    def take_host_frames(self, rank: int, data: bytes) -> None:
-        self.calls.append((rank, SAMPLES, data))
-
-    def take_end(self, rank: int) -> None:
-        self.calls.append((rank, "end"))
-
-
 def test_what_is_relayed_before_all_ranks_are_connected_arrives_in_order() -> None:
-    secret, received = new_secret(), _Received()
+    secret, received = new_secret(), Received()
     pieces = [
         (4, "stdout", b"one"),
         (5, CHANNEL, b"two"),

@@ -30,7 +30,7 @@ from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent, inh
 from notebook_accelerate.telemetry.channel import READ_BYTES
 from notebook_accelerate.telemetry.results import WorkerOrder
 from tests.support.runs import plan_run, supervisor_of
-from tests.support.simulated import SimulatedRank
+from tests.support.simulated import Received, SimulatedRank
 
 
 def test_what_an_earlier_call_of_the_batch_closed_is_not_called() -> None:
@@ -53,7 +53,7 @@ def test_what_an_earlier_call_of_the_batch_closed_is_not_called() -> None:
     assert len(called) == 1
 
 
-class _Slow:
+class _Slow(Received):
     """Hears a rank more slowly than it writes."""
 
     heard = 0
@@ -62,15 +62,6 @@ class _Slow:
         self.heard += len(data)
         assert self.heard <= 4 * PIPE_BYTES, "it would hear for ever"
         time.sleep(0.02)
-
-    def take_frames(self, rank: int, data: bytes) -> None:
-        raise AssertionError("nobody says anything")
-
-    def take_host_frames(self, rank: int, data: bytes) -> None:
-        raise AssertionError("nobody says anything")
-
-    def take_end(self, rank: int) -> None:
-        raise AssertionError("nobody is watched")
 
 
 def test_what_a_rank_leaves_running_may_write_without_end() -> None:
@@ -88,6 +79,7 @@ def test_what_a_rank_leaves_running_may_write_without_end() -> None:
             ends.close_rank_side()
             process.close()  # ends what the rank left running
     assert hearing.heard
+    assert not hearing.calls
 
 
 class _Backend(ProcessBackend):

@@ -37,7 +37,7 @@ from notebook_accelerate.launch.hosts.remote.host import (
     HelloEvent,
     RelayEvent,
 )
-from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
 from notebook_accelerate.launch.hosts.remote.listener import (
     MAX_REPORTS,
     HostListener,
@@ -48,6 +48,7 @@ from notebook_accelerate.telemetry import Channel, MetricEvent
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
 from tests.support.connections import connections
 from tests.support.loopback_proxy import LoopbackProxy
+from tests.support.simulated import Received
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -548,36 +549,17 @@ def test_modules_that_read_from_the_network_do_not_import_pickle() -> None:
             assert not bad, f"{source}: {bad}"
 
 
-class _Events:
-    def __init__(self) -> None:
-        self.received: list[tuple[str, int]] = []
-
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        self.received.append(("output", rank))
-
-    def take_frames(self, rank: int, data: bytes) -> None:
-        self.received.append(("frames", rank))
-
-    def take_host_frames(self, rank: int, data: bytes) -> None:
-        self.received.append(("host frames", rank))
-
-    def take_end(self, rank: int) -> None:
-        self.received.append(("end", rank))
-
-
 def test_a_host_sends_events_of_its_own_ranks_only(step: _Listening) -> None:
     peer = connect_to_kernel("127.0.0.1", step.host_listener.port, step.secret, HELLO)
     incoming = step.host_listener.next_host(SECONDS)
     assert incoming is not None
-    connection, events = HostConnection(incoming), _Events()
-    from notebook_accelerate.launch.hosts.remote.host_connection import RemoteRank
-
-    RemoteRank(connection, 8, 1234, 0).listener = events
+    connection, received = HostConnection(incoming), Received()
+    RemoteRank(connection, 8, 1234, 0).listener = received
     pieces = [(rank, source, 1) for rank in (0, 8, 99) for source in ("stdout", CHANNEL, SAMPLES)]
     connection.handle(RelayEvent(pieces, b"x" * len(pieces)))
     for rank in (0, 8, 99):
         connection.handle(EndedEvent(rank, 0, None, 0))
-    assert events.received == [("output", 8), ("frames", 8), ("host frames", 8), ("end", 8)]
+    assert received.calls == [*((8, source, b"x") for source in ("stdout", CHANNEL, SAMPLES)), (8, "end")]
     connection.close()
     peer.close()
 
