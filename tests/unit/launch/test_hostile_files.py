@@ -155,10 +155,6 @@ def test_odd_summaries_leave_a_table(tmp_path: Path, seed: int) -> None:
 # ---- small files that would take hours, or all memory
 
 
-def many(kind: str, fields: dict[str, Any], count: int) -> list[list[Any]]:
-    return [[kind, -1, START, fields] for _ in range(count)]
-
-
 def _planned(count: int) -> list[Any]:
     rows = rows_of_a_run()[:2]
     rows[1][3]["count"] = count
@@ -184,7 +180,7 @@ COSTLY: dict[str, Callable[[], tuple[list[Any], dict[str, Any], list[bytes]]]] =
     "many ranks": lambda: (_planned(journal_format.MAX_RANKS), header(), []),
     "many ranks, planned often": lambda: (_planned(16_000) + _planned(16_000)[1:] * 2000, header(), []),
     "many ranks that restart": lambda: (_restarts(16_000, 5_000), header(), []),
-    "many notes": lambda: (_planned(2) + many("NoteAdded", {"text": "x"}, 60_000), header(), []),
+    "many notes": lambda: (_planned(2) + [["NoteAdded", -1, START, {"text": "x"}]] * 60_000, header(), []),
     "many warnings": lambda: (
         _planned(2) + [["WarningAdded", -1, START, {"text": str(n)}] for n in range(60_000)], header(), [],
     ),

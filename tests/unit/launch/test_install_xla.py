@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -19,14 +20,6 @@ def test_a_dry_run_says_what_would_change(capsys: pytest.CaptureFixture[str]) ->
     assert f"Python {sys.version_info.major}.{sys.version_info.minor}, torch 2." in said
     assert "torch_xla[tpu]==" in said
     assert "--upgrade" in install_xla(upgrade=True, dry_run=True)
-
-
-@pytest.mark.parametrize(("version", "platform"), [((3, 9), "linux"), ((3, 11), "darwin")])
-def test_where_there_is_none(version: tuple[int, int], platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", version)
-    monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(LaunchError, match=rf"no torch_xla for Python {version[0]}\.{version[1]} on {platform}"):
-        install_xla(dry_run=True)
 
 
 def _with(monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], **versions: str) -> None:
@@ -84,9 +77,19 @@ def test_torch_tpu_keeps_a_torch_that_it_works_with(
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("version", "platform"), [((3, 11), "linux"), ((3, 12), "darwin")])
-def test_where_there_is_no_torch_tpu(version: tuple[int, int], platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _with(monkeypatch, version)
+@pytest.mark.parametrize(
+    ("install", "python", "platform", "said"),
+    [
+        (install_xla, (3, 9), "linux", r"no torch_xla for Python 3\.9 on linux"),
+        (install_xla, (3, 11), "darwin", r"no torch_xla for Python 3\.11 on darwin"),
+        (install_tpu, (3, 11), "linux", r"no torch_tpu for Python .*install_xla"),
+        (install_tpu, (3, 12), "darwin", r"no torch_tpu for Python .*install_xla"),
+    ],
+)
+def test_where_there_is_none(
+    install: Callable[..., object], python: tuple[int, int], platform: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with(monkeypatch, python)
     monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(LaunchError, match=r"no torch_tpu for Python .*install_xla"):
-        install_tpu(dry_run=True)
+    with pytest.raises(LaunchError, match=said):
+        install(dry_run=True)

@@ -81,8 +81,8 @@ def train(what):
         os.kill(os.getpid(), signal.SIGKILL)
     return os.getpid() > 0
 
-found = {what: ended(lambda: train(what), num_processes=2) for what in ("return", "raise", "exit", "kill")}
-run = launch(time.sleep, 600, block=False)
+found = {what: ended(lambda: train(what), start_method=method) for what in ("return", "raise", "exit", "kill")}
+run = launch(time.sleep, 600, block=False, start_method=method)
 run.stop(1.0)
 found["stop"] = run.status
 report(found)
@@ -101,10 +101,7 @@ report(found)
 def test_ranks_that_something_else_reaps_are_judged_by_what_they_sent(
     interpreters: InterpreterServer, reaping: str, method: str
 ) -> None:
-    script = reaping + ENDS.replace("block=False", f"block=False, start_method={method!r}").replace(
-        "num_processes=2", f"num_processes=2, start_method={method!r}"
-    )
-    found = evaluate(interpreters, script)
+    found = evaluate(interpreters, f"method = {method!r}\n" + reaping + ENDS)
     assert found["return"] == [True, True]
     assert "ValueError: wrong" in found["raise"]
     for kind in ("exit", "kill"):  # the thread may be slower than the supervisor
@@ -245,10 +242,14 @@ def test_names_of_threads_and_files_may_be_any_bytes(locale: dict[str, str]) -> 
     assert run_interpreter(script, **locale) == [[2.0, 2.0]]
 
 
+def _need_privileges(namespace: str) -> None:
+    if subprocess.run(["unshare", namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a mount or a network of its own needs privileges")
+
+
 def test_a_system_without_proc() -> None:
     """As in some containers; the kernel is then forked from the server process at most."""
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("mounting needs privileges")
+    _need_privileges("-m")
     hidden = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
     script = "methods = ['auto', 'zygote', 'spawn', 'fork']" + COLLECTIVE
     *found, refused = run_interpreter(script, prefix=hidden)
@@ -303,14 +304,9 @@ NETWORK = ["unshare", "-n", "sh", "-c"]
 FEW_PORTS = [*NETWORK, 'ip link set lo up && sysctl -qw net.ipv4.ip_local_port_range="40000 40099" && exec "$@"', "sh"]
 
 
-def _needs_networks() -> None:
-    if subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("networks of its own need privileges")
-
-
 @pytest.mark.parametrize("taken", [TAKEN_NAMES, TAKEN_PORTS], ids=["names", "ports"])
 def test_a_search_for_a_port_ends_when_all_are_taken(taken: str) -> None:
-    _needs_networks()
+    _need_privileges("-n")
     search = """
     from notebook_accelerate.launch.processes import ports
     begin = time.monotonic()
@@ -327,7 +323,7 @@ def test_a_search_for_a_port_ends_when_all_are_taken(taken: str) -> None:
 
 @pytest.mark.parametrize("setup", ["true", "ip link set lo up && ip link set lo down"])
 def test_a_loopback_interface_that_is_down_is_reported_at_once(setup: str) -> None:
-    _needs_networks()
+    _need_privileges("-n")
     script = 'methods = ["fork"]' + COLLECTIVE
     (found,) = run_interpreter(script, prefix=[*NETWORK, f'{setup}; exec "$@"', "sh"])
     assert found.startswith("LaunchError: ranks cannot reach each other: connections to 127.0.0.1 fail (")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate import BrokenRunError, Run, attach, open_run, runs
+from notebook_accelerate import BrokenRunError, attach, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, DeviceBusyError, LaunchError
@@ -61,15 +61,8 @@ def _recorded(
         b"".join([journal_format.encode_frame(header), *records])
     )
     accelerator, visible = devices
-    entry = DetachedEntry(
-        name,
-        str(folder),
-        str(run_directory.new_socket()),
-        created,
-        asdict(identity),
-        accelerator=accelerator,
-        visible={"CUDA_VISIBLE_DEVICES": visible} if visible else {},
-    )
+    path, hides = str(run_directory.new_socket()), {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    entry = DetachedEntry(name, str(folder), path, created, asdict(identity), accelerator=accelerator, visible=hides)
     run_directory.add(entry)
     return entry
 
@@ -131,12 +124,17 @@ def test_without_a_home_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPat
     assert run_directory.state_folder().is_absolute()
 
 
-def test_the_default_folder_is_private(state: Path) -> None:
+@pytest.fixture
+def unmasked() -> Iterator[None]:
+    """Let others use what this process creates, unless it says otherwise."""
     before = os.umask(0)
-    try:
-        folder = run_directory.runs_folder()
-    finally:
-        os.umask(before)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("unmasked")
+def test_the_default_folder_is_private() -> None:
+    folder = run_directory.runs_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
     assert run_directory.runs_folder() == folder, "a user may let others read"
@@ -302,9 +300,8 @@ def test_a_process_that_is_stopped_does_not_block_who_attaches(tmp_path: Path, m
         client.close()
 
 
+@as_root
 def test_a_kernel_does_not_talk_to_another_user() -> None:
-    if os.getuid() != 0:
-        pytest.skip("needs root, to become another user")
     listens = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -352,18 +349,18 @@ def _connect(path: Path) -> Channel:
     return Channel(connection)
 
 
-def _with_output(lines: int) -> Run:
-    """Return a run whose ranks have written lines of a thousand characters."""
+def _followed(path: Path) -> tuple[ControlService, Channel]:
+    """Serve a run whose ranks have written 8000 long lines; return the service, and a channel that reads nothing."""
     run = make_run()
-    run.journal.add([Record(0, START + number, LogEvent("stdout", f"{number:1000}")) for number in range(lines)])
-    return run
+    run.journal.add([Record(0, START + number, LogEvent("stdout", f"{number:1000}")) for number in range(8000)])
+    service, channel = ControlService(run, path), _connect(path)
+    channel.send(protocol.FollowCommand(0))
+    until(lambda: any(client.has_unread for client in service._clients))
+    return service, channel
 
 
 def test_a_kernel_receives_what_was_queued_for_it_at_the_end(tmp_path: Path) -> None:
-    service = ControlService(_with_output(8000), tmp_path / "s")
-    channel = _connect(tmp_path / "s")
-    channel.send(protocol.FollowCommand(0))
-    until(lambda: any(client.has_unread for client in service._clients))
+    service, channel = _followed(tmp_path / "s")
     ending = threading.Thread(target=service.close)
     ending.start()
     until(lambda: service._over)
@@ -380,10 +377,7 @@ def test_a_kernel_receives_what_was_queued_for_it_at_the_end(tmp_path: Path) -> 
 
 def test_a_kernel_that_does_not_read_delays_the_end_a_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_service, "DRAIN_SECONDS", 0.2)
-    service = ControlService(_with_output(8000), tmp_path / "s")
-    channel = _connect(tmp_path / "s")
-    channel.send(protocol.FollowCommand(0))
-    until(lambda: any(client.has_unread for client in service._clients))
+    service, channel = _followed(tmp_path / "s")
     service.close()
     channel.close()
 
@@ -494,12 +488,9 @@ def test_only_ended_runs_are_forgotten_with_their_folders(tmp_path: Path) -> Non
 # ---- folders
 
 
+@pytest.mark.usefixtures("unmasked")
 def test_the_folder_of_all_is_private(tmp_path: Path, state: Path) -> None:
-    before = os.umask(0)
-    try:
-        _recorded(tmp_path / "a", "a", time.time())
-    finally:
-        os.umask(before)
+    _recorded(tmp_path / "a", "a", time.time())
     assert state.stat().st_mode & 0o777 == 0o700, "or others could replace the folders in it"
 
 

@@ -20,9 +20,8 @@ from tests.support.runs import make_run, plan_run, supervisor_of
 
 
 @pytest.fixture
-def supervisor(request: pytest.FixtureRequest) -> Iterator[Supervisor]:
-    run = plan_run(2, **getattr(request, "param", {"timeout": 60.0, "hang_timeout": 5.0}))
-    found = supervisor_of(run)
+def supervisor() -> Iterator[Supervisor]:
+    found = supervisor_of(plan_run(2, timeout=60.0, hang_timeout=5.0))
     yield found
     found.commands.close()
 
