@@ -12,7 +12,9 @@ from notebook_accelerate import notebook_launcher
 from notebook_accelerate.launch import runs
 from notebook_accelerate.launch.state.call_arguments import MAX_ARGUMENTS, call_arguments
 from notebook_accelerate.launch.state.run_events import NoCommands, RunCommands
+from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.widgets.compared_run import BestValues, better, columns
+from notebook_accelerate.widgets.runs_table import RunsTable
 from tests.support.runs import feed, make_run
 
 
@@ -70,9 +72,6 @@ class _FromFile:
 
 
 def test_a_record_of_a_run_is_enough_for_the_table() -> None:
-    from notebook_accelerate.telemetry import MetricEvent
-    from notebook_accelerate.widgets.runs_table import RunsTable
-
     here, there = make_run(), _FromFile()
     for step, value in enumerate((3.0, 1.0, float("nan"), 2.0)):
         feed(here, MetricEvent({"loss": value, "accuracy": value, "step_count": value}, step))
@@ -92,8 +91,6 @@ def test_a_record_of_a_run_is_enough_for_the_table() -> None:
 
 
 def test_a_best_value_is_kept_while_points_come() -> None:
-    from notebook_accelerate.telemetry import MetricEvent
-
     run, values = make_run(), BestValues()
     feed(run, MetricEvent({"val/loss": 2.0}, 1))
     assert values.best(run, "val/loss") == 2.0

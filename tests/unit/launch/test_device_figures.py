@@ -9,15 +9,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launchers import notebook_launcher
 from tests.support import fake_gpu
+from tests.support.counted_cuda import CountedCuda
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -91,8 +94,6 @@ def test_each_rank_counts_its_memory_and_the_driver_measures_the_use(before: lis
 
 
 def _peak_of_a_short_run() -> None:
-    from tests.support.counted_cuda import CountedCuda
-
     cuda = CountedCuda().install()
     cuda.hold(5 * GIB, 6 * GIB)
     cuda.hold(GIB, 6 * GIB, device=1)
@@ -108,12 +109,6 @@ def test_the_peak_of_a_run_shorter_than_a_report_is_kept_and_a_rank_may_hold_sev
 
 
 def _broken_counters() -> int:
-    import time
-
-    import torch
-
-    from tests.support.counted_cuda import CountedCuda
-
     CountedCuda().install().hold(1, 1)
 
     def fail(_: int) -> int:
@@ -134,8 +129,6 @@ def test_counters_that_fail_are_reported_once_and_do_not_disturb_the_run() -> No
 
 
 def _without_devices() -> None:
-    import time
-
     time.sleep(1.5)
 
 
@@ -146,10 +139,6 @@ def test_a_rank_without_a_device_reports_none() -> None:
 
 
 def _hang() -> None:
-    import time
-
-    from tests.support.counted_cuda import CountedCuda
-
     CountedCuda().install().hold(1, 1)
     time.sleep(500)
 
