@@ -21,7 +21,7 @@ from notebook_accelerate.tracking.tracker import (
     scalars,
 )
 
-# Aim.
+# ---- Aim
 
 
 class AimTracker(VendorTracker):
@@ -91,7 +91,8 @@ class AimTracker(VendorTracker):
             self.tracker.track(aim.Image(image, caption=caption, **for_image), name=name, step=step, **for_track)
 
 
-# ClearML.
+# ---- ClearML
+
 
 _SPLITS = ("eval", "test", "train")
 
@@ -201,7 +202,7 @@ def _plot_and_series(name: str) -> dict[str, str]:
     return {"title": name, "series": "train"}
 
 
-# Comet.
+# ---- Comet
 
 
 class CometMLTracker(VendorTracker):
@@ -254,7 +255,7 @@ class CometMLTracker(VendorTracker):
                 self.tracker.log_metrics(value, step=step, **kwargs)
 
 
-# DVCLive.
+# ---- DVCLive
 
 
 class DVCLiveTracker(VendorTracker):
@@ -311,7 +312,8 @@ class DVCLiveTracker(VendorTracker):
         self.tracker.next_step()
 
 
-# MLflow.
+# ---- MLflow
+
 
 # Limits of MLflow's own server, per value and per call.
 _LONGEST_PARAMETER = 500
@@ -443,7 +445,7 @@ class MLflowTracker(VendorTracker):
         mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
 
-# SwanLab.
+# ---- SwanLab
 
 
 class SwanLabTracker(ImageRunTracker):
@@ -457,7 +459,7 @@ class SwanLabTracker(ImageRunTracker):
     name: ClassVar[str] = "swanlab"
 
 
-# TensorBoard.
+# ---- TensorBoard
 
 
 class TensorBoardTracker(VendorTracker):
@@ -536,7 +538,7 @@ class TensorBoardTracker(VendorTracker):
             self.tracker.add_images(name, images, global_step=step, **kwargs)
 
 
-# Trackio.
+# ---- Trackio
 
 
 class TrackioTracker(RunTracker):
@@ -550,7 +552,7 @@ class TrackioTracker(RunTracker):
     name: ClassVar[str] = "trackio"
 
 
-# Weights & Biases.
+# ---- Weights & Biases
 
 
 class WandBTracker(ImageRunTracker):

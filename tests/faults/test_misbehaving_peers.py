@@ -184,6 +184,7 @@ SOCKETS = {
     "worker/entry.py": OWN,
     "worker/debug_agent.py": "debugpy listens",
     "hardware/addresses.py": PROBE,
+    "utils/other.py": PROBE,
     "launch/processes/ports.py": PROBE,
 }
 """The modules that open sockets: the test of their peers, or why they need none."""
