@@ -599,18 +599,6 @@ class Accelerator(AcceleratorProperties):
         """
         return is_on_several_devices(model)
 
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's full state dict; every rank must call this.
-
-        Args:
-            model: A prepared model.
-            unwrap: Remove the wrappers that `prepare` added to the model.
-
-        Returns:
-            The state dict.
-        """
-        return self.strategy.model_state_dict(model, unwrap)
-
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop every prepared object, and release memory.
 

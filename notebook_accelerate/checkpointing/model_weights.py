@@ -37,7 +37,7 @@ from notebook_accelerate.state import PartialState
 from notebook_accelerate.strategies.sharding.sharded_checkpoint import read_metadata_in
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
+    from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 
 
 def save(
@@ -99,7 +99,7 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
 
 
 def save_model(
-    accelerator: PreparedObjects,
+    accelerator: AcceleratorProperties,
     model: torch.nn.Module,
     save_directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",

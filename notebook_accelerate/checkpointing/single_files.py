@@ -25,7 +25,7 @@ from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.hardware import guarded_files
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_properties import RankControl
+    from notebook_accelerate.state.rank_execution import RankExecution
 
 _PARTIAL = ".partial"
 _DISK_FULL = (28, 122)
@@ -158,7 +158,7 @@ def make_folder(folder: AnyPath) -> None:
             raise write_error(folder, error) from error
 
 
-def is_writer(path: AnyPath, state: RankControl, each_node: bool) -> bool:
+def is_writer(path: AnyPath, state: RankExecution, each_node: bool) -> bool:
     """Return whether this rank writes a file that one rank writes for all others.
 
     Args:

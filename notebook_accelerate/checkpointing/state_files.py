@@ -18,7 +18,7 @@ from notebook_accelerate.data_loader import SeedableRandomSampler, get_sampler
 from notebook_accelerate.state.warn_once import warn_once
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
+    from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
     from notebook_accelerate.strategies.sharding.write_plans import StatePart
     from notebook_accelerate.strategies.strategy import Strategy
 
@@ -83,7 +83,7 @@ def model_files(weights: Sequence[Any], safe: bool) -> list[StateFile]:
     return files
 
 
-def training_files(accelerator: PreparedObjects, with_optimizers: bool) -> list[StateFile]:
+def training_files(accelerator: AcceleratorProperties, with_optimizers: bool) -> list[StateFile]:
     """Return the files that one rank writes for all: optimizers, schedulers, loaders, scaler, registered objects.
 
     Args:
@@ -207,7 +207,7 @@ def rng_file(rank: int) -> str:
     return f"{constants.RNG_STATE_NAME}_{rank}.pkl"
 
 
-def rank_file(accelerator: PreparedObjects) -> StateFile:
+def rank_file(accelerator: AcceleratorProperties) -> StateFile:
     """Return the file that every rank writes: its step and its random states.
 
     Args:

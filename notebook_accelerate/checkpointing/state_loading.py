@@ -36,7 +36,7 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.module_queries import extract_model_from_parallel
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
+    from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 
 _CALL = "load_state"
 _STRUCTURE = (*(kind for kind in MALFORMED if kind is not ValueError), UnicodeError)
@@ -47,7 +47,7 @@ _ATTEMPTS = 10
 
 
 def load_state(
-    accelerator: PreparedObjects,
+    accelerator: AcceleratorProperties,
     input_dir: str | os.PathLike[str] | None = None,
     load_kwargs: dict[str, Any] | None = None,
     elastic: bool = False,
@@ -121,7 +121,7 @@ def _changing_error(checkpoint: AnyPath) -> str:
 
 
 def _load_checkpoint(
-    accelerator: PreparedObjects,
+    accelerator: AcceleratorProperties,
     reading: _Reading,
     elastic: bool,
     load_kwargs: dict[str, Any],
@@ -174,7 +174,7 @@ def _check_map_location(given: object) -> None:
         raise TypeError(f'map_location={given!r} is not allowed; pass "cpu" or "on_device", or leave it out')
 
 
-def _find_checkpoint(accelerator: PreparedObjects, input_dir: AnyPath | None) -> AnyPath:
+def _find_checkpoint(accelerator: AcceleratorProperties, input_dir: AnyPath | None) -> AnyPath:
     """Return the folder to load, after finishing an interrupted commit in it."""
     with raising_on_all_ranks(_CALL, ValueError, CheckpointError, OSError):
         project = accelerator.project_configuration
@@ -217,7 +217,11 @@ def _fetch_and_verify(reading: _Reading, location: ReadLocation) -> Manifest | N
 
 
 def _find_mismatch(
-    accelerator: PreparedObjects, checkpoint: AnyPath, names: Sequence[str], manifest: Manifest | None, elastic: bool
+    accelerator: AcceleratorProperties,
+    checkpoint: AnyPath,
+    names: Sequence[str],
+    manifest: Manifest | None,
+    elastic: bool,
 ) -> CheckpointError | None:
     """Compare the training that wrote the checkpoint with this one."""
     here, layout = accelerator.num_processes, accelerator.strategy.checkpoint_layout
@@ -256,7 +260,9 @@ def _possible_world_sizes(names: Sequence[str]) -> set[int]:
     return {count, world.size} if count == world.local_size else {count} - {0}
 
 
-def _custom_mismatch(accelerator: PreparedObjects, folder: AnyPath, names: Sequence[str]) -> CheckpointError | None:
+def _custom_mismatch(
+    accelerator: AcceleratorProperties, folder: AnyPath, names: Sequence[str]
+) -> CheckpointError | None:
     count = state_files.count_files(names, state_files.CUSTOM_OBJECT_NAME + r"_\d+\.pkl")
     registered = len(accelerator._custom_objects)
     if count == registered:
@@ -269,7 +275,7 @@ def _custom_mismatch(accelerator: PreparedObjects, folder: AnyPath, names: Seque
 
 
 def _load_all(
-    accelerator: PreparedObjects, models: list[torch.nn.Module], files: _Files, model_options: dict[str, Any]
+    accelerator: AcceleratorProperties, models: list[torch.nn.Module], files: _Files, model_options: dict[str, Any]
 ) -> None:
     strategy = accelerator.strategy
     if not state_files.saves_own_state(strategy):
@@ -282,7 +288,7 @@ def _load_all(
 
 
 def load_files(
-    accelerator: PreparedObjects,
+    accelerator: AcceleratorProperties,
     models: Sequence[torch.nn.Module],
     folder: Path,
     map_location: Any,
@@ -307,7 +313,7 @@ def load_files(
 
 
 def _load_models(
-    accelerator: PreparedObjects, models: Sequence[torch.nn.Module], files: _Files, model_options: dict[str, Any]
+    accelerator: AcceleratorProperties, models: Sequence[torch.nn.Module], files: _Files, model_options: dict[str, Any]
 ) -> None:
     """Load models and optimizers, each from one file."""
     for index, model in enumerate(models):
@@ -315,7 +321,7 @@ def _load_models(
     _load_each(files, constants.OPTIMIZER_NAME, accelerator._optimizers)
 
 
-def _load_rest(accelerator: PreparedObjects, schedulers: Sequence[Any], files: _Files) -> None:
+def _load_rest(accelerator: AcceleratorProperties, schedulers: Sequence[Any], files: _Files) -> None:
     """Load schedulers, loaders and the scaler."""
     _load_each(files, constants.SCHEDULER_NAME, schedulers)
     _load_loaders(accelerator, files)
@@ -381,7 +387,7 @@ def _checked(state: Any, path: Path, kind: str) -> Any:
     return state
 
 
-def _load_loaders(accelerator: PreparedObjects, files: _Files) -> None:
+def _load_loaders(accelerator: AcceleratorProperties, files: _Files) -> None:
     loaders: Sequence[Any] = accelerator._dataloaders
     for index, loader in enumerate(loaders):
         sampler = state_files.numbered(constants.SAMPLER_NAME, index, ".bin")
@@ -411,7 +417,7 @@ def _load_sampler(loader: Any, files: _Files, name: str) -> dict[str, Any]:
     return {}
 
 
-def _load_custom(accelerator: PreparedObjects, files: _Files) -> None:
+def _load_custom(accelerator: AcceleratorProperties, files: _Files) -> None:
     for index, custom in enumerate(accelerator._custom_objects):
         name = state_files.custom_file(index)
         state = files.read(name)
@@ -421,7 +427,7 @@ def _load_custom(accelerator: PreparedObjects, files: _Files) -> None:
             custom.load_state_dict(state)
 
 
-def _load_rank(accelerator: PreparedObjects, files: _Files) -> None:
+def _load_rank(accelerator: AcceleratorProperties, files: _Files) -> None:
     name = state_files.rng_file(accelerator.process_index)
     if name not in files.names:
         warn_once(f"{files.folder} has no {name}: the random state of rank {accelerator.process_index} is unchanged.")

@@ -34,7 +34,7 @@ from notebook_accelerate.torch_internals import compiled_name
 if TYPE_CHECKING:
     from torch import nn
 
-    from notebook_accelerate.strategies.accelerator_properties import PreparedObjects
+    from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 
 _CALL = "save_state"
 _View = tuple[bool, bool, ProcessIdentity]
@@ -60,7 +60,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def save_state(
-    accelerator: PreparedObjects,
+    accelerator: AcceleratorProperties,
     output_dir: str | os.PathLike[str] | None = None,
     safe_serialization: bool = True,
     blocking: bool = True,
@@ -118,7 +118,7 @@ def save_state(
     return _path_for_user(accelerator, output_dir, target)
 
 
-def _warn_of_accumulated_gradients(accelerator: PreparedObjects) -> None:
+def _warn_of_accumulated_gradients(accelerator: AcceleratorProperties) -> None:
     """Warn that a checkpoint does not contain the gradients of an incomplete accumulation window."""
     if accelerator.gradient_state.sync_gradients:
         return
@@ -170,7 +170,7 @@ def _run_in_foreground(save: PendingSave) -> None:
         raise
 
 
-def _path_for_user(accelerator: PreparedObjects, output_dir: Any, target: SaveTarget) -> str:
+def _path_for_user(accelerator: AcceleratorProperties, output_dir: Any, target: SaveTarget) -> str:
     """Return the folder's path as Accelerate does: relative if the user's path was."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
@@ -178,7 +178,7 @@ def _path_for_user(accelerator: PreparedObjects, output_dir: Any, target: SaveTa
     return str(os.fspath(output_dir))
 
 
-def _open_target(accelerator: PreparedObjects, folder: AnyPath) -> SaveTarget:
+def _open_target(accelerator: AcceleratorProperties, folder: AnyPath) -> SaveTarget:
     """Open the checkpoint's place, and find out which ranks share it with the main one."""
     main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
     store = store_for(folder)
@@ -218,7 +218,7 @@ def _peers_of(rank: int, views: list[_View]) -> dict[int, ProcessIdentity]:
     return {other: view[2] for other, view in enumerate(views) if together[other]}
 
 
-def _named_as_given(accelerator: PreparedObjects, model: nn.Module) -> dict[str, Any]:
+def _named_as_given(accelerator: AcceleratorProperties, model: nn.Module) -> dict[str, Any]:
     """Return a model's state with the names that Accelerate writes: of the module that users passed to `prepare`."""
     state = accelerator.get_state_dict(model)
     compiled = model in accelerator.strategy.compiled_models
@@ -226,7 +226,7 @@ def _named_as_given(accelerator: PreparedObjects, model: nn.Module) -> dict[str,
 
 
 def _collect_files(
-    accelerator: PreparedObjects, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
+    accelerator: AcceleratorProperties, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> list[StateFile]:
     """Run the hooks and collect the files that this rank writes."""
     strategy, writes_own = accelerator.strategy, saves_own_state(accelerator.strategy)
@@ -263,7 +263,7 @@ def _warn_of_unreadable_values(file: StateFile) -> None:
 
 
 def _prepare_save(
-    accelerator: PreparedObjects, target: SaveTarget, files: list[StateFile], background: bool, began: float
+    accelerator: AcceleratorProperties, target: SaveTarget, files: list[StateFile], background: bool, began: float
 ) -> PendingSave:
     """Return this rank's part of a checkpoint, with copies of the state if a thread will write it.
 
@@ -280,7 +280,7 @@ def _prepare_save(
     return save
 
 
-def _manifest_of(accelerator: PreparedObjects) -> Manifest:
+def _manifest_of(accelerator: AcceleratorProperties) -> Manifest:
     return Manifest(
         world_size=accelerator.num_processes,
         layout=accelerator.strategy.checkpoint_layout,
@@ -295,7 +295,7 @@ def _producer() -> str:
     return f"notebook_accelerate {version}"
 
 
-def _after_commit(accelerator: PreparedObjects, target: SaveTarget, began: float) -> Callable[[], None]:
+def _after_commit(accelerator: AcceleratorProperties, target: SaveTarget, began: float) -> Callable[[], None]:
     """Return the function to call after the commit: it reports the checkpoint, and removes those above the limit."""
     project, main = accelerator.project_configuration, accelerator.is_main_process
 

@@ -1,4 +1,4 @@
-"""The properties of `Accelerator`, and protocols with the parts of it that lower rooms use."""
+"""The part of `Accelerator` that lower rooms use: its attributes and properties."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ _Recipe = TypeVar("_Recipe", bound=Fp8Recipe)
 
 
 class AcceleratorProperties(RankExecution):
-    """The properties of `Accelerator`."""
+    """The attributes and properties of `Accelerator`, for annotations in rooms that must not import it.
+
+    The lists with a leading underscore have Accelerate's names, which libraries on top of it read.
+    """
 
     state: AcceleratorState
     gradient_state: GradientState
@@ -52,7 +55,17 @@ class AcceleratorProperties(RankExecution):
     _device: torch.device
     _precision: Precision
     _handlers: Handlers
+    scaler: torch.amp.GradScaler | None
+    step: int
+    trackers: list[Any]
+    log_with: list[Any]
+    _models: list[torch.nn.Module]
     _optimizers: list[AcceleratedOptimizer]
+    _schedulers: list[AcceleratedScheduler]
+    _dataloaders: list[DataLoader[Any]]
+    _custom_objects: list[Any]
+    _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
+    _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
 
     # -- this process and its world -----------------------------------------------------------------------------------
 
@@ -358,6 +371,18 @@ class AcceleratorProperties(RankExecution):
     def fp8_recipe_handler(self, recipe: FP8RecipeKwargs | None) -> None:
         self._set_recipe("fp8_recipe_handler", recipe, FP8RecipeKwargs)
 
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's full state dict; every rank must call this.
+
+        Args:
+            model: A prepared model.
+            unwrap: Remove the wrappers that `prepare` added to the model.
+
+        Returns:
+            The state dict.
+        """
+        return self.strategy.model_state_dict(model, unwrap)
+
     def _recipe(self, kind: type[_Recipe]) -> _Recipe | None:
         recipe: _Recipe | None = self._precision.fp8_recipe
         return recipe if type(recipe) is kind else None
@@ -375,87 +400,7 @@ class AcceleratorProperties(RankExecution):
         self._precision.fp8_recipe = check_handler(name, recipe, kind)
 
 
-# ---- what lower rooms need of an Accelerator: use the smallest protocol that has it
-
-
 class HasState(Protocol):
-    """An object with the state of the world."""
+    """An object with the state of the world: an `Accelerator`, or a strategy's `Setup`."""
 
     state: AcceleratorState
-
-
-class PreparesDataLoaders(HasState, Protocol):
-    """An object that prepares data loaders."""
-
-    def prepare_data_loader(self, data_loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Prepare a loader; see `Strategy.prepare_data_loader`."""
-
-
-class RankControl(Protocol):
-    """This rank among the others."""
-
-    @property
-    def process_index(self) -> int:
-        """This rank, from 0."""
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def local_process_index(self) -> int:
-        """This rank's index on its machine."""
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
-
-    def wait_for_everyone(self) -> None:
-        """Wait until all ranks have called this; every rank must call this."""
-
-
-class HasStrategy(HasState, RankControl, Protocol):
-    """A rank with its strategy."""
-
-    strategy: Strategy
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-
-
-class PreparedObjects(HasStrategy, Protocol):
-    """The prepared objects, and everything else that a checkpoint contains.
-
-    The lists with a leading underscore have Accelerate's names, which libraries on top of it read.
-    """
-
-    scaler: torch.amp.GradScaler | None
-    step: int
-    gradient_state: GradientState
-    project_configuration: ProjectConfiguration
-    _models: list[torch.nn.Module]
-    _optimizers: list[AcceleratedOptimizer]
-    _schedulers: list[AcceleratedScheduler]
-    _dataloaders: list[DataLoader[Any]]
-    _custom_objects: list[Any]
-    _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
-    _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
-
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's whole state; every rank must call this."""
-
-
-class HasTrackers(RankControl, Protocol):
-    """A rank with its trackers."""
-
-    trackers: list[Any]
-    log_with: list[Any]
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Folder of logs."""

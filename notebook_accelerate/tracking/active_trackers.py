@@ -13,7 +13,7 @@ from notebook_accelerate.tracking.tracker import BlankTracker, GeneralTracker, L
 from notebook_accelerate.tracking.tracker_table import find_row, known_trackers
 
 if TYPE_CHECKING:
-    from notebook_accelerate.strategies.accelerator_properties import HasTrackers
+    from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 
 
 # The tracker that is always active in a launched run: it sends numbers to the notebook.
@@ -69,7 +69,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def init_trackers(
-    accelerator: HasTrackers,
+    accelerator: AcceleratorProperties,
     project_name: str,
     config: Mapping[str, Any] | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
@@ -108,7 +108,7 @@ def init_trackers(
 
 
 def _start(
-    accelerator: HasTrackers, requested: Any, project_name: str, extra: Mapping[str, Mapping[str, Any]]
+    accelerator: AcceleratorProperties, requested: Any, project_name: str, extra: Mapping[str, Mapping[str, Any]]
 ) -> GeneralTracker:
     tracker: GeneralTracker = requested
     if not isinstance(requested, GeneralTracker):
@@ -122,7 +122,7 @@ def _start(
 
 
 def log(
-    accelerator: HasTrackers,
+    accelerator: AcceleratorProperties,
     values: Mapping[str, Any],
     step: int | None = None,
     log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
@@ -161,7 +161,7 @@ def log(
             _call_tracker(tracker.name, "log", tracker.log, plain, step=step, **extra)
 
 
-def finish(accelerator: HasTrackers) -> None:
+def finish(accelerator: AcceleratorProperties) -> None:
     """Close the started trackers.
 
     Args:
@@ -172,7 +172,7 @@ def finish(accelerator: HasTrackers) -> None:
         _call_tracker(tracker.name, "finish", tracker.finish)
 
 
-def get_tracker(accelerator: HasTrackers, name: str, unwrap: bool = False) -> Any:
+def get_tracker(accelerator: AcceleratorProperties, name: str, unwrap: bool = False) -> Any:
     """Return a started tracker.
 
     Args:

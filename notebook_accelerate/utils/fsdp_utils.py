@@ -16,7 +16,8 @@ from notebook_accelerate._lazy import reexport
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies.accelerator_properties import HasState, HasStrategy, RankControl
+from notebook_accelerate.state.rank_execution import RankExecution
+from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 from notebook_accelerate.strategies.fsdp.fsdp2 import FSDP2Strategy, load_full_state
 from notebook_accelerate.strategies.fsdp.fsdp_units import checkpoint_activations, find_ignored_modules, find_units
 from notebook_accelerate.strategies.module_queries import (
@@ -58,7 +59,7 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def save_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: RankControl,
+    accelerator: RankExecution,
     model: nn.Module,
     output_dir: str | os.PathLike[str],
     model_index: int = 0,
@@ -87,7 +88,7 @@ def save_fsdp_model(
 
 def load_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: RankControl,
+    accelerator: RankExecution,
     model: nn.Module,
     input_dir: str | os.PathLike[str],
     model_index: int = 0,
@@ -117,7 +118,7 @@ def load_fsdp_model(
 
 def save_fsdp_optimizer(
     fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: RankControl,
+    accelerator: RankExecution,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     output_dir: str | os.PathLike[str],
@@ -144,7 +145,7 @@ def save_fsdp_optimizer(
 
 def load_fsdp_optimizer(
     fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: RankControl,
+    accelerator: RankExecution,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     input_dir: str | os.PathLike[str],
@@ -182,7 +183,7 @@ def _adapter_filter(model: nn.Module, adapter_only: bool) -> Callable[[dict[str,
 # -- FSDP 2, step by step ---------------------------------------------------------------------------------------------
 
 
-def fsdp2_prepare_model(accelerator: HasStrategy, model: nn.Module) -> nn.Module:
+def fsdp2_prepare_model(accelerator: AcceleratorProperties, model: nn.Module) -> nn.Module:
     """Shard a model as the Accelerator's plugin says; every rank must call this.
 
     Args:
@@ -220,7 +221,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
     return lambda module: module in units
 
 
-def fsdp2_apply_ac(accelerator: HasState, model: nn.Module) -> nn.Module:
+def fsdp2_apply_ac(accelerator: AcceleratorProperties, model: nn.Module) -> nn.Module:
     """Make the units of a model recompute their activations in the backward pass, in place.
 
     Args:
@@ -247,7 +248,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: HasState, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+    accelerator: AcceleratorProperties, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
     """Load the weights that rank 0 has into a sharded model, on any device; every rank must call this.
 

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from notebook_accelerate._lazy import reexport
-from notebook_accelerate.strategies.accelerator_properties import HasState, PreparesDataLoaders
+from notebook_accelerate.strategies.accelerator_properties import HasState
 from notebook_accelerate.strategies.megatron import megatron_setup
 from notebook_accelerate.strategies.megatron.megatron_loaders import (
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
 )
 
 if TYPE_CHECKING:
+    from notebook_accelerate.accelerator import Accelerator
     from notebook_accelerate.strategies.megatron.megatron_strategy import (
         megatron_lm_initialize as megatron_lm_initialize,
         megatron_lm_prepare_model_optimizer_scheduler as megatron_lm_prepare_model_optimizer_scheduler,
@@ -40,7 +41,7 @@ reexport(__name__)
 # -- preparing, step by step
 
 
-def megatron_lm_prepare_data_loader(accelerator: PreparesDataLoaders, dataloader: Any) -> Any:
+def megatron_lm_prepare_data_loader(accelerator: Accelerator, dataloader: Any) -> Any:
     """Create a loader of windows for this rank; every rank must call this.
 
     Args:
