@@ -13,7 +13,7 @@ import traitlets
 from notebook_accelerate import launch
 from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.report import rank_rows
-from notebook_accelerate.launch.resumption import newest_checkpoint
+from notebook_accelerate.launch.resumption import newest_complete_checkpoint
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.widgets.panel_elements import asset
@@ -297,7 +297,7 @@ class ResumeOffer:
 
     def _newest(self, run: Run) -> str:
         if self._checkpoint is None:
-            found = newest_checkpoint(run)
+            found = newest_complete_checkpoint(run)
             self._checkpoint = PurePath(found.path).name if found is not None else ""
         return self._checkpoint
 

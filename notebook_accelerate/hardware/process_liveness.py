@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 _PROC = Path("/proc")
 _ENDED = {"Z", "X", "x"}
 """States of a zombie, whose parent has not read its exit status yet, and of a process that is being removed."""
+KILL_SECONDS = 10.0
+"""Seconds to wait for the end of a process that was killed: it may wait for a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,27 @@ class ProcessIdentity:
         if not fields:  # /proc may hide the processes of other users
             return False
         return fields[STATE] in _ENDED or self.started not in {0, int(fields[STARTED])}
+
+    def is_suspended(self) -> bool:
+        """Return whether it is a process of this machine, and suspended."""
+        return self._runs_here() and is_stopped(self.pid)
+
+    def kill_tree(self) -> None:
+        """Kill it and its descendants, which may be suspended, too; do nothing on another machine."""
+        import psutil
+
+        if not self._runs_here():
+            return
+        with suppress(psutil.Error, OSError):
+            process = psutil.Process(self.pid)
+            descendants = process.children(recursive=True)
+            for each in (process, *descendants):
+                with suppress(psutil.Error):
+                    each.kill()
+            process.wait(KILL_SECONDS)
+
+    def _runs_here(self) -> bool:
+        return self.machine == _machine_identity() and not self.has_ended()
 
     def __str__(self) -> str:
         if not self.pid:
@@ -83,7 +107,7 @@ def _machine_identity() -> str:
         return ""
 
 
-# Reads the state of processes and threads from /proc.
+# ---- the state of processes and threads
 
 STATE, FLAGS, STARTED = 0, 6, 19
 """Indices of fields of `read_stat`: proc_pid_stat(5) counts from 1 and has two fields before them."""
@@ -101,3 +125,15 @@ def read_stat(folder: Path) -> list[str]:
         return []
     fields = text.rpartition(")")[2].split()  # its name, in parentheses, may contain anything
     return fields if len(fields) > STARTED else []
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped (SIGSTOP)."""
+    if fields := read_stat(_PROC / str(pid)):  # a third of psutil's time
+        return fields[STATE] in ("T", "t")
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except (psutil.Error, OSError):  # it has ended, or this process has no descriptor left
+        return False

@@ -20,8 +20,8 @@ from notebook_accelerate import errors
 from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.hardware.process_liveness import parse_identity
-from notebook_accelerate.launch.detached import control_client, run_directory
-from notebook_accelerate.launch.detached.control_client import ControlClient
+from notebook_accelerate.launch.detached import run_directory
+from notebook_accelerate.launch.detached.control_client import ControlClient, silence_text, warn
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.kept.run_folder import read_summary
@@ -120,7 +120,7 @@ def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) 
             return given, _claim(given)
         while True:
             name = default_name(function_name, next_number())
-            if name not in _running_names() and (claimed := run_directory.claim(name)) is not None:
+            if name not in _running_names() and (claimed := run_directory.claim_name(name)) is not None:
                 return name, claimed
     except OSError as error:
         raise LaunchError(f"the detached run cannot be found later: {error}") from error
@@ -129,7 +129,7 @@ def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) 
 def _claim(name: str) -> int:
     deadline = time.monotonic() + CLAIM_SECONDS
     while name not in _running_names() and time.monotonic() < deadline:
-        if (claimed := run_directory.claim(name)) is not None:
+        if (claimed := run_directory.claim_name(name)) is not None:
             return claimed
         time.sleep(0.05)
     raise ValueError(
@@ -261,7 +261,7 @@ def _open(folder: Path) -> Run:
             process = None if entry is None else parse_identity(entry.process)
             if time.monotonic() > deadline or process is None or process.has_ended():
                 raise
-            if control_client.is_suspended(process):
+            if process.is_suspended():
                 raise
             time.sleep(0.05)
         else:
@@ -285,7 +285,7 @@ def attached_runs() -> list[Run]:
         return list(_attached.values())
 
 
-def leave() -> None:
+def disconnect_all() -> None:
     """Disconnect from all detached runs without stopping them."""
     with _lock:
         runs = list(_attached.values())
@@ -301,7 +301,7 @@ def stop_detached(grace: float) -> None:
     If a supervisor does not answer, a warning names it, and it is killed a few seconds after ``grace``.
     """
     found = [run for run in detached_runs() if not run.commands.refusal]
-    running = [run for run in found if run.ended is None or run.held or run.commands.lingers]
+    running = [run for run in found if run.ended is None or run.held or run.commands.connected]
     known = {str(run.folder) for run in running}
     tasks = [partial(_stop_read, run, grace) for run in running]
     tasks += [partial(_stop_unread, entry, grace) for entry in running_entries() if entry.folder not in known]
@@ -316,7 +316,7 @@ def stop_detached(grace: float) -> None:
 
 def _stop_read(run: Run, grace: float) -> None:
     run.request_stop(grace)  # blocks for seconds if the supervisor does not read
-    while not run.done or run.held or run.commands.lingers:
+    while not run.done or run.held or run.commands.connected:
         time.sleep(0.05)
 
 
@@ -327,9 +327,9 @@ def _stop_unread(entry: DetachedEntry, grace: float) -> None:
         client = ControlClient(Path(entry.socket), process, entry.version)
     except BlockingIOError:  # it is suspended, and many connections wait
         if process is not None:
-            control_client.warn(control_client.silence_text(process, grace))
+            warn(silence_text(process, grace))
             time.sleep(grace)
-            control_client.kill(process)
+            process.kill_tree()
         return
     except OSError:
         return

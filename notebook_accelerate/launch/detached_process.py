@@ -79,7 +79,7 @@ class DetachedRun:
         config: LaunchConfig = order["config"]
         install_sources(order["sources"])
         tracebacks.name_foreign_cells(order["names"])
-        run_registry.watch(self._begun)
+        run_registry.watch(self._serve)
         try:
             self._held_seconds = held_seconds()
             self._path = run_directory.new_socket()
@@ -87,24 +87,24 @@ class DetachedRun:
             earlier = None if order["resume"] is None else open_run(order["resume"])
             run = start_here(config.changed(panel=False), function, (), earlier, order["inherited"])
         except BaseException as error:  # noqa: BLE001 - the kernel raises it again
-            self._tell({"error": type(error).__name__, "message": str(error)})
+            self._answer({"error": type(error).__name__, "message": str(error)})
             self._end()
             return
         signal.signal(signal.SIGTERM, lambda *_: run.request_stop())
         self._wait(run)
         self._end()
 
-    def _begun(self, run: Run) -> None:
+    def _serve(self, run: Run) -> None:
         """Serve kernels from now on, and tell the one that launches the run; called before its ranks start."""
         try:
             self._service = ControlService(run, self._path)
-            run_directory.add(self._entry(run))
+            run_directory.add_entry(self._entry(run))
         except OSError as error:
-            self._tell({"error": "LaunchError", "message": f"the detached run cannot be found later: {error}"})
+            self._answer({"error": "LaunchError", "message": f"the detached run cannot be found later: {error}"})
             run.request_stop(grace=0.0)
             return
         threading.Thread(target=self._watch_kernel, args=(run,), daemon=True).start()
-        self._tell({"folder": str(run.folder)})
+        self._answer({"folder": str(run.folder)})
         _discard_output()
 
     def _entry(self, run: Run) -> DetachedEntry:
@@ -127,7 +127,7 @@ class DetachedRun:
             if self._kernel.recv(16) == b"cancel":
                 run.request_stop(grace=1.0)
 
-    def _tell(self, answer: dict[str, Any]) -> None:
+    def _answer(self, answer: dict[str, Any]) -> None:
         with suppress(OSError):
             self._kernel.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -143,7 +143,7 @@ class DetachedRun:
 
     def _release_name(self) -> None:
         if self._claimed is not None:
-            run_directory.release(self._order["config"].name, self._claimed)
+            run_directory.release_name(self._order["config"].name, self._claimed)
             self._claimed = None
 
     def _end(self) -> None:

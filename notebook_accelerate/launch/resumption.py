@@ -30,7 +30,7 @@ class Resumption:
     checkpoint: CheckpointEvent | None
     frames: tuple[bytes, ...]
 
-    def begin(self, journal: Journal) -> None:
+    def add_history(self, journal: Journal) -> None:
         """Add the history to the journal of the new run, and where it breaks."""
         earlier = self.run
         if self.checkpoint is None:
@@ -69,7 +69,7 @@ def resumption_of(run: Run) -> Resumption:
         )
     if run.ended is None or run.held:
         raise ValueError(f"run {run.name} is {run.status if run.ended is None else 'held'}; end it first: run.stop()")
-    checkpoint = newest_checkpoint(run)
+    checkpoint = newest_complete_checkpoint(run)
     if checkpoint is None:
         return Resumption(run, None, ())
     lines = last_lines(run.journal, journal_file.KEPT_LOG_BYTES)  # all: when a rank wrote a line is not known exactly
@@ -84,7 +84,7 @@ def checkpoint_records(run: Run, until: float) -> list[Record]:
     return [Record(0, event.time, event) for event in found]
 
 
-def newest_checkpoint(run: Run) -> CheckpointEvent | None:
+def newest_complete_checkpoint(run: Run) -> CheckpointEvent | None:
     """Return the newest checkpoint of a run that is complete and still there; None where there is none.
 
     A URL is taken as it is: the ranks, which have the packages for it, look there.

@@ -438,7 +438,7 @@ class Run:
             ValueError: ``grace`` is not a number of at least 0.
         """
         check_seconds("grace", grace)
-        if not (self._done.is_set() and self._released.is_set()) or self.commands.lingers:
+        if not (self._done.is_set() and self._released.is_set()) or self.commands.connected:
             self.commands.stop(grace)
 
     def close(self) -> None:

@@ -186,9 +186,9 @@ def _new_run(
         run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
         run.call = RunCall(function, arguments, start)
         if writer is not None:
-            run.folder, run.journal_file, run.delete_files = writer.folder, writer.file, run_folder.delete
+            run.folder, run.journal_file, run.delete_files = writer.folder, writer.file, run_folder.delete_run
         if resumption is not None:
-            resumption.begin(journal)
+            resumption.add_history(journal)
             if resumption.checkpoint is not None:
                 plan = replace(plan, variables={**plan.variables, environ.RESUMED: resumption.checkpoint.path})
         if writer is not None:
@@ -213,7 +213,7 @@ def _writer(
     now = steady_time.now()
     folder = run_folder.create_folder(parent, name, now)
     try:
-        header = run_folder.header(name, number, function, arguments, config, now)
+        header = run_folder.new_header(name, number, function, arguments, config, now)
         return RunWriter(folder, header, journal, detached=config.detach)
     except OSError as error:
         with suppress(OSError):

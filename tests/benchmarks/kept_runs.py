@@ -68,7 +68,7 @@ def journal_of_a_day() -> Iterator[Figure]:
     """The largest size of the journal of 24 hours at 10 metrics a second, and seconds to open it."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal()
-        writer = RunWriter(Path(folder), run_folder.header("day", 1, work, (), LaunchConfig(), START), journal)
+        writer = RunWriter(Path(folder), run_folder.new_header("day", 1, work, (), LaunchConfig(), START), journal)
         journal.replay(make_run().journal.records)
         largest = 0
         for second in range(_DAY):
@@ -97,7 +97,7 @@ def opening() -> Iterator[Figure]:
     """Seconds to open a run of 200,000 points."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal()
-        writer = RunWriter(Path(folder), run_folder.header("many", 1, work, (), LaunchConfig(), START), journal)
+        writer = RunWriter(Path(folder), run_folder.new_header("many", 1, work, (), LaunchConfig(), START), journal)
         journal.replay(make_run().journal.records)
         for step in range(100_000):
             journal.add([Record(rank, START + step, MetricEvent({"loss": 0.5}, step)) for rank in (0, 1)])

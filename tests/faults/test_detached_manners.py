@@ -102,7 +102,7 @@ def test_ranks_of_a_failed_run_that_nobody_attends_end(state: Path, monkeypatch:
     until(lambda: run.held)
     time.sleep(4.0)
     assert processes_of(state), "this kernel is attached"
-    attaching.leave()
+    attaching.disconnect_all()
     until(lambda: not processes_of(state), seconds=60)
     ended = attach(run.name)
     until(lambda: not ended.held, seconds=20)
@@ -147,7 +147,7 @@ def test_a_run_whose_folder_is_deleted_is_stopped_by_a_kernel_that_cannot_read_i
     run = _launch(time.sleep, 600, name="homeless")
     until(lambda: run.status == "running")
     assert run.folder is not None
-    attaching.leave()
+    attaching.disconnect_all()
     shutil.rmtree(run.folder)
     assert processes_of(state)
     shutdown(all=True)
@@ -235,7 +235,7 @@ def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: 
     theirs, ours = (_launch(time.sleep, 600, name=name) for name in ("theirs", "ours"))
     until(lambda: theirs.status == ours.status == "running")
     (entry,) = (entry for entry in run_directory.entries() if entry.name == "theirs")
-    attaching.leave()
+    attaching.disconnect_all()
     hidden = Path(entry.socket).with_suffix(".away")
     Path(entry.socket).rename(hidden)
     try:
@@ -243,7 +243,7 @@ def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: 
     finally:
         hidden.rename(entry.socket)
     assert [attach(name).status for name in ("theirs", "ours")] == ["running", "stopped"]
-    attaching.leave()  # the object that was opened meanwhile is read-only
+    attaching.disconnect_all()  # the object that was opened meanwhile is read-only
 
 
 # ---- what nobody can read

@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from notebook_accelerate import Run, attach, notebook_launcher, runs, shutdown
+from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import control_client, run_directory
 from notebook_accelerate.launch.detached import control_protocol as protocol
-from notebook_accelerate.launch.detached.control_service import short_path
+from notebook_accelerate.launch.detached.control_protocol import short_path
 from notebook_accelerate.telemetry import Event, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.debug_protocol import AskRequest, DoneReply
 from tests.support.detached import processes_of, supervisor_of, user_folder
@@ -157,7 +158,7 @@ def test_suspended_kernels_delay_nobody_and_read_on_later(state: Path) -> None:
 def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
     run = _launch("asleep")
     supervisor = supervisor_of(run)
-    attaching.leave()
+    attaching.disconnect_all()
     supervisor.suspend()
     until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
     with ExitStack() as connections:
@@ -175,13 +176,13 @@ def test_supervisors_that_accept_nothing_are_killed_at_the_same_time(
 ) -> None:
     """Stopping one after the other would take the grace period of each."""
     supervisors = [supervisor_of(_launch(name)) for name in ("one", "two")]
-    attaching.leave()
+    attaching.disconnect_all()
     for supervisor in supervisors:
         supervisor.suspend()
     steps: list[str] = []
-    kill, silence_text = control_client.kill, control_client.silence_text
-    monkeypatch.setattr(control_client, "kill", lambda each: (steps.append("killed"), kill(each)))
-    monkeypatch.setattr(control_client, "silence_text", lambda *each: (steps.append("named"), silence_text(*each))[1])
+    kill, silence_text = ProcessIdentity.kill_tree, control_client.silence_text
+    monkeypatch.setattr(ProcessIdentity, "kill_tree", lambda each: (steps.append("killed"), kill(each)))
+    monkeypatch.setattr(attaching, "silence_text", lambda *each: (steps.append("named"), silence_text(*each))[1])
     with ExitStack() as connections:
         for entry in run_directory.entries():
             _fill_queue(Path(entry.socket), connections)
@@ -236,7 +237,7 @@ def test_a_run_is_attached_to_while_its_supervisor_is_suspended(state: Path, mon
     run = _launch("waits")
     monkeypatch.setattr(control_client, "STATE_SECONDS", 1e6)
     supervisor = supervisor_of(run)
-    attaching.leave()
+    attaching.disconnect_all()
     supervisor.suspend()
     again = attach("waits")
     supervisor.resume()

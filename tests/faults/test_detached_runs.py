@@ -368,7 +368,7 @@ def test_a_run_that_ended_on_a_full_disk_is_stopped_and_frees_its_name(
         assert run.status == "succeeded"
         assert processes_of(tmp_path / "state"), "it waits for the disk"
         if how == "another kernel":
-            attaching.leave()
+            attaching.disconnect_all()
             run = attach("full")
             assert run.wait(60)
         shutdown(all=True) if how == "shutdown" else run.stop()

@@ -23,7 +23,7 @@ def user_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         yield folder
     finally:
         shutdown(all=True)
-        attaching.leave()
+        attaching.disconnect_all()
     until(lambda: not processes_of(folder), seconds=60)
     sockets = folder / "notebook-accelerate" / "sockets"
     assert not sockets.exists() or not list(sockets.iterdir())

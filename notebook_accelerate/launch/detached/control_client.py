@@ -16,11 +16,9 @@ from pathlib import Path
 from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.debugging.session import RankRequests
 from notebook_accelerate.errors import BrokenRunError, ChannelClosedError
-from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
+from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.launch.detached import control_protocol as protocol
-from notebook_accelerate.launch.detached.control_service import is_own, relayed, short_path
 from notebook_accelerate.launch.kept.journal_reader import JournalReader
-from notebook_accelerate.launch.processes.zygote import is_stopped
 from notebook_accelerate.launch.state.interrupts import SLICE
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.state.run_events import (
@@ -47,10 +45,6 @@ PING_SECONDS = 1.0
 """Seconds between pings to the supervisor of a run that is being stopped."""
 ANSWER_SECONDS = 5.0
 """Seconds without an answer before a warning names the supervisor. It is killed this long after the grace period."""
-
-
-KILL_SECONDS = 10.0
-"""Seconds to wait for the end of a process that was killed: it may wait for a disk."""
 
 
 class ControlClient:
@@ -108,8 +102,8 @@ class ControlClient:
         self._reader, self._on_end = reader, on_end
         self._send(protocol.FollowCommand(reader.restart()))
         deadline = time.monotonic() + STATE_SECONDS
-        while not self._known.wait(SLICE) and self.follows and time.monotonic() < deadline:
-            if self._process is not None and is_suspended(self._process):
+        while not self._known.wait(SLICE) and self.is_following and time.monotonic() < deadline:
+            if self._process is not None and self._process.is_suspended():
                 break
         return self._known.is_set()
 
@@ -122,13 +116,11 @@ class ControlClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the supervisor is connected."""
+        """Whether this kernel is connected to the process of the run."""
         return not (self._over or self._left)
 
-    lingers = connected
-
     @property
-    def follows(self) -> bool:
+    def is_following(self) -> bool:
         """Whether the process of the run sends its records, or will when it answers."""
         return self._reader is not None
 
@@ -148,7 +140,7 @@ class ControlClient:
             if before < ANSWER_SECONDS <= silent:
                 self.report(silence_text(process, grace + ANSWER_SECONDS - silent))
         if self.connected:
-            kill(process)
+            process.kill_tree()
         self._stop_watched = False
 
     def _replies(self, process: ProcessIdentity) -> bool:
@@ -157,7 +149,7 @@ class ControlClient:
         if self._version >= 1:
             self._send(protocol.PingCommand())
         time.sleep(PING_SECONDS)
-        return heard != self._heard or not (self._version >= 1 or is_suspended(process))
+        return heard != self._heard or not (self._version >= 1 or process.is_suspended())
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``."""
@@ -212,9 +204,9 @@ class ControlClient:
         self._use(self._channel, over=True)
         self._channel.close()
         if not self._left:
-            self._end_following()
+            self._stop_following()
 
-    def _end_following(self) -> None:
+    def _stop_following(self) -> None:
         on_end, self._on_end = self._on_end, lambda: None
         self._reader = None
         on_end()
@@ -267,7 +259,7 @@ class ControlClient:
             else:
                 reader.take_records(event.position, event.payload)
         except BrokenRunError:
-            self._end_following()
+            self._stop_following()
         else:
             if reader.position:
                 self._known.set()
@@ -302,9 +294,9 @@ def _connected(path: Path) -> Channel:
     seconds = int(SEND_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))  # for connect(), too
     try:
-        with short_path(path) as address:
+        with protocol.short_path(path) as address:
             connection.connect(address)
-        if not is_own(connection):
+        if not protocol.is_own(connection):
             raise PermissionError(f"another user listens at {path}")
     except OSError:
         connection.close()
@@ -324,7 +316,7 @@ class _RankChannel:
             if isinstance(event, InputReply):
                 self._client._send(protocol.AnswerCommand(self._rank, event.number, event.text))
             else:
-                self._client._send(relayed(self._rank, event))
+                self._client._send(protocol.relayed(self._rank, event))
 
 
 def warn(text: str) -> None:
@@ -333,32 +325,7 @@ def warn(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def is_suspended(process: ProcessIdentity) -> bool:
-    """Return whether a process of this machine is suspended (SIGSTOP)."""
-    return is_here(process) and is_stopped(process.pid)
-
-
-def is_here(process: ProcessIdentity) -> bool:
-    """Return whether a process runs on this machine."""
-    return process.machine == this_process().machine and not process.has_ended()
-
-
 def silence_text(process: ProcessIdentity, seconds: float) -> str:
     """Return the warning about a supervisor that does not answer."""
-    why = f"is suspended; resume it with: kill -CONT {process.pid}" if is_suspended(process) else "does not answer"
+    why = f"is suspended; resume it with: kill -CONT {process.pid}" if process.is_suspended() else "does not answer"
     return f"{process}, which supervises a detached run, {why}. It will be killed with its ranks in {seconds:.0f} s."
-
-
-def kill(process: ProcessIdentity) -> None:
-    """Kill the process of a run and its descendants: the ranks may be suspended, too."""
-    import psutil
-
-    if not is_here(process):
-        return
-    with suppress(psutil.Error, OSError):
-        supervisor = psutil.Process(process.pid)
-        started = supervisor.children(recursive=True)
-        for each in (supervisor, *started):
-            with suppress(psutil.Error):
-                each.kill()
-        supervisor.wait(KILL_SECONDS)

@@ -1,15 +1,19 @@
-"""The messages between the process of a detached run and a kernel that has attached to it."""
+"""The socket between the process of a detached run and the kernels attached to it, and the messages on it."""
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 import sys
 import types
 import typing
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
-from notebook_accelerate.telemetry import Event
+from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 
 VERSION = 2
 """The version of these messages, which is part of a run's entry.
@@ -17,6 +21,7 @@ VERSION = 2
 Version 1 added `PingCommand`, version 2 `FollowCommand`. Processes ignore unknown events, so the version matters only
 for messages that need a reply.
 """
+_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(slots=True)
@@ -70,7 +75,7 @@ class CaptureCommand(Event):
 
 @dataclass(slots=True)
 class CapturedEvent(Event):
-    """The stacks of a rank; see ``debugging.process_inspection.ProcessStacks``."""
+    """The stacks of a rank; see ``debugging.process_stacks.ProcessStacks``."""
 
     number: int
     dump: str
@@ -113,6 +118,11 @@ class PongEvent(Event):
     """Shows that the process of the run answers."""
 
 
+def relayed(rank: int, event: Event) -> RelayedEvent:
+    """Return an event of a rank, or for one, as it travels between the process of the run and a kernel."""
+    return RelayedEvent(rank, encode([Stamped(steady_time.now(), event)]))
+
+
 def fits(event: Event) -> bool:
     """Return whether the fields of an event have their types: a peer may send any JSON."""
     return all(_fits(hint, getattr(event, name)) for name, hint in _hints(cast("Any", type(event))).items())
@@ -133,3 +143,52 @@ def _fits(hint: Any, value: object) -> bool:
     if hint is float:  # comparisons, because math.isfinite() raises an error for a large int
         return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     return type(value) is hint
+
+
+# ---- the socket
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a socket that listens at a path, which only the user can connect to.
+
+    Raises:
+        OSError: It cannot be created.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with short_path(path) as address:
+            before = os.umask(0o177)
+            try:
+                listener.bind(address)
+            finally:
+                os.umask(before)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class short_path:  # noqa: N801 - a context manager
+    """The address of a socket, through its folder's descriptor where the path is longer than addresses may be."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._descriptor = path, -1
+
+    def __enter__(self) -> str:
+        if len(os.fsencode(self._path)) < 100:
+            return str(self._path)
+        self._descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._descriptor}/{self._path.name}"
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether a process of this user is at the other end, where the system tells."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True  # the folder's mode decides
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -36,8 +34,8 @@ BATCH_SECONDS = 0.02
 """Seconds to collect records before sending them to kernels."""
 UNREAD_SECONDS = 30.0
 """Seconds after which a kernel that stops reading is disconnected. It reconnects when it resumes."""
-LOOK_SECONDS = 1.0
-"""Seconds between checks for kernels that have stopped reading."""
+CHECK_SECONDS = 1.0
+"""Seconds between checks for kernels that have stopped reading, and between reads of the journal for none."""
 MAX_UNREAD_BYTES = 64 << 20
 """Most bytes that wait for a kernel behind the message that it is reading; with more it is dropped."""
 MAX_COMMAND_BYTES = 64 << 20
@@ -52,10 +50,9 @@ MAX_HELD_BYTES = 16 << 20
 """Most bytes of encoded records that are held for kernels; one that is further behind receives the history."""
 PART_BYTES = 1 << 20
 """Bytes of a part of the history."""
-_CREDENTIALS = struct.Struct("3i")
 
 
-class Client:
+class AttachedKernel:
     """An attached kernel, with a queue of the messages that it has not read; sending never blocks.
 
     Args:
@@ -127,19 +124,19 @@ class ControlService:
 
     def __init__(self, run: Run, path: Path) -> None:
         self._commands, self._path = run.commands, path
-        self._listener = listen(path)
+        self._listener = protocol.listen(path)
         self._selector = DispatchSelector()
         self._wake, self._over = Signal(), False
         self._stream, self._batch_due = RecordStream(run, self._wake.set), 0.0
         run.add_done_callback(lambda _: self._wake.set())
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._clients: set[Client] = set()
-        self._asked: dict[tuple[int, int], Client] = {}
+        self._kernels: set[AttachedKernel] = set()
+        self._asked: dict[tuple[int, int], AttachedKernel] = {}
         self._replies: deque[tuple[int, Reply]] = deque()
-        self._captured: deque[tuple[Client, Event]] = deque()
+        self._captured: deque[tuple[AttachedKernel, Event]] = deque()
         self._captures, self._capturing = ThreadPoolExecutor(1, "notebook-accelerate-capture"), 0
-        self._last_client = time.monotonic()
+        self._last_attached = time.monotonic()
         self._commands.requests.relay = self._relay
         self._thread = threading.Thread(target=self._main, name="notebook-accelerate-control", daemon=True)
         self._thread.start()
@@ -162,7 +159,7 @@ class ControlService:
     @property
     def unattended_seconds(self) -> float:
         """Seconds since the last kernel has left; 0.0 while one is attached."""
-        return 0.0 if self._clients else time.monotonic() - self._last_client
+        return 0.0 if self._kernels else time.monotonic() - self._last_attached
 
     def _relay(self, rank: int, reply: Reply) -> None:
         self._replies.append((rank, reply))
@@ -174,17 +171,17 @@ class ControlService:
         while not self._over:
             dispatch(self._selector, self._patience())
             self._send_news()
-            if self._clients:
-                self._last_client = time.monotonic()
+            if self._kernels:
+                self._last_attached = time.monotonic()
         self._drain()
-        for client in list(self._clients):
-            self._drop(client)
+        for kernel in list(self._kernels):
+            self._drop(kernel)
 
     def _patience(self) -> float | None:
         """Return how many seconds to wait for commands and new records; None means no limit."""
         if self._stream.has_waiting:
             return max(0.0, self._batch_due - time.monotonic())
-        return LOOK_SECONDS if self._clients else None
+        return CHECK_SECONDS if self._kernels else None
 
     def _drain(self) -> None:
         """Send the run's last events, and wait until all kernels have read them, or for `DRAIN_SECONDS`."""
@@ -192,94 +189,93 @@ class ControlService:
         deadline = time.monotonic() + DRAIN_SECONDS
         self._batch_due = 0.0
         self._send_news()
-        while any(client.has_unread for client in self._clients) and (left := deadline - time.monotonic()) > 0:
+        while any(kernel.has_unread for kernel in self._kernels) and (left := deadline - time.monotonic()) > 0:
             dispatch(self._selector, left)
             self._send_news()
 
     def _send_news(self) -> None:
-        outgoing: dict[Client, list[Event]] = {client: [] for client in self._clients}
+        outgoing: dict[AttachedKernel, list[Event]] = {kernel: [] for kernel in self._kernels}
         if time.monotonic() >= self._batch_due:
-            followed = any(client.position is not None for client in self._clients)
+            followed = any(kernel.position is not None for kernel in self._kernels)
             self._stream.advance(hold=followed)
-            self._batch_due = time.monotonic() + (BATCH_SECONDS if followed else LOOK_SECONDS)
+            self._batch_due = time.monotonic() + (BATCH_SECONDS if followed else CHECK_SECONDS)
         while self._replies:
             rank, reply = self._replies.popleft()
-            self._address(outgoing, self._asked.pop((rank, reply.number), None), relayed(rank, reply))
+            asking = self._asked.pop((rank, reply.number), None)
+            if asking in outgoing:
+                outgoing[asking].append(protocol.relayed(rank, reply))
         while self._captured:
             self._capturing -= 1
-            self._address(outgoing, *self._captured.popleft())
-        for client, events in outgoing.items():
-            with self._dropped_on_error(client):
-                if events or client.has_unread:
-                    client.send(events)
-                while not client.has_unread and (news := self._next_records(client)) is not None:
-                    client.send([news])
-                self._watch(client)
+            asking, stacks = self._captured.popleft()
+            if asking in outgoing:  # otherwise it has left
+                outgoing[asking].append(stacks)
+        for kernel, events in outgoing.items():
+            with self._dropped_on_error(kernel):
+                if events or kernel.has_unread:
+                    kernel.send(events)
+                while not kernel.has_unread and (news := self._next_records(kernel)) is not None:
+                    kernel.send([news])
+                self._watch(kernel)
 
-    def _address(self, outgoing: dict[Client, list[Event]], client: Client | None, event: Event) -> None:
-        """Add an event for the kernel that asked for it, unless that kernel has left."""
-        if client is not None and client in outgoing:
-            outgoing[client].append(event)
-
-    def _next_records(self, client: Client) -> Event | None:
+    def _next_records(self, kernel: AttachedKernel) -> Event | None:
         """Return the next records for a kernel: a kernel that reads slowly falls behind, and receives the history."""
-        if client.position is None:
+        if kernel.position is None:
             return None
-        if client.history is None and not self._stream.holds(client.position):
-            client.history = self._stream.history()
-            if client.history is None:
+        if kernel.history is None and not self._stream.holds(kernel.position):
+            kernel.history = self._stream.history()
+            if kernel.history is None:
                 return None
-        if client.history is not None:
-            position, parts = client.history
+        if kernel.history is not None:
+            position, parts = kernel.history
             if (part := next(parts, None)) is not None:
                 return protocol.HistoryEvent(0, part)
-            client.position, client.history = position, None
+            kernel.position, kernel.history = position, None
             return protocol.HistoryEvent(position, b"")
-        if (held := self._stream.after(client.position)) is None:
+        if (held := self._stream.after(kernel.position)) is None:
             return None
-        client.position, data = held
-        return protocol.RecordsEvent(client.position, data)
+        kernel.position, data = held
+        return protocol.RecordsEvent(kernel.position, data)
 
-    def _watch(self, client: Client) -> None:
+    def _watch(self, kernel: AttachedKernel) -> None:
         """Wait for room in a connection only while something waits for it."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.has_unread else 0)
-        if self._selector.get_key(client).events != events:
-            self._selector.modify(client, events, partial(self._receive, client))
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if kernel.has_unread else 0)
+        if self._selector.get_key(kernel).events != events:
+            self._selector.modify(kernel, events, partial(self._receive, kernel))
 
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            if not is_own(connection):
+            if not protocol.is_own(connection):
                 connection.close()
                 return
-            client = Client(connection)
-            self._clients.add(client)
-            self._selector.register(client, selectors.EVENT_READ, partial(self._receive, client))
+            kernel = AttachedKernel(connection)
+            self._kernels.add(kernel)
+            self._selector.register(kernel, selectors.EVENT_READ, partial(self._receive, kernel))
 
-    def _receive(self, client: Client) -> None:
-        with self._dropped_on_error(client):
-            for _, event in client.channel.receive_available():
+    def _receive(self, kernel: AttachedKernel) -> None:
+        with self._dropped_on_error(kernel):
+            for _, event in kernel.channel.receive_available():
                 if not protocol.fits(event):
                     raise ChannelClosedError(f"received a {type(event).__name__} whose fields have other types")
-                self._handle(client, event)
+                self._handle(kernel, event)
 
     @contextmanager
-    def _dropped_on_error(self, client: Client) -> Iterator[None]:
+    def _dropped_on_error(self, kernel: AttachedKernel) -> Iterator[None]:
         """Disconnect a kernel after an error. A bad peer must not end the service, which is needed to stop the run."""
         try:
             yield
         except Exception:  # noqa: BLE001 - the same
-            self._drop(client)
+            self._drop(kernel)
 
-    def _drop(self, client: Client) -> None:
-        if client in self._clients:
-            self._clients.remove(client)
-            self._asked = {key: each for key, each in self._asked.items() if each is not client}
-            self._last_client = time.monotonic()
-            self._selector.unregister(client)
-            client.channel.close()
+    def _drop(self, kernel: AttachedKernel) -> None:
+        if kernel in self._kernels:
+            self._kernels.remove(kernel)
+            self._asked = {key: each for key, each in self._asked.items() if each is not kernel}
+            self._last_attached = time.monotonic()
+            self._selector.unregister(kernel)
+            kernel.channel.close()
 
-    def _handle(self, client: Client, event: Event) -> None:
+    def _handle(self, kernel: AttachedKernel, event: Event) -> None:
         commands = self._commands
         if isinstance(event, protocol.StopCommand):
             commands.stop(event.grace)
@@ -293,94 +289,43 @@ class ControlService:
                     commands.prompts.withdraw(event.rank, event.number)
                     prompt.answer(event.text)
         elif isinstance(event, protocol.RelayedEvent):
-            self._forward(client, event)
+            self._forward(kernel, event)
         elif isinstance(event, protocol.CaptureCommand):
-            self._start_capture(client, event)
+            self._start_capture(kernel, event)
         elif isinstance(event, protocol.PingCommand):
-            self._reply(client, protocol.PongEvent())
+            self._reply(kernel, protocol.PongEvent())
         elif isinstance(event, protocol.FollowCommand):
-            client.position, client.history = event.position, None
+            kernel.position, kernel.history = event.position, None
 
-    def _reply(self, client: Client, event: Event) -> None:
-        client.send([event])
-        self._watch(client)
+    def _reply(self, kernel: AttachedKernel, event: Event) -> None:
+        kernel.send([event])
+        self._watch(kernel)
 
-    def _forward(self, client: Client, event: protocol.RelayedEvent) -> None:
+    def _forward(self, kernel: AttachedKernel, event: protocol.RelayedEvent) -> None:
         requests = [message.event for message in Decoder().feed(event.payload)]
         for request in requests:
             if not isinstance(request, Request) or not protocol.fits(request):
                 raise ChannelClosedError(f"a {type(request).__name__} is not a request to a rank")
-            self._asked[event.rank, request.number] = client
+            self._asked[event.rank, request.number] = kernel
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         self._commands.requests.forward(event.rank, requests)
 
-    def _start_capture(self, client: Client, order: protocol.CaptureCommand) -> None:
+    def _start_capture(self, kernel: AttachedKernel, order: protocol.CaptureCommand) -> None:
         if self._capturing >= MAX_CAPTURES:
             problem = f"its stacks were not read: {MAX_CAPTURES} captures are under way; try again in some seconds"
-            self._reply(client, protocol.CapturedEvent(order.number, "", problem=problem))
+            self._reply(kernel, protocol.CapturedEvent(order.number, "", problem=problem))
         else:
             self._capturing += 1
-            self._captures.submit(self._capture, client, order)
+            self._captures.submit(self._capture, kernel, order)
 
-    def _capture(self, client: Client, order: protocol.CaptureCommand) -> None:
+    def _capture(self, kernel: AttachedKernel, order: protocol.CaptureCommand) -> None:
         stacks = ProcessStacks()
         with suppress(Exception):  # the kernel waits for a reply
             stacks = self._commands.requests.capture_stacks(order.rank)
         found = protocol.CapturedEvent(order.number, stacks.dump, list(stacks.native), stacks.suspended, stacks.problem)
-        self._captured.append((client, found))
+        self._captured.append((kernel, found))
         self._wake.set()
-
-
-def relayed(rank: int, event: Event) -> protocol.RelayedEvent:
-    """Return an event of a rank, or for one, as it travels between the process of the run and a kernel."""
-    return protocol.RelayedEvent(rank, encode([Stamped(steady_time.now(), event)]))
-
-
-def listen(path: Path) -> socket.socket:
-    """Return a socket that listens at a path, which only the user can connect to.
-
-    Raises:
-        OSError: It cannot be created.
-    """
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        with short_path(path) as address:
-            before = os.umask(0o177)
-            try:
-                listener.bind(address)
-            finally:
-                os.umask(before)
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-class short_path:  # noqa: N801 - a context manager
-    """The address of a socket, through its folder's descriptor where the path is longer than addresses may be."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._descriptor = path, -1
-
-    def __enter__(self) -> str:
-        if len(os.fsencode(self._path)) < 100:
-            return str(self._path)
-        self._descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._descriptor}/{self._path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-
-
-def is_own(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end, where the system tells."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the folder's mode decides
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())
 
 
 # ---- the records of the run, by position

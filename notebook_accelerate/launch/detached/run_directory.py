@@ -132,7 +132,7 @@ def _advice(problem: OSError) -> str:
     )
 
 
-def add(entry: DetachedEntry) -> None:
+def add_entry(entry: DetachedEntry) -> None:
     """Record a detached run.
 
     Raises:
@@ -193,12 +193,12 @@ def is_gone(folder: Path) -> bool:
         return error.errno in (errno.ENOENT, errno.ENOTDIR)
 
 
-def claim(name: str) -> int | None:
+def claim_name(name: str) -> int | None:
     """Claim the name of a detached run, which one process at a time can have.
 
     Returns:
-        The descriptor of a locked file: the name is taken until `release`, or until all processes that have it open
-        have ended. None: another process has claimed it.
+        The descriptor of a locked file, or None if another process has claimed the name. The name is taken until
+        `release_name`, or until all processes that have the file open have ended.
 
     Raises:
         LaunchError: Others can replace what is in the folder of these files.
@@ -242,8 +242,8 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def release(name: str, descriptor: int) -> None:
-    """Give back a name that `claim` has claimed, whoever has the file open."""
+def release_name(name: str, descriptor: int) -> None:
+    """Release a name that `claim_name` has claimed, also if other processes have the file open."""
     with suppress(OSError):
         _claim_file(name).unlink()
     with suppress(OSError):

@@ -140,11 +140,11 @@ class JournalFile:
             OSError: It cannot be written.
         """
         data = b"".join([journal_format.MAGIC, *frames])
-        write_file(self.path, data)
+        replace_file(self.path, data)
         self.size = self._thinned_size = len(data)
 
 
-def write_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file, or replace it: it is complete, or as it was."""
     part = path.with_name(path.name + ".new")
     with suppress(FileNotFoundError):

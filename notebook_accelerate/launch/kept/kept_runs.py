@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
-from notebook_accelerate.launch.kept.opened_run import finished, open_run
+from notebook_accelerate.launch.kept.opened_run import end_if_lost, open_run
 from notebook_accelerate.launch.kept.run_folder import read_summary
 from notebook_accelerate.launch.kept.run_writer import summary_of
 
@@ -187,7 +187,7 @@ def _row(path: Path) -> KeptRun:
         return row
     try:
         contents = read_journal(path / JOURNAL_NAME)
-        finished(contents, path / JOURNAL_NAME)
+        end_if_lost(contents, path / JOURNAL_NAME)
     except (BrokenRunError, OSError) as error:
         return KeptRun(path=path, name=path.name, message=str(error))
     code = contents.sections.get("code", {})

@@ -20,12 +20,9 @@ from notebook_accelerate.hardware.guarded_files import ForeignFileError, read_fi
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient, warn
-from notebook_accelerate.launch.kept.journal_file import (
-    JOURNAL_NAME,
-    JournalContents,
-)
+from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalContents
 from notebook_accelerate.launch.kept.journal_reader import JournalReader
-from notebook_accelerate.launch.kept.run_folder import config_from, delete, environment_of, result_name
+from notebook_accelerate.launch.kept.run_folder import config_from, delete_run, environment_of, result_name
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
@@ -41,8 +38,8 @@ from notebook_accelerate.telemetry.pickling import load_bytes
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.journal import Journal
 
-FOLLOW_SECONDS = 0.25
-"""Seconds between two looks at the journal of a run that goes on."""
+POLL_SECONDS = 0.25
+"""Seconds between two reads of the file of a run that has not ended."""
 MAX_CELLS = 10_000
 MAX_CELL_CHARS = 1000
 """Most names of cells that are taken from a journal, and the longest: they are kept until the kernel ends."""
@@ -70,12 +67,12 @@ def open_run(path: str | PathLike[str]) -> Run:
     file = journal_path(path)
     reader = JournalReader(file, partial(_stored_result, file.parent))
     client, refusal = _connect(file.parent)
-    follower = _Follower(reader, client)
+    poller = _FilePoller(reader, client)
     if client is not None:
         reader.journal.subscribe(client.on_records)
         client.report = partial(_report, reader.journal)
     try:
-        if client is None or not client.follow(reader, follower.start):
+        if client is None or not client.follow(reader, poller.start):
             _read_whole_file(reader)
         if not reader.journal.state.started:
             raise BrokenRunError(f"{file} has no events: the process that wrote it ended before the run had begun")
@@ -88,12 +85,12 @@ def open_run(path: str | PathLike[str]) -> Run:
     tracebacks.name_foreign_cells(_cells_of(header))
     run = Run(config_from(header["config"]), header["function"], reader.journal, commands, name=header["name"])
     run.folder, run.journal_file, run.environment = file.parent, file, environment_of(header)
-    run.delete_files = delete
-    weakref.finalize(run, follower.over.set)
+    run.delete_files = delete_run
+    weakref.finalize(run, poller.over.set)
     weakref.finalize(run, commands.close)
-    follower.opened = True
-    if client is None or not client.follows:
-        follower.start()
+    poller.opened = True
+    if client is None or not client.is_following:
+        poller.start()
     return run
 
 
@@ -161,8 +158,8 @@ def journal_path(path: str | PathLike[str]) -> Path:
     return file
 
 
-def finished(contents: JournalContents, file: Path) -> None:
-    """End the journal of a run whose writer is gone, as it is read for a table."""
+def end_if_lost(contents: JournalContents, file: Path) -> None:
+    """Append the end of a run as lost to its journal, if the process that wrote it is gone."""
     if contents.journal.state.started and contents.journal.state.ended is None and _has_ended(contents, file):
         _lose(contents)
 
@@ -245,8 +242,8 @@ class _ReadOnly(NoCommands):
         self._refuse()
 
 
-class _Follower:
-    """Follows the file of a run whose process cannot be reached, until the run ends.
+class _FilePoller:
+    """Reads new records from the file of a run whose process cannot be reached, until the run ends.
 
     Args:
         reader: Reads the file.
@@ -265,25 +262,25 @@ class _Follower:
         self._lock, self._started = threading.Lock(), False
 
     def start(self) -> None:
-        """Follow the file from now on, on a thread; does nothing before the run is opened, and when called again."""
+        """Poll the file on a thread; do nothing before the run is opened, or if the thread has been started."""
         with self._lock:
             if self._started or not self.opened or self.over.is_set() or not self._expects_more():
                 return
             self._started = True
-        threading.Thread(target=self._main, name="notebook-accelerate-follow", daemon=True).start()
+        threading.Thread(target=self._main, name="notebook-accelerate-poll", daemon=True).start()
 
     def _main(self) -> None:
         gone = False
-        while not gone and self._expects_more() and not self.over.wait(FOLLOW_SECONDS):
+        while not gone and self._expects_more() and not self.over.wait(POLL_SECONDS):
             # Check before reading, or records written just before exit would be missed.
             gone = _has_ended(self._reader.contents, self._reader.file)
-            self._follow(gone)
+            self._poll(gone)
 
     def _expects_more(self) -> bool:
         state = self._reader.journal.state
         return state.ended is None or state.held
 
-    def _follow(self, gone: bool) -> None:
+    def _poll(self, gone: bool) -> None:
         reader, journal = self._reader, self._reader.journal
         try:
             reader.read_file()

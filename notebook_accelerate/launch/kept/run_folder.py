@@ -69,7 +69,7 @@ def _is_made_for(folder: Path, name: str) -> bool:
     return re.fullmatch(rf"[0-9]{{8}}-[0-9]{{6}}-{re.escape(_name_in_path(name))}(-[0-9]+)?", folder.name) is not None
 
 
-def header(
+def new_header(
     name: str, number: int, function: Callable[..., Any], arguments: tuple[Any, ...], config: LaunchConfig, at: float
 ) -> dict[str, Any]:
     """Return the first section of a journal: who runs what, and how.
@@ -208,7 +208,7 @@ def result_name(rank: int) -> str:
     return f"result-{rank}.pickle"
 
 
-def delete(journal: Path, name: str, started: float, *, lost: bool) -> None:
+def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
     """Delete the files of an ended run, and the folder that was created for it if no other file is in it.
 
     Args:

@@ -22,8 +22,8 @@ from notebook_accelerate.launch.kept.journal_file import (
     JournalFile,
     distinguishing,
     last_lines,
+    replace_file,
     thinned_frames,
-    write_file,
 )
 from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, SavingChanged, WarningAdded
 from notebook_accelerate.telemetry import (
@@ -272,7 +272,7 @@ class RunWriter:
         if pickled is None:
             return None
         try:
-            write_file(self.folder / run_folder.result_name(rank), pickled)
+            replace_file(self.folder / run_folder.result_name(rank), pickled)
         except OSError:
             if self._is_patient():
                 raise
@@ -296,7 +296,7 @@ class RunWriter:
             self._sync_at = time.monotonic() + SYNC_SECONDS
         if last:
             summary = summary_of(self._header, self._code, self._journal)
-            write_file(self.folder / run_folder.SUMMARY_NAME, json.dumps(summary, indent=1).encode())
+            replace_file(self.folder / run_folder.SUMMARY_NAME, json.dumps(summary, indent=1).encode())
 
 
 def _drop_key(record: Record) -> Hashable | None:

@@ -26,11 +26,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError, RunStoppedError
-from notebook_accelerate.hardware.process_liveness import STATE, read_stat
+from notebook_accelerate.hardware.process_liveness import is_stopped
 from notebook_accelerate.launch.plan.fork_probe import wait_readable
 from notebook_accelerate.launch.processes.fork import is_crowded
 from notebook_accelerate.launch.processes.rank_process import LocalRank, RankListener, RankPipes, RankProcess, pidfd_of
@@ -438,18 +437,6 @@ class _Progress:
         if idle and status not in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
             return f"it has not replied for {waited:.0f} s"
         return f"it has computed for {STUCK_SECONDS:g} s" if used - self._first > STUCK_SECONDS else ""
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped (SIGSTOP)."""
-    if fields := read_stat(Path(f"/proc/{pid}")):  # a third of psutil's time
-        return fields[STATE] in ("T", "t")
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except (psutil.Error, OSError):  # it has ended, or this process has no descriptor left
-        return False
 
 
 def receive(connection: socket.socket, size: int, wait: Wait) -> bytes:

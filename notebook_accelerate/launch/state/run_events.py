@@ -292,8 +292,8 @@ class RunCommands(Protocol):
     requests: RankRequests
 
     @property
-    def lingers(self) -> bool:
-        """Whether the process of a detached run is alive; after the run's end, it may wait for space on a full disk."""
+    def connected(self) -> bool:
+        """Whether the process of a detached run is connected: after the run's end it may wait for space on a disk."""
 
     def stop(self, grace: float) -> None:
         """Stop the ranks within ``grace`` seconds; a second call kills at once."""
@@ -314,7 +314,7 @@ class RunCommands(Protocol):
 class NoCommands:
     """The commands of a run without a supervisor: an inline run, or one rebuilt from its journal."""
 
-    refusal, lingers = "", False
+    refusal, connected = "", False
 
     def __init__(self) -> None:
         self.prompts, self.requests = PromptQueue(), RankRequests()

@@ -43,7 +43,7 @@ class CommandQueue:
         clock: The clock of the run's time limits.
     """
 
-    refusal, lingers = "", False
+    refusal, connected = "", False
 
     def __init__(self) -> None:
         self.prompts, self.requests, self.clock = PromptQueue(), RankRequests(), PausableClock()

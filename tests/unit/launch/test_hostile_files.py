@@ -79,7 +79,7 @@ def rows_of_a_run() -> list[list[Any]]:
 
 
 def header() -> dict[str, Any]:
-    return run_folder.header("made", 1, int, (), LaunchConfig(), START)
+    return run_folder.new_header("made", 1, int, (), LaunchConfig(), START)
 
 
 def write(folder: Path, rows: list[Any], head: dict[str, Any], *frames: bytes) -> Path:

@@ -53,7 +53,7 @@ from tests.support.waiting import until
 def _written(folder: Path, **options: Any) -> tuple[Journal, RunWriter]:
     """Return the journal of a run that has just started, and its writer."""
     journal = Journal()
-    writer = RunWriter(folder, run_folder.header("made", 1, int, (), LaunchConfig(), START), journal, **options)
+    writer = RunWriter(folder, run_folder.new_header("made", 1, int, (), LaunchConfig(), START), journal, **options)
     journal.replay(make_run().journal.records)
     return journal, writer
 
@@ -258,7 +258,7 @@ def test_a_follower_waits_for_a_disk_that_does_not_answer(tmp_path: Path) -> Non
     writer._write(last=False)
     followed = open_run(tmp_path)
     (tmp_path / JOURNAL_NAME).rename(tmp_path / "away")
-    time.sleep(3 * opened_run.FOLLOW_SECONDS)
+    time.sleep(3 * opened_run.POLL_SECONDS)
     assert followed.status == "running"
     (tmp_path / "away").rename(tmp_path / JOURNAL_NAME)
     journal.add([_log("later", 1.0)])
@@ -291,7 +291,7 @@ def test_held_ranks_are_released_where_their_journal_is_gone(tmp_path: Path) -> 
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         journal = Journal()
         identity = asdict(replace(this_process(), pid=process.pid, started=0))
-        header = run_folder.header("made", 1, int, (), LaunchConfig(), START) | {"process": identity}
+        header = run_folder.new_header("made", 1, int, (), LaunchConfig(), START) | {"process": identity}
         (tmp_path / "run").mkdir()
         writer = RunWriter(tmp_path / "run", header, journal)
         journal.replay(make_run().journal.records)
@@ -304,7 +304,7 @@ def test_held_ranks_are_released_where_their_journal_is_gone(tmp_path: Path) -> 
         held = open_run(tmp_path / "run")
         assert held.held
         shutil.rmtree(tmp_path / "run")
-        time.sleep(3 * opened_run.FOLLOW_SECONDS)
+        time.sleep(3 * opened_run.POLL_SECONDS)
         assert held.held
         process.communicate()
     until(lambda: not held.held, seconds=20)

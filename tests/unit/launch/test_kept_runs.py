@@ -27,7 +27,7 @@ from notebook_accelerate.launch.kept import journal_file, journal_format, run_fo
 from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.report.run_report import environment_rows
-from notebook_accelerate.launch.resumption import newest_checkpoint
+from notebook_accelerate.launch.resumption import newest_complete_checkpoint
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunStalled
 from notebook_accelerate.launch.state.run_state import Stall
@@ -62,7 +62,7 @@ def write_journal(folder: Path, records: list[Record], name: str = "made") -> Pa
     """Write a kept run with these records of ranks, and one that has its processes running."""
     folder.mkdir(parents=True, exist_ok=True)
     made = make_run()
-    header = run_folder.header(name, 1, train, (), LaunchConfig(), START)
+    header = run_folder.new_header(name, 1, train, (), LaunchConfig(), START)
     file = journal_file.JournalFile(folder / JOURNAL_NAME)
     frames = [journal_format.encode_frame(header), *journal_format.encode_records([*made.journal.records, *records])]
     file.append(b"".join(frames))
@@ -369,7 +369,7 @@ def test_one_odd_file_does_not_spoil_the_table(tmp_path: Path) -> None:
 
 def test_settings_that_depend_on_each_other_are_read_together(tmp_path: Path) -> None:
     config = LaunchConfig(node_rank=1, num_nodes=3, min_nodes=2, rdzv_backend="c10d", tags=["a"])
-    stored = run_folder.header("x", 1, int, (), config, START)["config"]
+    stored = run_folder.new_header("x", 1, int, (), config, START)["config"]
     assert run_folder.config_from(stored) == config.changed(tags=("a",))
     odd = {**stored, "rdzv_endpoint": 5, "start_method": {}, "added_later": 1}
     assert run_folder.config_from(odd).num_nodes == 3
@@ -385,7 +385,7 @@ def test_a_run_is_kept_where_the_working_folder_was_deleted(tmp_path: Path, monk
 
 def test_a_checkpoint_that_cannot_be_looked_for_is_none(tmp_path: Path) -> None:
     records = [Record(0, START, CheckpointEvent(path, START)) for path in (f"/{'x' * 5000}", "/a\0b")]
-    assert newest_checkpoint(open_run(write_journal(tmp_path / "made", records))) is None
+    assert newest_complete_checkpoint(open_run(write_journal(tmp_path / "made", records))) is None
 
 
 def test_the_report_shows_the_machine_of_the_run(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_a_folder_is_deleted_while_its_last_file_is_written(tmp_path: Path) -> N
     opened, summary = open_run(folder), folder / run_folder.SUMMARY_NAME
     content = summary.read_bytes()
     summary.unlink()
-    writer = threading.Timer(0.5, journal_file.write_file, (summary, content))
+    writer = threading.Timer(0.5, journal_file.replace_file, (summary, content))
     writer.start()
     opened.delete()
     writer.join()
@@ -488,7 +488,7 @@ def test_a_long_journal_is_thinned_and_keeps_its_extremes(tmp_path: Path, monkey
     monkeypatch.setattr(journal_file, "KEPT_POINTS", 2_000)
     monkeypatch.setattr(journal_file, "KEPT_LOG_BYTES", 20_000)
     journal = Journal()
-    writer = RunWriter(tmp_path, run_folder.header("long", 1, train, (), LaunchConfig(), START), journal)
+    writer = RunWriter(tmp_path, run_folder.new_header("long", 1, train, (), LaunchConfig(), START), journal)
     journal.replay(make_run().journal.records)
     sizes = []
     for step in range(20_000):
@@ -544,7 +544,7 @@ def victim(step, folder, told):
     os.write = counted
     sys.addaudithook(audited)
     journal = Journal()
-    writer = RunWriter(folder, run_folder.header("killed", 1, victim, (), LaunchConfig(), START), journal)
+    writer = RunWriter(folder, run_folder.new_header("killed", 1, victim, (), LaunchConfig(), START), journal)
     journal.replay(make_run().journal.records)
     for number in range(12):
         journal.add([Record(0, START + number * 8 + i, MetricEvent({"loss": 1.0}, number * 8 + i)) for i in range(8)])
@@ -598,7 +598,7 @@ def test_a_journal_opens_after_a_kill_at_every_write(tmp_path: Path, torn: str) 
 
 def test_an_error_of_the_disk_is_told_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal()
-    writer = RunWriter(tmp_path, run_folder.header("full", 1, train, (), LaunchConfig(), START), journal)
+    writer = RunWriter(tmp_path, run_folder.new_header("full", 1, train, (), LaunchConfig(), START), journal)
     journal.replay(make_run().journal.records)
     write, full = os.write, True
 

@@ -31,7 +31,7 @@ def _step(number: int) -> list[Record]:
 def run(tmp_path: Path) -> Run:
     """A run that is kept in a folder."""
     made = make_run()
-    writer = RunWriter(tmp_path, run_folder.header("made", 1, int, (), LaunchConfig(), START), Journal())
+    writer = RunWriter(tmp_path, run_folder.new_header("made", 1, int, (), LaunchConfig(), START), Journal())
     made.folder, made.journal_file = tmp_path, writer.file
     return made
 

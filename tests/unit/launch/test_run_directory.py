@@ -30,7 +30,7 @@ from notebook_accelerate.launch import attaching, run_registry
 from notebook_accelerate.launch.detached import control_client, control_service, run_directory
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.detached.control_client import ControlClient
-from notebook_accelerate.launch.detached.control_service import ControlService, RecordStream, listen
+from notebook_accelerate.launch.detached.control_service import ControlService, RecordStream
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from notebook_accelerate.telemetry import Event, LogEvent
@@ -46,7 +46,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     yield tmp_path / "state" / "notebook-accelerate"
-    attaching.leave()
+    attaching.disconnect_all()
 
 
 def _recorded(
@@ -55,7 +55,7 @@ def _recorded(
     """Write a kept run and record it as a detached one, of this process or of one with other attributes."""
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
-    header = run_folder.header(name, 1, int, (), LaunchConfig(detach=True), START) | {"process": asdict(identity)}
+    header = run_folder.new_header(name, 1, int, (), LaunchConfig(detach=True), START) | {"process": asdict(identity)}
     records = journal_format.encode_records(make_run(started=created).journal.records)
     journal_file.JournalFile(folder / journal_file.JOURNAL_NAME).append(
         b"".join([journal_format.encode_frame(header), *records])
@@ -63,7 +63,7 @@ def _recorded(
     accelerator, visible = devices
     path, hides = str(run_directory.new_socket()), {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     entry = DetachedEntry(name, str(folder), path, created, asdict(identity), accelerator=accelerator, visible=hides)
-    run_directory.add(entry)
+    run_directory.add_entry(entry)
     return entry
 
 
@@ -98,7 +98,7 @@ def test_the_sockets_of_other_containers_stay(tmp_path: Path) -> None:
         _recorded(tmp_path / "gone", "gone", time.time(), pid=2**22 - 1),
     ]
     for entry in entries:
-        with listen(Path(entry.socket)):
+        with protocol.listen(Path(entry.socket)):
             pass
     assert [entry.name for entry in run_directory.entries()] == ["theirs", "gone"]
     assert [Path(entry.socket).exists() for entry in entries] == [True, False]
@@ -108,7 +108,7 @@ def test_a_file_in_place_of_a_socket_stays(tmp_path: Path) -> None:
     """The file of a run may name any path."""
     file = tmp_path / "thesis.txt"
     file.touch()
-    run_directory.add(replace(_recorded(tmp_path / "odd", "odd", time.time(), pid=2**22 - 1), socket=str(file)))
+    run_directory.add_entry(replace(_recorded(tmp_path / "odd", "odd", time.time(), pid=2**22 - 1), socket=str(file)))
     assert len(run_directory.entries()) == 2
     assert file.exists()
 
@@ -170,7 +170,7 @@ def test_a_folder_that_another_user_made_is_not_used(shared: Path, tmp_path: Pat
     for use in (run_directory.runs_folder, run_directory.new_socket):
         with pytest.raises(LaunchError, match=rf"{made} belongs to [^.]*\. Fix its permissions, or set XDG_STATE_HOME"):
             use()
-    for use_name in (lambda: run_directory.claim("x"), lambda: run_directory.add(_entry_of(tmp_path))):
+    for use_name in (lambda: run_directory.claim_name("x"), lambda: run_directory.add_entry(_entry_of(tmp_path))):
         with pytest.raises((LaunchError, PermissionError), match=str(made)):
             use_name()
     assert run_directory.entries() == []
@@ -188,7 +188,7 @@ def test_each_folder_of_detached_runs_must_be_the_users(shared: Path, folder: st
     os.chown(made, _NOBODY, _NOBODY)
     uses = {"runs": run_directory.runs_folder, "sockets": run_directory.new_socket}
     with pytest.raises((LaunchError, PermissionError), match=f"{made} belongs to"):
-        uses.get(folder, lambda: run_directory.claim("x"))()
+        uses.get(folder, lambda: run_directory.claim_name("x"))()
     if folder == "detached":
         with pytest.raises(LaunchError, match=f"{made} belongs to"):
             attach("x")
@@ -239,7 +239,7 @@ def test_what_is_no_file_of_the_user_is_no_record(tmp_path: Path, state: Path) -
 def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS, which has no /proc: the name of a run that was killed is free again."""
     monkeypatch.setattr(process_liveness, "_machine_identity", lambda: "")
-    claimed = run_directory.claim("one")
+    claimed = run_directory.claim_name("one")
     assert claimed is not None
     _recorded(tmp_path / "one", "one", time.time(), pid=2**22 - 1)
     assert [entry.lives for entry in run_directory.entries()] == [True]
@@ -249,7 +249,7 @@ def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, m
     os.close(claimed)  # as the end of its process does
     assert [entry.lives for entry in run_directory.entries()] == [False]
     again = attaching._claim("one")
-    run_directory.release("one", again)
+    run_directory.release_name("one", again)
 
 
 _ANOTHER = """
@@ -330,9 +330,9 @@ def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path, monkeypatch: p
     try:
         stopped: list[float] = []
         run.commands.stop = stopped.append  # type: ignore[method-assign]
-        (first,) = service._clients
+        (first,) = service._kernels
         first.channel.shut()
-        until(lambda: service._clients and first not in service._clients, seconds=20)
+        until(lambda: service._kernels and first not in service._kernels, seconds=20)
         client.stop(3.0)
         until(lambda: stopped == [3.0], seconds=20)
     finally:
@@ -355,7 +355,7 @@ def _followed(path: Path) -> tuple[ControlService, Channel]:
     run.journal.add([Record(0, START + number, LogEvent("stdout", f"{number:1000}")) for number in range(8000)])
     service, channel = ControlService(run, path), _connect(path)
     channel.send(protocol.FollowCommand(0))
-    until(lambda: any(client.has_unread for client in service._clients))
+    until(lambda: any(kernel.has_unread for kernel in service._kernels))
     return service, channel
 
 
@@ -480,7 +480,7 @@ def test_only_ended_runs_are_forgotten_with_their_folders(tmp_path: Path) -> Non
     with pytest.raises(FileNotFoundError):
         attach("lives")
     # A disk that does not answer gives an error, as a name that is too long does.
-    run_directory.add(replace(entry, name="away", folder=f"/{'x' * 300}"))
+    run_directory.add_entry(replace(entry, name="away", folder=f"/{'x' * 300}"))
     assert [entry.name for entry in run_directory.entries()] == ["lives", "away"]
     assert [run.name for run in runs() if run.config.detach] == []
 
@@ -523,35 +523,35 @@ def test_the_error_of_a_folder_names_what_mends_it(state: Path) -> None:
 _CLAIMS = """
 import sys
 from notebook_accelerate.launch.detached import run_directory
-print(run_directory.claim("one") is not None, flush=True)
+print(run_directory.claim_name("one") is not None, flush=True)
 sys.stdin.read()
 """
 
 
 def test_one_process_at_a_time_has_a_name(state: Path) -> None:
-    claimed = run_directory.claim("one")
+    claimed = run_directory.claim_name("one")
     assert claimed is not None
-    assert run_directory.claim("one") is None
-    other = run_directory.claim("other")
+    assert run_directory.claim_name("one") is None
+    other = run_directory.claim_name("other")
     assert other is not None
-    run_directory.release("one", claimed)
-    run_directory.release("other", other)
+    run_directory.release_name("one", claimed)
+    run_directory.release_name("other", other)
     assert not list((state / "detached").glob("*.lock"))
     command = [sys.executable, "-c", _CLAIMS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
-        assert run_directory.claim("one") is None
+        assert run_directory.claim_name("one") is None
         process.kill()
-    claimed = run_directory.claim("one")
+    claimed = run_directory.claim_name("one")
     assert claimed is not None, "of a process that was killed"
     copy = os.dup(claimed)  # as a process has that was forked meanwhile
-    run_directory.release("one", claimed)
-    again = run_directory.claim("one")
+    run_directory.release_name("one", claimed)
+    again = run_directory.claim_name("one")
     assert again is not None
     os.close(copy)
-    assert run_directory.claim("one") is None
-    run_directory.release("one", again)
+    assert run_directory.claim_name("one") is None
+    run_directory.release_name("one", again)
 
 
 # ---- launches

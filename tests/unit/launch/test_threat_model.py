@@ -27,8 +27,8 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, LaunchError, SerializationError
 from notebook_accelerate.launch import start
-from notebook_accelerate.launch.detached import control_service, run_directory
-from notebook_accelerate.launch.detached.control_service import listen
+from notebook_accelerate.launch.detached import run_directory
+from notebook_accelerate.launch.detached.control_protocol import is_own, listen
 from notebook_accelerate.launch.hosts.remote import stream
 from notebook_accelerate.launch.hosts.remote.host import (
     CHANNEL,
@@ -194,9 +194,9 @@ def test_no_other_user_can_attach_to_a_detached_run(monkeypatch: pytest.MonkeyPa
             assert done.stdout == "refused\n"
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            assert control_service.is_own(ours)
+            assert is_own(ours)
             monkeypatch.setattr(os, "getuid", lambda: 12345)
-            assert not control_service.is_own(ours)
+            assert not is_own(ours)
         assert listener.fileno() >= 0
     path.unlink()
 

@@ -28,7 +28,7 @@ def _keep(folder: Path, name: str, rate: float) -> None:
     metrics = [Record(0, START + step, MetricEvent({"loss": rate / (step + 1)}, step)) for step in range(30)]
     end(run, at=START + 30)
     config = LaunchConfig(name=name, save=folder.parent)
-    frames = [journal_format.encode_frame(run_folder.header(name, 1, train, (), config, START))]
+    frames = [journal_format.encode_frame(run_folder.new_header(name, 1, train, (), config, START))]
     records = run.journal.records
     frames += journal_format.encode_records([*records[:-4], *metrics, *records[-4:]])
     journal_file.JournalFile(folder / journal_file.JOURNAL_NAME).append(b"".join(frames))
