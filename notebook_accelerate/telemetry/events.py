@@ -24,6 +24,8 @@ class Event:
     """Whether a full queue may drop it (and then reports the number of dropped events)."""
     boundary: ClassVar[bool] = False
     """Whether it marks the boundary between two training steps."""
+    latest_by: ClassVar[tuple[str, ...] | None] = None
+    """The fields by which a newer event of a rank replaces an older one in a kept run; None if every event counts."""
     field_names: ClassVar[tuple[str, ...]] = ()
     """The names of the fields in the JSON, in order."""
     has_payload: ClassVar[bool] = False
@@ -60,10 +62,16 @@ class ProgressEvent(Event):
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
+    latest_by: ClassVar[tuple[str, ...]] = ("endless",)
 
     step: int
     total: int | None = None
     label: str = ""
+
+    @property
+    def endless(self) -> bool:
+        """Whether it reports a loop of unknown length."""
+        return self.total is None
 
 
 @dataclass(slots=True)
@@ -74,6 +82,7 @@ class EpochEvent(Event):
     """
 
     droppable: ClassVar[bool] = True
+    latest_by: ClassVar[tuple[str, ...]] = ()
 
     epoch: int
     steps: int | None = None
@@ -130,6 +139,7 @@ class ResourceEvent(Event):
     """Use of a rank's process: percent of one core, and bytes of memory."""
 
     droppable: ClassVar[bool] = True
+    latest_by: ClassVar[tuple[str, ...]] = ()
 
     cpu_percent: float
     memory_bytes: int
@@ -144,6 +154,7 @@ class DeviceMemoryEvent(Event):
     """
 
     droppable: ClassVar[bool] = True
+    latest_by: ClassVar[tuple[str, ...]] = ("device", "uuid")
 
     device: str
     allocated: int
@@ -162,6 +173,7 @@ class DeviceUseEvent(Event):
     """
 
     droppable: ClassVar[bool] = True
+    latest_by: ClassVar[tuple[str, ...]] = ("uuid",)
 
     uuid: str
     percent: float | None
@@ -237,6 +249,8 @@ class ExitWaitEvent(Event):
 class DroppedEvent(Event):
     """The channel could not keep up, and ``count`` droppable events were lost."""
 
+    latest_by: ClassVar[tuple[str, ...]] = ()
+
     count: int
 
 
@@ -269,6 +283,8 @@ class GroupTimeoutEvent(Event):
 class TraceEvent(Event):
     """A rank has written a profiler trace: its absolute path on the rank's machine, and its size in bytes."""
 
+    latest_by: ClassVar[tuple[str, ...]] = ("path",)
+
     path: str
     size: int
 
@@ -284,6 +300,8 @@ class CheckpointEvent(Event):
     ``time`` is when all ranks had reached ``save_state``, in seconds since the epoch: what they logged before is part
     of the training that the checkpoint continues.
     """
+
+    latest_by: ClassVar[tuple[str, ...]] = ("path",)
 
     path: str
     time: float
@@ -301,6 +319,8 @@ class ShardingEvent(Event):
     bytes ``whole`` and ``here`` (None: unknown), the axes over which it is ``sharded``, where it is stored while
     ``offloaded``, and a ``note``. ``units`` is the number of ``unit``: units of FSDP, layers of a stage.
     """
+
+    latest_by: ClassVar[tuple[str, ...]] = ()
 
     strategy: str
     variant: str

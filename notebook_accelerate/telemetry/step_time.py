@@ -35,6 +35,7 @@ class StepTimeEvent(Event):
     """
 
     droppable: ClassVar[bool] = True
+    latest_by: ClassVar[tuple[str, ...]] = ()
 
     parts: dict[str, float]
     step: int

@@ -81,7 +81,7 @@ class AttachedKernel:
         """Whether messages are queued for the kernel."""
         return bool(self._unread)
 
-    def send(self, events: Sequence[Event]) -> None:
+    def send(self, event: Event) -> None:
         """Send as much as the kernel accepts without blocking, and queue the rest.
 
         Raises:
@@ -89,16 +89,19 @@ class AttachedKernel:
         """
         if not self._unread:
             self._read_at = time.monotonic()
-        elif events and sum(map(len, self._unread)) - len(self._unread[0]) > MAX_UNREAD_BYTES:
+        elif sum(map(len, self._unread)) - len(self._unread[0]) > MAX_UNREAD_BYTES:
             raise ChannelClosedError("the kernel reads too slowly")
-        elif time.monotonic() - self._read_at > UNREAD_SECONDS:
-            raise ChannelClosedError("the kernel does not read")
-        if events:
-            stamp = steady_time.now()
-            self._unread.append(memoryview(encode([Stamped(stamp, event) for event in events])))
-        self._flush()
+        self._unread.append(memoryview(encode([Stamped(steady_time.now(), event)])))
+        self.send_unread()
 
-    def _flush(self) -> None:
+    def send_unread(self) -> None:
+        """Send as much of the queue as the kernel accepts without blocking.
+
+        Raises:
+            ChannelClosedError: The kernel is gone, or does not read.
+        """
+        if self._unread and time.monotonic() - self._read_at > UNREAD_SECONDS:
+            raise ChannelClosedError("the kernel does not read")
         try:
             while self._unread:
                 self._unread[0] = self._unread[0][self._socket.send(self._unread[0]) :]
@@ -194,27 +197,21 @@ class ControlService:
             self._send_news()
 
     def _send_news(self) -> None:
-        outgoing: dict[AttachedKernel, list[Event]] = {kernel: [] for kernel in self._kernels}
         if time.monotonic() >= self._batch_due:
             followed = any(kernel.position is not None for kernel in self._kernels)
             self._stream.advance(hold=followed)
             self._batch_due = time.monotonic() + (BATCH_SECONDS if followed else CHECK_SECONDS)
         while self._replies:
             rank, reply = self._replies.popleft()
-            asking = self._asked.pop((rank, reply.number), None)
-            if asking in outgoing:
-                outgoing[asking].append(protocol.relayed(rank, reply))
+            self._reply(self._asked.pop((rank, reply.number), None), protocol.relayed(rank, reply))
         while self._captured:
             self._capturing -= 1
-            asking, stacks = self._captured.popleft()
-            if asking in outgoing:  # otherwise it has left
-                outgoing[asking].append(stacks)
-        for kernel, events in outgoing.items():
+            self._reply(*self._captured.popleft())
+        for kernel in list(self._kernels):
             with self._dropped_on_error(kernel):
-                if events or kernel.has_unread:
-                    kernel.send(events)
+                kernel.send_unread()
                 while not kernel.has_unread and (news := self._next_records(kernel)) is not None:
-                    kernel.send([news])
+                    kernel.send(news)
                 self._watch(kernel)
 
     def _next_records(self, kernel: AttachedKernel) -> Event | None:
@@ -297,9 +294,12 @@ class ControlService:
         elif isinstance(event, protocol.FollowCommand):
             kernel.position, kernel.history = event.position, None
 
-    def _reply(self, kernel: AttachedKernel, event: Event) -> None:
-        kernel.send([event])
-        self._watch(kernel)
+    def _reply(self, kernel: AttachedKernel | None, event: Event) -> None:
+        """Send an event to the kernel that asked for it, unless that kernel has left."""
+        if kernel in self._kernels:
+            with self._dropped_on_error(kernel):
+                kernel.send(event)
+                self._watch(kernel)
 
     def _forward(self, kernel: AttachedKernel, event: protocol.RelayedEvent) -> None:
         requests = [message.event for message in Decoder().feed(event.payload)]

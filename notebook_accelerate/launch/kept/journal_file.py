@@ -27,17 +27,7 @@ from notebook_accelerate.launch.state.run_events import (
     WarningAdded,
 )
 from notebook_accelerate.launch.state.run_state import RunState
-from notebook_accelerate.telemetry import (
-    CheckpointEvent,
-    DroppedEvent,
-    EpochEvent,
-    Event,
-    LogEvent,
-    MetricEvent,
-    ProgressEvent,
-    TraceEvent,
-)
-from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
+from notebook_accelerate.telemetry import DroppedEvent, EpochEvent, LogEvent, ProgressEvent
 from notebook_accelerate.telemetry.curves import m4
 from notebook_accelerate.telemetry.store import Record, SeriesTail
 from notebook_accelerate.telemetry.tracebacks import describe_error
@@ -184,7 +174,7 @@ class JournalContents:
         header: The section about the launch; empty before it was read.
         sections: The other sections of `_SECTIONS`, by kind.
         stored: By rank, what its event says about the file of its result.
-        latest: The events of ranks of which only the last is of use, by kind, rank and what else tells them apart.
+        latest: The latest events of ranks that newer ones replace, by `replacement_key`.
         run_events: Number of the events of the run itself that were read.
         known: Number of those that the journal has, also from the process that writes the file.
         work: What reading them took, which is limited to `MAX_WORK`.
@@ -314,17 +304,15 @@ class JournalContents:
         return True
 
     def note(self, record: Record) -> None:
-        """Keep an event of a rank, other than metrics and output, in place of the one before it."""
-        event = record.event
-        kind = type(event)
-        if kind in (MetricEvent, AutomaticMetricEvent, LogEvent):
+        """Keep an event of a rank in place of the one that it replaces."""
+        event, key = record.event, replacement_key(record)
+        if key is None:
             return
-        key = (kind.__name__, record.rank, *distinguishing(event))
         if isinstance(event, DroppedEvent) and (before := self.latest.get(key)) is not None:
             assert isinstance(before.event, DroppedEvent)
             record = record._replace(event=DroppedEvent(before.event.count + event.count))
         self.latest.pop(key, None)
-        if kind is EpochEvent and (before := self.latest.pop((ProgressEvent.__name__, record.rank, True), None)):
+        if isinstance(event, EpochEvent) and (before := self.latest.pop((ProgressEvent, record.rank, True), None)):
             self.latest.pop(("step before", record.rank), None)
             self.latest["step before", record.rank] = before
         self.latest[key] = record
@@ -345,13 +333,10 @@ def _work_of(event: RunEvent, state: RunState) -> int:
     return _RANK_WORK * copied if isinstance(event, (AttemptStarted, RunLost)) else copied
 
 
-def distinguishing(event: Event) -> tuple[Any, ...]:
-    """Return what tells events of one kind and rank apart, of which the last one each is of use."""
-    if isinstance(event, ProgressEvent):
-        return (event.total is None,)
-    if isinstance(event, (TraceEvent, CheckpointEvent)):
-        return (event.path,)
-    return (getattr(event, "device", ""), getattr(event, "uuid", ""))
+def replacement_key(record: Record) -> tuple[Any, ...] | None:
+    """Return the key by which a newer event of a rank replaces an older one; None if every event counts."""
+    event, names = record.event, type(record.event).latest_by
+    return None if names is None else (type(event), record.rank, *(getattr(event, name) for name in names))
 
 
 def _check_header(section: dict[str, Any]) -> None:

@@ -119,12 +119,9 @@ def _read_only(header: dict[str, Any], folder: Path) -> str:
 def _read_whole_file(reader: JournalReader) -> None:
     """Read the file of a run, and end its journal if the process that has written it is gone."""
     reader.read_file()
-    contents, journal = reader.contents, reader.journal
-    if journal.state.held and _has_ended(contents, reader.file):
-        journal.append(RanksReleased(), journal.last_time)
-    if journal.state.started and journal.state.ended is None and _has_ended(contents, reader.file):
+    if _is_open(reader.journal) and _has_ended(reader.contents, reader.file):
         reader.read_file()  # it may have ended in an orderly way since it was read
-        _lose(contents)
+        _close_journal(reader.contents)
 
 
 def _report(journal: Journal, text: str) -> None:
@@ -159,16 +156,24 @@ def journal_path(path: str | PathLike[str]) -> Path:
 
 
 def end_if_lost(contents: JournalContents, file: Path) -> None:
-    """Append the end of a run as lost to its journal, if the process that wrote it is gone."""
-    if contents.journal.state.started and contents.journal.state.ended is None and _has_ended(contents, file):
-        _lose(contents)
+    """End the journal of a run whose process is gone without an end."""
+    if _is_open(contents.journal) and _has_ended(contents, file):
+        _close_journal(contents)
 
 
-def _lose(contents: JournalContents) -> None:
+def _is_open(journal: Journal) -> bool:
+    """Return whether more records may follow: the run has not ended, or its ranks are held."""
+    return journal.state.started > 0 and (journal.state.ended is None or journal.state.held)
+
+
+def _close_journal(contents: JournalContents) -> None:
+    """Append what the process of the run would have recorded at its end."""
     journal = contents.journal
     if journal.state.ended is None:
         text = f"run {contents.header['name']} was lost: {_writer_of(contents.header)} is gone and has recorded no end"
         journal.append(RunLost(text), journal.last_time)
+    if journal.state.held:
+        journal.append(RanksReleased(), journal.last_time)
 
 
 def _writer_of(header: dict[str, Any]) -> str:
@@ -264,33 +269,27 @@ class _FilePoller:
     def start(self) -> None:
         """Poll the file on a thread; do nothing before the run is opened, or if the thread has been started."""
         with self._lock:
-            if self._started or not self.opened or self.over.is_set() or not self._expects_more():
+            if self._started or not self.opened or self.over.is_set() or not _is_open(self._reader.journal):
                 return
             self._started = True
         threading.Thread(target=self._main, name="notebook-accelerate-poll", daemon=True).start()
 
     def _main(self) -> None:
         gone = False
-        while not gone and self._expects_more() and not self.over.wait(POLL_SECONDS):
+        while not gone and _is_open(self._reader.journal) and not self.over.wait(POLL_SECONDS):
             # Check before reading, or records written just before exit would be missed.
             gone = _has_ended(self._reader.contents, self._reader.file)
             self._poll(gone)
 
-    def _expects_more(self) -> bool:
-        state = self._reader.journal.state
-        return state.ended is None or state.held
-
     def _poll(self, gone: bool) -> None:
-        reader, journal = self._reader, self._reader.journal
+        reader = self._reader
         try:
             reader.read_file()
         except (BrokenRunError, OSError) as error:  # a disk may not answer for a while
             if isinstance(error, BrokenRunError) or run_directory.is_gone(reader.file.parent):
                 self._note_problem(f"Cannot read the journal: {error}")
         if gone:
-            _lose(reader.contents)
-            if journal.state.held:
-                journal.append(RanksReleased(), journal.last_time)
+            _close_journal(reader.contents)
 
     def _note_problem(self, problem: str) -> None:
         journal = self._reader.journal

@@ -20,9 +20,9 @@ from notebook_accelerate.launch.kept.journal_file import (
     KEPT_LOG_BYTES,
     JournalContents,
     JournalFile,
-    distinguishing,
     last_lines,
     replace_file,
+    replacement_key,
     thinned_frames,
 )
 from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, SavingChanged, WarningAdded
@@ -30,12 +30,11 @@ from notebook_accelerate.telemetry import (
     CheckpointEvent,
     DroppedEvent,
     EpochEvent,
+    Event,
     LogEvent,
-    MetricEvent,
     ProgressEvent,
     TraceEvent,
 )
-from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
 from notebook_accelerate.telemetry.sink import drop_key, thin
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.telemetry.tracebacks import describe_error
@@ -67,8 +66,9 @@ STOPPED_END_SECONDS = 10.0
 """Seconds that the end of a detached run waits for a full disk if the user has stopped the run."""
 END_PERIOD = 2.0
 """Seconds between two tries then."""
-_ALL_OF = frozenset({MetricEvent, AutomaticMetricEvent, LogEvent, TraceEvent, CheckpointEvent, EpochEvent})
-"""Events of ranks that are all written; of others, the last one of each period."""
+_WRITTEN: tuple[type[Event], ...] = (RunEvent, *journal_format.RANK_EVENTS)
+_ALL_OF = frozenset({CheckpointEvent, DroppedEvent, EpochEvent, TraceEvent})
+"""Events of ranks that are all written although newer ones replace them; of others, the last one of each period."""
 _WRITE_BYTES = 1 << 20
 
 
@@ -320,14 +320,14 @@ def _worth_keeping(records: Sequence[Record]) -> list[Record]:
     kept: list[Record] = []
     seen: set[tuple[Any, ...]] = set()
     for record in reversed(records):
-        kind = type(record.event)
-        if isinstance(record.event, RunEvent) or kind in _ALL_OF or kind is DroppedEvent:
+        kind, key = type(record.event), replacement_key(record)
+        if not isinstance(record.event, _WRITTEN):
+            continue
+        if key is None or kind in _ALL_OF:
             kept.append(record)
-        elif kind in journal_format.RANK_EVENTS:
-            key = (kind, record.rank, *distinguishing(record.event))
-            if key not in seen:
-                seen.add(key)
-                kept.append(record)
+        elif key not in seen:
+            seen.add(key)
+            kept.append(record)
         if kind is EpochEvent:  # the steps before it belong to an earlier epoch
             seen.discard((ProgressEvent, record.rank, True))
     return kept[::-1]
