@@ -200,7 +200,7 @@ class Accelerator(AcceleratorProperties):
         place = f"rank {self.process_index} of {self.num_processes}"
         return f"Accelerator({self.distributed_type.value}, {place}, {self.device}, {self.mixed_precision})"
 
-    # -- preparing ----------------------------------------------------------------------------------------------------
+    # ---- preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, in any number and order; every rank must call this.
@@ -294,7 +294,7 @@ class Accelerator(AcceleratorProperties):
         """
         return self.strategy.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
-    # Private Accelerate methods that downstream libraries call.
+    # ---- private methods of Accelerate that downstream libraries call
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects as `prepare` does, and return a tuple also for one object."""
@@ -314,7 +314,7 @@ class Accelerator(AcceleratorProperties):
         """Return the mesh that divides loaders among ranks."""
         return self.torch_device_mesh
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a loss, divided by the accumulation steps and scaled for the precision.
@@ -481,7 +481,7 @@ class Accelerator(AcceleratorProperties):
         settings = profile_handler or self._handlers.profile or ProfileKwargs()
         return tracking.profiled(settings, self.process_index, self.wait_for_everyone)
 
-    # -- between ranks ------------------------------------------------------------------------------------------------
+    # ---- between ranks
 
     def wait_for_everyone(self) -> None:
         """Wait until all ranks have called this; every rank must."""
@@ -574,7 +574,7 @@ class Accelerator(AcceleratorProperties):
             self.flag_tensor = None
         return raised
 
-    # -- models -------------------------------------------------------------------------------------------------------
+    # ---- models
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -616,7 +616,7 @@ class Accelerator(AcceleratorProperties):
         """See `free_memory`."""
         return self.free_memory(*objects)
 
-    # -- files --------------------------------------------------------------------------------------------------------
+    # ---- files
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object to a file, once (or once per machine where `save_on_each_node` is set).
@@ -738,7 +738,7 @@ class Accelerator(AcceleratorProperties):
         """
         return skip_first_batches(dataloader, num_batches=num_batches)
 
-    # -- tracking -----------------------------------------------------------------------------------------------------
+    # ---- tracking
 
     def init_trackers(
         self,
@@ -804,7 +804,7 @@ class Accelerator(AcceleratorProperties):
         checkpointing.wait_for_saves("end_training", release=True)
         self.state.destroy_process_group()
 
-    # -- parallel layouts ---------------------------------------------------------------------------------------------
+    # ---- parallel layouts
 
     @contextmanager
     def maybe_context_parallel(

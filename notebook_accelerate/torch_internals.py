@@ -14,8 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor, UntypedStorage, nn
-    from torch import _foreach_copy_ as foreach_copy
+    from torch import Tensor, UntypedStorage, _foreach_copy_ as foreach_copy, nn
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.shard import Shard
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX,
-    )
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl,
         checkpoint_wrapper,
         offload_wrapper,
@@ -156,7 +153,7 @@ def before_profilers_start(call: Callable[[Any], None]) -> Callable[[], None]:
     return end
 
 
-# -- Process groups ----------------------------------------------------------------------------------------------------
+# ---- process groups
 
 _TABLES_OF_GROUPS = (
     "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
@@ -266,7 +263,7 @@ def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
     return {name: dump for name, function in names.items() if (dump := getattr(module, function, None)) is not None}
 
 
-# -- Devices, meshes and tensors ---------------------------------------------------------------------------------------
+# ---- devices, meshes and tensors
 
 
 def default_device() -> str:
@@ -340,7 +337,7 @@ def tensor_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-# -- Modules -----------------------------------------------------------------------------------------------------------
+# ---- modules
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -424,7 +421,7 @@ def recorded_static_graph(model: nn.Module) -> bool:
     return bool(getattr(model, "_static_graph_delay_allreduce_enqueued", True))
 
 
-# -- FSDP 1 ------------------------------------------------------------------------------------------------------------
+# ---- FSDP 1
 
 
 def hybrid_zero2() -> Any:
@@ -492,7 +489,7 @@ def sharded_tensor(shards: list[Any], metadata: Any, group: Any) -> ShardedTenso
     return tensor
 
 
-# -- Loaders, schedulers and optimizers --------------------------------------------------------------------------------
+# ---- loaders, schedulers and optimizers
 
 
 def sampler_length(sampler: Any) -> int | None:

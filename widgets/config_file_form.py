@@ -140,7 +140,7 @@ def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: Cluste
     return [*names, *(name for name in changed if name not in {"batch_size", "dynamo_plugin"})]
 
 
-# The code of the cell that launches a configuration.
+# ---- the cell that launches a configuration
 
 _WIDTH = 88
 RUN_VARIABLE = "run"
@@ -262,7 +262,7 @@ def training_functions(namespace: dict[str, Any]) -> list[str]:
     return own[::-1]
 
 
-# A plan and the machine it runs on as short texts.
+# ---- a plan, and its machine, as short texts
 
 _HOSTS = {"jupyter": "Jupyter", "colab": "Colab", "kaggle": "Kaggle", "vscode": "VS Code", "terminal": "terminal"}
 

@@ -226,7 +226,7 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, Exception) else repr(value)
 
 
-# The part of a run's panel that opens with Debug: the line that opens the debugger, and the panel for its ranks.
+# ---- the Debug section of a run's panel
 
 
 class DebugSection:
@@ -330,7 +330,7 @@ def _line(run: Run | None, rank: int | None = None) -> str:
     return f"{start}notebook_accelerate.{of_run}debug({argument})"
 
 
-# The parts of the debug panel as HTML and as text.
+# ---- HTML and text
 
 MAX_HISTORY = 50
 """Commands and replies that are kept."""

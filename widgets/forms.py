@@ -384,7 +384,7 @@ def _with_code(text: str) -> Markup:
     return Markup(re.sub(r"``?([^`]+)``?", r"<code>\1</code>", escape(text)))
 
 
-# The order of the fields in the config panel: the first group is open, the others are folded under titles.
+# ---- the order of the fields in the config panel
 
 LAUNCH_CHOICES = {
     "start_method": START_METHODS,
@@ -435,7 +435,7 @@ TRAINING_GROUPS = (
 )  # fmt: skip
 
 
-# The entries of a form over a dataclass: their values, their errors, and the instance they make.
+# ---- entries: their values, their errors, and the instance that they make
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,7 +208,7 @@ class MemoryPanel:
         return {"text/html": self.html(), "text/plain": self.text()}
 
 
-# Estimates before the launch whether a training fits the memory of the machine.
+# ---- the estimate before a launch
 
 _ESTIMATE = "notebook_accelerate.big_modeling.estimate"
 """The module that estimates memory. It is loaded on first use: it belongs to the workers' side and needs torch."""

@@ -94,7 +94,7 @@ def show(profile: Profile) -> bool:
 _live: list[ProfilePanel] = []
 
 
-# The part of a run's panel that opens with Profile: steps that are being recorded, then what they show.
+# ---- the Profile section of a run's panel
 
 PROFILE = Action(
     id="profile", label="Profile", hint=f"Record the next {DEFAULT_STEPS} steps of all ranks with torch's profiler"
@@ -184,7 +184,7 @@ def _title(profile: Profile) -> str:
     return "Profile of 1 step" if profile.steps == 1 else f"Profile of {profile.steps} steps"
 
 
-# The timeline of a profile in the browser: one canvas over all ranks, whose data is sent once, as bytes.
+# ---- the timeline: one canvas over all ranks
 
 SCRIPTS = ("feed.js", "looks.js", "timeline_data.js", "timeline_canvas.js", "timeline.js")
 MAX_EVENTS = 3_000_000

@@ -256,7 +256,7 @@ def setup(run: Run) -> Markup:
     ])  # fmt: skip
 
 
-# The sharding page of a run's panel: the mesh of ranks as a drawing, and the table of shards.
+# ---- the sharding page
 
 _NO_SHARDS = (
     "Nothing prepared yet: accelerator.prepare(model, optimizer) shows here the parameters, gradients and optimizer "

@@ -283,7 +283,7 @@ def _overlays(chosen: Sequence[ComparedRun]) -> Markup:
     return element("div", join(images, " ")) if images else Markup()
 
 
-# The table of runs in the browser: sorted and filtered there, with Stop and Open in each row.
+# ---- the table in the browser
 
 
 class RunsGrid(anywidget.AnyWidget):

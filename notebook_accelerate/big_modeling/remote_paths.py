@@ -93,7 +93,7 @@ class RemotePath:
         """Return the path itself."""
         return self
 
-    # -- queries ------------------------------------------------------------------------------------------------------
+    # ---- queries
 
     def exists(self) -> bool:
         """Return whether it is a file, or has files below it."""
@@ -135,7 +135,7 @@ class RemotePath:
         with self._access("read") as (fs, path):
             return str(fs.ukey(path))
 
-    # -- reading and writing ------------------------------------------------------------------------------------------
+    # ---- reading and writing
 
     def read_text(self, encoding: str = "utf-8") -> str:
         """Return the text of the file.
@@ -222,7 +222,7 @@ class RemotePath:
         with self._access("remove") as (fs, path), suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
 
-    # -- fsspec -------------------------------------------------------------------------------------------------------
+    # ---- fsspec
 
     def filesystem(self) -> tuple[Any, str]:
         """Return fsspec's file system and the path in it; not cached, because a forked process needs its own.

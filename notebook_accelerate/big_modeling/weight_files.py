@@ -245,7 +245,7 @@ def _known_to_torch() -> dict[str, Any]:
     return known
 
 
-# -- other libraries' loading -----------------------------------------------------------------------------------------
+# ---- other libraries' loading
 
 _loading = threading.RLock()
 _trusted = threading.local()

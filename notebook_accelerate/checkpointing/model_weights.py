@@ -216,7 +216,7 @@ def _find_weights(path: AnyPath) -> AnyPath:
     raise ValueError(f"{path} contains no weights: it has none of {', '.join(names)}; pass the folder of save_model")
 
 
-# A state dict in several files, with an index that maps each name to its file.
+# ---- several files, with an index that maps each name to its file
 
 _UNITS = {
     "": 1,
@@ -332,7 +332,7 @@ def shard_checkpoint(
     return shards, (build_index(shards) if len(shards) > 1 else None)
 
 
-# Merges the folder of a sharded model into whole files, in one process.
+# ---- the folder of a sharded model, merged into whole files
 
 _METADATA = ".metadata"
 

@@ -31,7 +31,6 @@ _FIELDS = {
     },
 }  # fmt: skip
 """Fields of the configuration file by option."""
-_FP8_SECTION = "fp8_config"
 _EXCLUSIVE = (
     ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp"),
     ("use_deepspeed", "use_fsdp", "use_megatron_lm"),
@@ -250,7 +249,7 @@ def _check_supported(args: argparse.Namespace) -> None:
         raise ValueError(_OTHER_LAUNCHER.format(launcher=f"--deepspeed_multinode_launcher {launcher}"))
 
 
-# The options of ``launch``, as a table: Accelerate's, and one of this package.
+# ---- the options of ``launch``
 
 
 @dataclass(frozen=True)

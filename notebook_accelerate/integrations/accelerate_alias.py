@@ -104,7 +104,7 @@ class _AliasLoader:
             if type(module) is ModuleType:
                 module.__class__ = _PatchedModule
 
-    # What runpy, inspect, pkgutil and importlib.resources ask of a loader.
+    # ---- for runpy, inspect, pkgutil and importlib.resources
 
     def get_code(self, fullname: str) -> Any:
         """Return the module's code object."""
@@ -269,7 +269,7 @@ def _set_python_path(folders: list[str]) -> None:
         os.environ.pop("PYTHONPATH", None)
 
 
-# The metadata of a distribution that this package stands for; imported on first use, as importlib.metadata is.
+# ---- the metadata of Accelerate's distribution
 
 
 class AliasDistribution(Distribution):

@@ -201,8 +201,6 @@ def _connect_mlflow(module: Any) -> None:
 
 
 # The parameters have mlflow's names: its own functions pass them by name.
-
-
 def _log_metric(
     _client: Any,
     run_id: str,  # noqa: ARG001

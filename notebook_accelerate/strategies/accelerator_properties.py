@@ -67,7 +67,7 @@ class AcceleratorProperties(RankExecution):
     _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
     _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
 
-    # -- this process and its world -----------------------------------------------------------------------------------
+    # ---- this process and its world
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -214,7 +214,7 @@ class AcceleratorProperties(RankExecution):
         """
         return self._mesh_rank("dp_shard")
 
-    # -- settings -----------------------------------------------------------------------------------------------------
+    # ---- settings
 
     @property
     def split_batches(self) -> bool:
@@ -288,7 +288,7 @@ class AcceleratorProperties(RankExecution):
         """Whether an optimizer skipped its last step because of infinite gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    # -- kwargs_handlers, each None if it was not given; libraries assign them before they call prepare ---------------
+    # ---- kwargs_handlers, each None if it was not given; libraries assign them before they call prepare
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:

@@ -95,7 +95,7 @@ def _split(layer: nn.Module, mesh: DeviceMesh) -> None:
     layer.register_forward_hook(_sum_outputs, always_call=True)
 
 
-# -- the forward pass of a layer --------------------------------------------------------------------------------------
+# ---- the forward pass of a layer
 
 _CALL = "_expert_parallel_call"
 

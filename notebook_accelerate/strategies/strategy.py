@@ -103,7 +103,7 @@ class Strategy:
         self.dataloaders: list[DataLoader[Any]] = []
         self._reported: ShardReport | None = None
 
-    # -- preparing ----------------------------------------------------------------------------------------------------
+    # ---- preparing
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle cannot write a WeakSet.
@@ -285,7 +285,7 @@ class Strategy:
             "torch_device_mesh": self.setup.state.device_mesh,
         }
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of a loss, scaled where the precision needs it.
@@ -366,7 +366,7 @@ class Strategy:
         if with_gradient:  # torch raises an error on an empty list
             torch.nn.utils.clip_grad_value_(with_gradient, clip_value)
 
-    # -- states -------------------------------------------------------------------------------------------------------
+    # ---- states
 
     def model_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """See `Accelerator.get_state_dict`."""

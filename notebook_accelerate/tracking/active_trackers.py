@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 
 
-# The tracker that is always active in a launched run: it sends numbers to the notebook.
+# ---- the notebook's tracker
 
 
 class LiveTracker(GeneralTracker):

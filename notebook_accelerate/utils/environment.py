@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 reexport(__name__)
 
 
-# -- variables
+# ---- variables
 
 _FORBIDDEN = frozenset(";\n<> ")
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -185,7 +185,7 @@ def _restore_accelerate_variables(before: Mapping[str, str]) -> None:
     os.environ.update(before)
 
 
-# -- this process and its machine
+# ---- this process and its machine
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

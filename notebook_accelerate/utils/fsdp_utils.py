@@ -180,7 +180,7 @@ def _adapter_filter(model: nn.Module, adapter_only: bool) -> Callable[[dict[str,
     return lambda state: get_peft_model_state_dict(inner, state_dict=state)
 
 
-# -- FSDP 2, step by step ---------------------------------------------------------------------------------------------
+# ---- FSDP 2, step by step
 
 
 def fsdp2_prepare_model(accelerator: AcceleratorProperties, model: nn.Module) -> nn.Module:

@@ -16,15 +16,20 @@ from packaging.version import parse
 from notebook_accelerate._lazy import reexport
 from notebook_accelerate.config import environ
 from notebook_accelerate.hardware import device_counts, device_table, nvml
-from notebook_accelerate.hardware.versions import installed_version, is_package, is_torch_version, torch_build
-from notebook_accelerate.hardware.versions import is_torchao_available as is_torchao_available
+from notebook_accelerate.hardware.versions import (
+    installed_version,
+    is_package,
+    is_torch_version,
+    is_torchao_available as is_torchao_available,
+    torch_build,
+)
 
 reexport(__name__)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-# -- packages
+# ---- packages
 
 
 def _package(name: str, distribution: str | None = None, minimum: str | None = None) -> Callable[[], bool]:
@@ -143,7 +148,7 @@ def is_weights_only_available() -> bool:
     return True
 
 
-# -- devices
+# ---- devices
 
 
 def _usable(device_type: str, check_device: bool = False) -> bool:
@@ -284,7 +289,7 @@ def is_torch_tpu_available() -> bool:
     return _usable("tpu")
 
 
-# -- precisions
+# ---- precisions
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
@@ -308,7 +313,7 @@ def is_fp8_available() -> bool:
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
-# -- older names
+# ---- older names
 
 
 def is_ipex_available() -> bool:
@@ -334,7 +339,7 @@ def _deprecated(name: str, instead: str) -> None:
     warnings.warn(f"{name} is deprecated: write {instead}", FutureWarning, stacklevel=3)
 
 
-# -- decorators
+# ---- decorators
 
 
 def torchao_required(func: _F) -> _F:

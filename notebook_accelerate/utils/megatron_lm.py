@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 reexport(__name__)
 
 
-# -- preparing, step by step
+# ---- preparing, step by step
 
 
 def megatron_lm_prepare_data_loader(accelerator: Accelerator, dataloader: Any) -> Any:
@@ -91,7 +91,7 @@ def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, schedul
     return megatron_setup.make_schedule(optimizer, plugin, scheduler is not None)
 
 
-# -- collectives of the data parallel group
+# ---- collectives of the data parallel group
 
 
 def avg_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:

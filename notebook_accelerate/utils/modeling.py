@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.device_map import (
         check_device_map as check_device_map,
         clean_device_map as clean_device_map,
-        infer_auto_device_map as infer_auto_device_map,
-    )
-    from notebook_accelerate.big_modeling.device_map import (
         get_balanced_memory as get_balanced_memory,
         get_max_memory as get_max_memory,
+        infer_auto_device_map as infer_auto_device_map,
     )
     from notebook_accelerate.big_modeling.module_tree import (
         calculate_maximum_sizes as calculate_maximum_sizes,
@@ -40,17 +38,15 @@ if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.module_tensors import (
         align_module_device as align_module_device,
         check_device_same as check_device_same,
-        get_state_dict_from_offload as get_state_dict_from_offload,
-        get_state_dict_offloaded_model as get_state_dict_offloaded_model,
-        has_offloaded_params as has_offloaded_params,
-        set_module_tensor_to_device as set_module_tensor_to_device,
-    )
-    from notebook_accelerate.big_modeling.module_tensors import (
         check_tied_parameters_in_config as check_tied_parameters_in_config,
         check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
         find_tied_parameters as find_tied_parameters,
         get_module_size_with_ties as get_module_size_with_ties,
+        get_state_dict_from_offload as get_state_dict_from_offload,
+        get_state_dict_offloaded_model as get_state_dict_offloaded_model,
+        has_offloaded_params as has_offloaded_params,
         retie_parameters as retie_parameters,
+        set_module_tensor_to_device as set_module_tensor_to_device,
     )
     from notebook_accelerate.checkpointing.model_weights import shard_checkpoint as shard_checkpoint
 
@@ -79,7 +75,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-# -- precision
+# ---- precision
 
 
 def get_mixed_precision_context_manager(

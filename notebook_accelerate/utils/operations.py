@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 reexport(__name__)
 
 
-# -- descriptions of containers
+# ---- descriptions of containers
 
 
 def get_shape(data: Any) -> Any:
@@ -101,7 +101,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
-# -- changed containers and outputs
+# ---- changed containers and outputs
 
 
 def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: int = 0) -> Nested:
@@ -141,7 +141,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputs
     return ConvertOutputsToFp32(model_forward)
 
 
-# -- collectives
+# ---- collectives
 
 
 _DTYPES = (

@@ -38,13 +38,11 @@ if TYPE_CHECKING:
         get_free_port as get_free_port,
     )
     from notebook_accelerate.strategies.module_queries import (
+        extract_model_from_parallel as extract_model_from_parallel,
         get_model_tp_size as get_model_tp_size,
         has_repeated_blocks as has_repeated_blocks,
         is_repeated_blocks as is_repeated_blocks,
         model_has_dtensor as model_has_dtensor,
-    )
-    from notebook_accelerate.strategies.module_queries import (
-        extract_model_from_parallel as extract_model_from_parallel,
     )
 
 reexport(__name__)

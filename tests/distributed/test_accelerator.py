@@ -33,7 +33,7 @@ def inputs_of(accelerator: Accelerator) -> torch.Tensor:
     return torch.full((1, 1), 1.0 + 2.0 * accelerator.process_index)
 
 
-# -- the world ---------------------------------------------------------------------------------------------------------
+# ---- the world
 
 
 def the_world() -> Any:
@@ -144,7 +144,7 @@ def test_a_forked_child_forgets_an_inherited_group(tmp_path: Path, own: bool) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["child0", "child1"]
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# ---- gradients
 
 
 def grads_of_a_window(plugin: dict[str, Any]) -> Any:
@@ -288,7 +288,7 @@ def test_a_hook_that_this_device_has_not() -> None:
         run_ranks(comm_hook, "bf16", "no")
 
 
-# -- metrics -----------------------------------------------------------------------------------------------------------
+# ---- metrics
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -334,7 +334,7 @@ def test_each_sample_counts_once(kind: str, dispatch: bool | None, split: bool, 
         assert tensors == objects == list(range(samples))
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# ---- models
 
 
 def unwrapped() -> Any:

@@ -18,8 +18,7 @@ import pytest
 from notebook_accelerate import Run, attach, notebook_launcher, runs, shutdown
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.launch import attaching
-from notebook_accelerate.launch.detached import control_client, run_directory
-from notebook_accelerate.launch.detached import control_protocol as protocol
+from notebook_accelerate.launch.detached import control_client, control_protocol as protocol, run_directory
 from notebook_accelerate.launch.detached.control_protocol import short_path
 from notebook_accelerate.telemetry import Event, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.debug_protocol import AskRequest, DoneReply

@@ -55,7 +55,7 @@ def test_importing_the_module_imports_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-# -- Process groups ----------------------------------------------------------------------------------------------------
+# ---- process groups
 
 
 def test_groups_are_listed(group: None) -> None:
@@ -104,7 +104,7 @@ def test_the_flight_recorder_dumps(group: None) -> None:
     assert all(b'"version"' in dump(True, False) for dump in recorders.values())
 
 
-# -- Devices, meshes and tensors ---------------------------------------------------------------------------------------
+# ---- devices, meshes and tensors
 
 
 def test_the_seed_of_cuda_is_known_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_containers_and_fake_tensors() -> None:
         assert torch.empty(10**6, 10**6).shape[0] == 10**6
 
 
-# -- Modules -----------------------------------------------------------------------------------------------------------
+# ---- modules
 
 
 def test_modules_have_the_tables() -> None:
@@ -246,7 +246,7 @@ def test_the_parts_of_checkpoints_have_their_fields() -> None:
     assert torch_internals.StorageInfo("file", 1, 2).length == 2
 
 
-# -- Loaders, schedulers and optimizers --------------------------------------------------------------------------------
+# ---- loaders, schedulers and optimizers
 
 
 def test_samplers_and_iterators_of_loaders() -> None:

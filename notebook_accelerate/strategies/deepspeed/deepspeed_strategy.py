@@ -115,7 +115,7 @@ class DeepSpeedStrategy(EngineStrategy):
         state.plugin_kwargs["num_steps"] = configured
         return int(configured)
 
-    # -- preparing ----------------------------------------------------------------------------------------------------
+    # ---- preparing
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """See `Strategy.prepare`; a model must be prepared together with its optimizer and its schedule.
@@ -260,7 +260,7 @@ class DeepSpeedStrategy(EngineStrategy):
             engine.compile(backend=settings.pop("backend", "inductor"), compile_kwargs=settings)
         return model
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """See `Strategy.backward`; every rank must call this.
@@ -313,7 +313,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def sharding(self) -> ShardReport:
         return super().sharding() if self.engine is None else report_engine(self)
 
-    # -- states -------------------------------------------------------------------------------------------------------
+    # ---- states
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """See `Strategy.model_state_dict`; weights are in the precision of the model. Every rank must call this.

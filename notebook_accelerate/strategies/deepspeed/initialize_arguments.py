@@ -83,7 +83,7 @@ def optimizer_parameters(optimizer: Any) -> Iterator[Any]:
             yield group
 
 
-# -- optimizers and schedules -----------------------------------------------------------------------------------------
+# ---- optimizers and schedules
 
 
 def check_parts(parts: EngineParts, plugin: DeepSpeedPlugin) -> None:
@@ -236,7 +236,7 @@ def inference_config(model: torch.nn.Module, plugin: DeepSpeedPlugin, world_size
     return engine_config(alone)
 
 
-# -- "auto" -----------------------------------------------------------------------------------------------------------
+# ---- "auto"
 
 
 def fill_config(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class Unreduced:
             model.set_requires_gradient_sync(True)
 
 
-# -- steps of shard ---------------------------------------------------------------------------------------------------
+# ---- steps of shard
 
 _Weights = tuple[dict[str, Any], dict[str, torch.Tensor]]
 _LOAD_ON_RANK_0 = (
@@ -242,7 +242,7 @@ def load_full_state(model: nn.Module, state: dict[str, Any], cpu_offload: bool =
     set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
 
 
-# -- 4-bit weights, as bitsandbytes' `Params4bit` ---------------------------------------------------------------------
+# ---- 4-bit weights, as bitsandbytes' `Params4bit`
 #
 # They are bytes, and a state that says how to read them. The bytes are sharded like any frozen parameter. The state
 # (scales, a table of values) is a few percent of their size. It stays whole on every rank, in the module: bitsandbytes
@@ -298,7 +298,7 @@ def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_of(value)
 
 
-# -- context parallelism ----------------------------------------------------------------------------------------------
+# ---- context parallelism
 #
 # Each rank computes a part of every sequence, and attention exchanges keys and values. Sources: Liu et al., "Ring
 # Attention", https://arxiv.org/abs/2310.01889; torch's experimental `context_parallel`.

@@ -65,7 +65,7 @@ class MegatronEngine(nn.Module):
             )
         return TRAIN_STEPS[kind](accelerator, self.args)
 
-    # -- forward and backward -----------------------------------------------------------------------------------------
+    # ---- forward and backward
 
     def forward(self, *args: Any, **batch: Any) -> Any:
         """Run a window of micro-batches, forward and (in training) backward; every rank must call this.
@@ -248,7 +248,7 @@ class MegatronEngine(nn.Module):
         dist.broadcast(logits, src=last, group=group)
         return logits
 
-    # -- step ---------------------------------------------------------------------------------------------------------
+    # ---- step
 
     def step(self) -> None:
         """Take the step of a window, once, and step the schedule; every rank must call this."""

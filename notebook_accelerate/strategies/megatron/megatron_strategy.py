@@ -126,7 +126,7 @@ class MegatronLMStrategy(EngineStrategy):
             plugin._micro_batches_given = True
         state.plugin_kwargs["num_steps"] = 1
 
-    # -- preparing ----------------------------------------------------------------------------------------------------
+    # ---- preparing
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """See `Strategy.prepare`; a model must be prepared together with its optimizer and schedule placeholder.
@@ -268,7 +268,7 @@ class MegatronLMStrategy(EngineStrategy):
             "accelerator.prepare(model, optimizer, MegatronLMDummyScheduler(optimizer, total_num_steps=...))"
         )
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Do nothing: the call of the model computes the gradients.
@@ -294,7 +294,7 @@ class MegatronLMStrategy(EngineStrategy):
     def sharding(self) -> ShardReport:
         return super().sharding() if self.engine is None else report_engine(self)
 
-    # -- states -------------------------------------------------------------------------------------------------------
+    # ---- states
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """See `Strategy.model_state_dict`; every rank must call this.

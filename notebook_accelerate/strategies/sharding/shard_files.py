@@ -125,7 +125,7 @@ def write_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[Metada
     return locations
 
 
-# -- tensors ----------------------------------------------------------------------------------------------------------
+# ---- tensors
 
 _MAX_FRAMED = 1 << 24
 """Bytes of the largest tensor that is framed: for larger ones torch.save costs little, and making a frame takes as much
@@ -194,7 +194,7 @@ def without_record_checksums() -> Iterator[None]:
         set_crc32_options(before)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# ---- files
 
 
 class ChecksumFiles(FileSystem):
@@ -353,7 +353,7 @@ def _remaining(pieces: list[Any], written: int) -> list[Any]:
     return []
 
 
-# -- in the background ------------------------------------------------------------------------------------------------
+# ---- in the background
 
 _NICENESS = 10
 """Niceness of a thread that writes: it gets a tenth of a core that training needs too."""

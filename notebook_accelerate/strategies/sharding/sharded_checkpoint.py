@@ -99,7 +99,7 @@ def _keep_all(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-# -- models -----------------------------------------------------------------------------------------------------------
+# ---- models
 
 
 def save_model(
@@ -202,7 +202,7 @@ def _load_local(model: nn.Module, folder: Path, index: int) -> None:
             mine[name].copy_(tensor)
 
 
-# -- optimizers -------------------------------------------------------------------------------------------------------
+# ---- optimizers
 
 
 def save_optimizer(
@@ -289,7 +289,7 @@ def _read_on_first_rank(path: Path) -> dict[str, Any]:
     return state
 
 
-# -- state dicts, as torch's `get_state_dict` returns them ------------------------------------------------------------
+# ---- state dicts, as torch's `get_state_dict` returns them
 #
 # torch looks up every name in the modules several times: for 300 parameters with Adam's states, its two functions take
 # 40 ms of the call of a background save, and these 10 ms (torch 2.13).
@@ -342,7 +342,7 @@ def _has_own_names(model: nn.Module) -> bool:
     )
 
 
-# -- reading torch's format, without calling torch.load for each tensor -----------------------------------------------
+# ---- reading torch's format, without calling torch.load for each tensor
 #
 # torch.load takes 0.6 ms for a tensor, and torch's load exchanges plans, which every rank can make from the metadata.
 # For 230 MB in 1,200 tensors on two gloo ranks, `load_state` took 0.4 to 0.6 s instead of 2.5 to 3.3 s (2 busy cores).

@@ -137,7 +137,7 @@ class ShardedStrategy(Strategy):
         trained = {id(parameter) for parameter in optimizer_parameters(optimizer)}
         return [model for model in self.models if any(id(parameter) in trained for parameter in model.parameters())]
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    # ---- training
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -168,7 +168,7 @@ class ShardedStrategy(Strategy):
                 grad = parameter.grad
                 (grad.to_local() if hasattr(grad, "to_local") else grad).clamp_(-clip_value, clip_value)
 
-    # -- states -------------------------------------------------------------------------------------------------------
+    # ---- states
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's full state in main memory on rank 0, and nothing on other ranks; every rank must call this.
@@ -250,7 +250,7 @@ def _norm_of(parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tens
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-# -- steps of prepare_model -------------------------------------------------------------------------------------------
+# ---- steps of prepare_model
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -155,7 +155,7 @@ def _get(value: Any, path: KeyPath) -> Any:
     return value
 
 
-# -- with a cached plan -----------------------------------------------------------------------------------------------
+# ---- with a cached plan
 
 
 def _write_again(plan: _Plan, value: Any, folder: Path, group: Any) -> FileChecksums:
@@ -239,7 +239,7 @@ def _exchange(value: Any, group: Any) -> list[Any]:
     return found
 
 
-# -- a rank's part without torch's wrappers: memory that a thread can copy and write ---------------------------------
+# ---- a rank's part without torch's wrappers: memory that a thread can copy and write
 
 Wrapper = Callable[[Any], Any]
 """Wraps a rank's own memory in torch's sharded tensor again."""
@@ -356,7 +356,7 @@ def _sharded_tensor_wrapper(tensor: ShardedTensor) -> Wrapper:
     return wrap
 
 
-# -- torch's distributed checkpoints ----------------------------------------------------------------------------------
+# ---- torch's distributed checkpoints
 
 
 def write_shards(value: Any, wrappers: dict[KeyPath, Wrapper], folder: Path, group: Any = None) -> FileChecksums:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from notebook_accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler

@@ -110,7 +110,7 @@ def _until_end(end: Stream) -> list[Any]:
     return found
 
 
-# ---- Hosts that join
+# ---- hosts that join
 
 
 def test_a_selector_waits_for_hosts_that_join_while_others_are_connected(kernel: _Kernel) -> None:
@@ -193,7 +193,7 @@ def test_a_first_notebook_that_is_killed_before_it_answers_has_no_other_secret()
         closing.join()
 
 
-# ---- Peers that misbehave
+# ---- peers that misbehave
 
 
 def test_silent_connections_end_after_the_time_for_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +395,7 @@ def test_what_was_sent_before_an_end_closed_arrives(kernel: _Kernel) -> None:
         assert len(_until_end(ours)) == count
 
 
-# ---- Hosts that are lost
+# ---- hosts that are lost
 
 
 @contextmanager
@@ -496,7 +496,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-# ---- The kernel's process
+# ---- the kernel's process
 
 
 def test_connections_leave_no_descriptor_and_no_thread() -> None:
@@ -612,7 +612,7 @@ if __name__ == "__main__":
     assert done.stdout.splitlines()[-1] == "False False False", done.stdout + done.stderr
 
 
-# ---- The network
+# ---- the network
 
 
 class _Network(LoopbackProxy):

@@ -6,8 +6,7 @@ import sys
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from notebook_accelerate.launch.output.rank_lines import (
     FLUSH_SECONDS,

@@ -27,8 +27,12 @@ from notebook_accelerate.errors import ChannelClosedError, DeviceBusyError, Laun
 from notebook_accelerate.hardware import process_liveness
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import attaching, run_registry
-from notebook_accelerate.launch.detached import control_client, control_service, run_directory
-from notebook_accelerate.launch.detached import control_protocol as protocol
+from notebook_accelerate.launch.detached import (
+    control_client,
+    control_protocol as protocol,
+    control_service,
+    run_directory,
+)
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.control_service import ControlService, RecordStream
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from notebook_accelerate import Run, WorkerError, notebook_launcher
 from notebook_accelerate.launch.state import run_events as events

@@ -97,7 +97,7 @@ def step() -> Iterator[_Listening]:
     until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-listener"])
 
 
-# ---- A run on one machine
+# ---- a run on one machine
 
 
 def _inspect() -> tuple[list[tuple[Any, ...]], str, bool]:
@@ -242,7 +242,7 @@ def test_results_of_another_user_are_not_unpickled(tmp_path: Path) -> None:
         _ = open_run(run.folder).results
 
 
-# ---- Listening for other machines
+# ---- listening for other machines
 
 
 def test_the_kernel_listens_on_one_address_for_the_hosts_it_expects() -> None:
@@ -457,7 +457,7 @@ def test_many_refused_connections_do_not_fill_the_notebook() -> None:
     assert one.reports[-1] == "30 more connections were refused"
 
 
-# ---- Messages of an authenticated connection
+# ---- messages of an authenticated connection
 
 
 def _flip(frame: bytes, place: int) -> bytes:
@@ -564,7 +564,7 @@ def test_a_host_sends_events_of_its_own_ranks_only(step: _Listening) -> None:
     peer.close()
 
 
-# ---- Where the secret is
+# ---- where the secret is
 
 
 def test_the_secret_is_in_no_command_line_environment_or_text(monkeypatch: pytest.MonkeyPatch) -> None:

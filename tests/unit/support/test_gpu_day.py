@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.day import __main__ as day
-from tests.gpu.day import wheels
+from tests.gpu.day import __main__ as day, wheels
 
 TESTS = """
 import time

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.telemetry import (

@@ -19,8 +19,8 @@ from notebook_accelerate.telemetry import (
     StatusEvent,
     current_sink,
     install_sink,
+    sink as sink_module,
 )
-from notebook_accelerate.telemetry import sink as sink_module
 from notebook_accelerate.telemetry.sink import QUEUE_LIMIT, drop_key
 
 

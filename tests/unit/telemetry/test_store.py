@@ -17,8 +17,8 @@ from notebook_accelerate.telemetry import (
     ProgressEvent,
     ResourceEvent,
     Store,
+    store as store_module,
 )
-from notebook_accelerate.telemetry import store as store_module
 from notebook_accelerate.telemetry.store import Record
 
 

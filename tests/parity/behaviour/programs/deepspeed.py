@@ -101,7 +101,7 @@ def stage_2_accumulates() -> Any:
     return _by_plugin(2, steps=2)
 
 
-# ---- Configuration files
+# ---- configuration files
 
 
 def _by_file(config: dict[str, Any], opt: Any = None, schedule: Any = None, **settings: Any) -> Any:
@@ -278,7 +278,7 @@ def an_open_file_without_fields() -> Any:
     return raised(lambda: _from_environment(OPEN))
 
 
-# ---- Saving, loading, evaluation
+# ---- saving, loading, evaluation
 
 
 def _trained(stage: int, save_16bit: bool = False) -> Any:
@@ -356,7 +356,7 @@ def two_models_at_once() -> Any:
     return raised(lambda: len(accelerator.prepare(Sized(), Sized(), loader())))
 
 
-# ---- Several plugins
+# ---- several plugins
 
 
 def _plugins() -> dict[str, Any]:

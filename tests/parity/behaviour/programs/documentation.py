@@ -33,7 +33,7 @@ from tests.parity.behaviour.programs._parts import (
 INPUTS = torch.arange(6.0).view(2, 3)
 
 
-# ---- Checkpointing
+# ---- checkpointing
 
 
 def checkpoint_with_a_registered_scheduler() -> Any:
@@ -68,7 +68,7 @@ def states_with_a_relative_folder() -> Any:
     return first, sorted(str(path) for path in Path.cwd().rglob("*.safetensors")), accelerator.project_dir
 
 
-# ---- Tracking
+# ---- tracking
 
 
 class Documented(GeneralTracker):
@@ -131,7 +131,7 @@ def trackers_by_name_and_member() -> Any:
     return count, sorted(path.name for path in Path("another/directory").iterdir())
 
 
-# ---- Gradient accumulation and synchronisation
+# ---- gradient accumulation and synchronisation
 
 
 class Line(nn.Module):
@@ -249,7 +249,7 @@ def local_sgd_with_accumulation() -> Any:
     return weights, schedule.get_last_lr()
 
 
-# ---- Execution, inference, metrics
+# ---- execution, inference, metrics
 
 
 @program(ranks=2)
@@ -329,7 +329,7 @@ def debug_mode_of_broadcast() -> Any:
     return raised(lambda: utils.broadcast(torch.zeros(shape)))
 
 
-# ---- Internal mechanisms
+# ---- internal mechanisms
 
 
 def what_prepare_returns() -> Any:
@@ -401,7 +401,7 @@ def schedules_step_with_every_process() -> Any:
     return rates
 
 
-# ---- Big models
+# ---- big models
 
 
 def maps_of_the_guide() -> Any:
@@ -425,7 +425,7 @@ def models_on_meta_cannot_be_moved() -> Any:
     return raised(lambda: net.to("cpu")), {each.device.type for each in net.parameters()}, net[0].weight.shape
 
 
-# ---- Troubleshooting and compilation
+# ---- troubleshooting and compilation
 
 
 def a_smaller_batch_size_is_found() -> Any:

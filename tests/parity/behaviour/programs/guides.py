@@ -42,8 +42,8 @@ from tests.parity.behaviour.programs._parts import (
     raised,
     train,
     warned,
+    with_variables as _with,
 )
-from tests.parity.behaviour.programs._parts import with_variables as _with
 
 INPUTS = torch.arange(6.0).view(2, 3)
 _SEQUENCES = "PARALLELISM_CONFIG_SP_"
@@ -98,7 +98,7 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-# ---- Notebooks
+# ---- notebooks
 
 
 def _written(precision: str, seed: int) -> None:
@@ -126,7 +126,7 @@ def _fails() -> None:
     raise ValueError("no")
 
 
-# ---- Gradient synchronisation and local SGD
+# ---- gradient synchronisation and local SGD
 
 
 def _batch(accelerator: Any) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _hooked(hook: str, wrapper: str) -> Any:
     return train(accelerator, net, opt, batches), accelerator.unwrap_model(net).state_dict()
 
 
-# ---- Deferred execution
+# ---- deferred execution
 
 
 def waiting_and_going_first_alone() -> Any:
@@ -222,7 +222,7 @@ def a_trigger_is_reset_when_it_is_read() -> Any:
     return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
 
 
-# ---- Big models
+# ---- big models
 
 
 class Residual(nn.Module):
@@ -285,7 +285,7 @@ def settings_that_fsdp2_has_no_more() -> Any:
     return found, logged(lambda: FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
-# ---- Profiler
+# ---- profiler
 
 
 def _profiled(**settings: Any) -> Any:

@@ -45,8 +45,16 @@ from accelerate.utils import (
 from torch import nn
 
 from tests.parity.behaviour.program_table import program
-from tests.parity.behaviour.programs._parts import logged, model, optimizer, parts, raised, train, warned
-from tests.parity.behaviour.programs._parts import with_variables as _with
+from tests.parity.behaviour.programs._parts import (
+    logged,
+    model,
+    optimizer,
+    parts,
+    raised,
+    train,
+    warned,
+    with_variables as _with,
+)
 
 HANDLERS = (
     AutocastKwargs,

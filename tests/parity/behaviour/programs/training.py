@@ -29,8 +29,8 @@ from tests.parity.behaviour.programs._parts import (
     raised,
     train,
     warned,
+    with_variables as _with,
 )
-from tests.parity.behaviour.programs._parts import with_variables as _with
 
 INPUTS = torch.arange(6.0).view(2, 3)
 

@@ -14,12 +14,18 @@ import accelerate
 import numpy as np
 import torch
 from accelerate import utils
-from accelerate.utils import dataclasses as accelerate_dataclasses
-from accelerate.utils import environment, imports, modeling, operations, other, versions
+from accelerate.utils import (
+    dataclasses as accelerate_dataclasses,
+    environment,
+    imports,
+    modeling,
+    operations,
+    other,
+    versions,
+)
 from torch import nn
 
-from tests.parity.behaviour.programs._parts import files, logged, model, raised, warned
-from tests.parity.behaviour.programs._parts import with_variables as _with
+from tests.parity.behaviour.programs._parts import files, logged, model, raised, warned, with_variables as _with
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - the kind that users have
 ones = torch.ones
