@@ -20,8 +20,9 @@ from notebook_accelerate.launch.report.rank_rows import MANY, short_names
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.widgets.actions import CopyButton
-from notebook_accelerate.widgets.live_panel import LivePanel, close_all, ticker
+from notebook_accelerate.widgets.live_panel import LivePanel, close_all
 from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
+from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel_html import state
 from notebook_accelerate.widgets.run_summary import duration, status
 
@@ -269,7 +270,7 @@ class DebugSection:
         parts = [self._text, *([self._line] if code else [])]
         if topic == "debug" and self._reachable():
             self.panel = self.panel or DebugPanel(self.run, self._clock)
-            ticker.add(self.panel.binding)
+            ticker.add(self.panel.schedule)
             parts.append(self.panel.widget)
         self.widget.children = parts
 
@@ -295,7 +296,7 @@ class DebugSection:
 
     def _rest(self) -> None:
         if self.panel is not None:
-            ticker.suspend(self.panel.binding)
+            ticker.suspend(self.panel.schedule)
 
     def _reachable(self) -> bool:
         return self.run.ended is None or self.run.held

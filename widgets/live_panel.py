@@ -1,29 +1,25 @@
 """The base class of panels, which render while a run lasts and leave their static form in the notebook.
 
-`HtmlPanel` is the panel for front ends without live widgets. `RenderSchedule` decides when a view is rendered.
+`HtmlPanel` is the panel for front ends without live widgets.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.widgets.front_end import kernel_state
 from notebook_accelerate.widgets.panel_elements import problem
 from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
+from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.telemetry import Store
-    from notebook_accelerate.widgets.front_end import KernelState
 
 
 class PanelOfRun(CellView):
@@ -87,8 +83,8 @@ class LivePanel(PanelOfRun):
         self._shown_at = float("-inf")
         self._problem = ipywidgets.HTML()
         self.widget: Any = self._build()
-        self.binding = RenderSchedule([run.store], self._tick, self._failed, clock)
-        self.binding.tick()
+        self.schedule = RenderSchedule([run.store], self._tick, self._failed, clock)
+        self.schedule.tick()
         run.add_ending_callback(self._ended)
 
     # ---- implemented by each panel
@@ -116,8 +112,8 @@ class LivePanel(PanelOfRun):
     # ---- being displayed
 
     def _show_in(self, output: Output) -> None:
-        self.binding.touch()
-        self.binding.tick()
+        self.schedule.touch()
+        self.schedule.tick()
         close_retired()
         with self._lock:
             if self.closed:
@@ -126,15 +122,15 @@ class LivePanel(PanelOfRun):
                 self._shown.add(output, self.widget)
                 self._shown_at = time.monotonic()
         if not self.closed and self.run.ended is None:
-            ticker.add(self.binding)
+            ticker.add(self.schedule)
         if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
             self.settle()
 
     def _render_soon(self, *_: Any) -> None:
         """Render at the next tick; after the end of the run, when nothing ticks, at once."""
-        self.binding.touch()
+        self.schedule.touch()
         if self.run.ended is not None:
-            self.binding.tick(due=True)
+            self.schedule.tick(due=True)
 
     # ---- the end
 
@@ -152,18 +148,18 @@ class LivePanel(PanelOfRun):
             shown = bool(self._shown)
             self.close()
             return shown
-        self.binding.tick(due=True)  # of a run that has ended it rests; held ranks can still be asked
+        self.schedule.tick(due=True)  # of a run that has ended it rests; held ranks can still be asked
         with suppress(Exception):
             self._shown.leave()
         if self._rests:
-            ticker.rest(self.binding)
+            ticker.rest(self.schedule)
         return True
 
     def _rest(self) -> None:
         """Render only what the user asks for from now on; the oldest of many such panels is closed."""
         self._rests = True
         self._refer_to(self.run.without_results())
-        ticker.suspend(self.binding)
+        ticker.suspend(self.schedule)
         self._shown.leave()
         with _retiring:
             _resting[:] = [other for other in _resting if not other.closed and other is not self]
@@ -175,7 +171,7 @@ class LivePanel(PanelOfRun):
             if self.closed:
                 return
             self.closed = True
-            ticker.remove(self.binding)
+            ticker.remove(self.schedule)
             self._end_outputs()
             if self.run.ended is not None and not self.run.held:
                 self._refer_to(self.run.without_results())  # the widgets are deleted later
@@ -251,7 +247,7 @@ class HtmlPanel(PanelOfRun):
     def __init__(self, run: Run, reason: str, clock: Callable[[], float] = steady_time.now) -> None:
         super().__init__(run, clock)
         self._reason = reason
-        self.binding = RenderSchedule([run.store], self._shown.update, lambda _: None, clock)
+        self.schedule = RenderSchedule([run.store], self._shown.update, lambda _: None, clock)
         run.add_ending_callback(self._ended)
 
     def _show_in(self, output: Output) -> None:
@@ -259,7 +255,7 @@ class HtmlPanel(PanelOfRun):
             output.end(self._static())
             return
         self._shown.add(output, None, self._reason)
-        ticker.add(self.binding)
+        ticker.add(self.schedule)
         if self.run.ended is not None:  # it ended while the panel was being shown
             self.close()
 
@@ -267,7 +263,7 @@ class HtmlPanel(PanelOfRun):
         """Stop updating; each cell that displays the panel keeps the report."""
         if not self.closed:
             self.closed = True
-            ticker.remove(self.binding)
+            ticker.remove(self.schedule)
             self._shown.end()
 
     def settle(self) -> bool:
@@ -292,173 +288,3 @@ class HtmlPanel(PanelOfRun):
     def _display_(self) -> Any:
         """Show the panel in the running cell of marimo, which asks for an object to show instead."""
         return self.text if self.show() is None else None
-
-
-# ---- how often views are rendered
-#
-# Views never run on the thread that supervises a run. A thread of this module checks the stores, and renders the views
-# of those that have changed. It exists while there are live views. A view that fails is closed with a warning; the run
-# is not affected.
-
-PERIOD = 0.2
-"""The shortest time between two renders of a view, in seconds."""
-IDLE_PERIOD = 1.0
-"""Seconds between two renders without events: elapsed times and silences still change."""
-REST, LONGEST_REST = 24.0, 3.0
-"""After a round of renders the thread sleeps this many times its processor time, but at most so many seconds."""
-
-
-class RenderSchedule:
-    """Renders a view when one of its stores has changed, at most five times a second.
-
-    Args:
-        stores: The stores whose changes are rendered; `watch` adds more.
-        render: Called with the time on the views' thread, never concurrently.
-        failed: Called once with the error that closed the schedule.
-        clock: Seconds; a fake one in tests.
-    """
-
-    def __init__(
-        self,
-        stores: Iterable[Store],
-        render: Callable[[float], None],
-        failed: Callable[[Exception], None],
-        clock: Callable[[], float] = steady_time.now,
-    ) -> None:
-        self._render, self._failed, self._clock = render, failed, clock
-        self._stores = list(stores)
-        self._rendered = 0  # the stores' changes
-        self._touched = True
-        self._last = float("-inf")
-        self._lock = threading.RLock()
-        self.closed = False
-
-    def watch(self, store: Store) -> None:
-        """Render when ``store`` changes too."""
-        with self._lock:
-            self._stores.append(store)
-
-    def touch(self, *_: Any) -> None:
-        """Record a change outside the stores. May be called on any thread; costs one assignment."""
-        self._touched = True
-
-    def tick(self, *, due: bool = False) -> bool:
-        """Render if that is due; return whether it was.
-
-        Args:
-            due: Render in any case.
-        """
-        with self._lock:
-            now = self._clock()
-            waited = now - self._last
-            changes = sum(store.changes for store in self._stores)
-            period = PERIOD if self._touched or changes != self._rendered else IDLE_PERIOD
-            if self.closed or (not due and 0 <= waited < period * 0.95):
-                return False
-            self._touched, self._rendered, self._last = False, changes, now
-            try:
-                self._render(now)
-            except Exception as error:  # noqa: BLE001 - a failing view must not affect the run
-                self._fail(error)
-            return True
-
-    def _fail(self, error: Exception) -> None:
-        self.close()
-        with suppress(Exception):  # the warning below reports the first error
-            self._failed(error)
-        text = f"a panel stopped updating: {type(error).__name__}: {error}; the run continues"
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.warn(text, stacklevel=2)
-
-    def close(self) -> None:
-        """Stop rendering. Waits for a running render, unless it is the caller."""
-        with self._lock:
-            self.closed = True
-
-
-class Ticker:
-    """The thread that ticks all open schedules; it exists only while there are some."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._schedules: list[RenderSchedule] = []
-        self._thread: threading.Thread | None = None
-        self._woken = threading.Event()
-
-    def add(self, schedule: RenderSchedule) -> None:
-        """Tick ``schedule`` until it is closed or suspended."""
-        with self._lock:
-            if schedule not in self._schedules:
-                self._schedules.append(schedule)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._main, name="notebook-accelerate-panels", daemon=True)
-                self._thread.start()
-
-    def remove(self, schedule: RenderSchedule) -> None:
-        """Close ``schedule``; if it was the last one, the thread has ended on return."""
-        schedule.close()
-        self.rest(schedule)
-
-    def suspend(self, schedule: RenderSchedule) -> None:
-        """Stop ticking ``schedule`` until it is added again; it stays open."""
-        with self._lock:
-            self._schedules = [other for other in self._schedules if other is not schedule]
-
-    def rest(self, schedule: RenderSchedule) -> None:
-        """Suspend ``schedule``; if it was the last one, the thread has ended on return."""
-        self.suspend(schedule)
-        self._woken.set()
-        with self._lock:
-            thread = self._thread if all(other.closed for other in self._schedules) else None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)  # it may be rendering another panel
-
-    def _main(self) -> None:
-        while schedules := self._open():
-            begin, before = time.monotonic(), time.thread_time()
-            for schedule in schedules:
-                schedule.tick()
-            with suppress(Exception):  # private names of ipykernel
-                _restore_busy_indicator()
-            # Sleep at least as long as the round took, for slow front ends and busy machines; the panels of hundreds
-            # of ranks use at most a twentieth of a processor.
-            spent, worked = time.monotonic() - begin, time.thread_time() - before
-            self._woken.wait(max(PERIOD - spent, spent, min(REST * worked, LONGEST_REST), 0.01))
-            self._woken.clear()
-
-    def _open(self) -> list[RenderSchedule]:
-        with self._lock:
-            self._schedules = [schedule for schedule in self._schedules if not schedule.closed]
-            # While the process exits, pyzmq refuses large messages, and static forms replace the views.
-            if not self._schedules or not threading.main_thread().is_alive():
-                self._thread = None
-                return []
-            return list(self._schedules)
-
-
-ticker = Ticker()
-
-
-def _restore_busy_indicator() -> None:
-    """Report "busy" again if a cell blocks the kernel and a front end has opened a subshell.
-
-    ipykernel 7 handles the messages of widgets on subshells, and reports "idle" after each, which front ends show for
-    the whole kernel: while a cell blocks, a notebook with a live view would be shown as idle.
-    """
-    kernel, state = running_kernel(), kernel_state()
-    if kernel is None or not _is_misreported(state):
-        return
-    cell = kernel.get_parent()
-    _report(kernel, "busy", cell)
-    if not _is_misreported(kernel_state()):  # it has just ended: its own "idle" may have come first
-        _report(kernel, "idle", cell)
-
-
-def _is_misreported(state: KernelState | None) -> bool:
-    return state is not None and state.blocked and state.subshell
-
-
-def _report(kernel: Any, state: str, cell: Any) -> None:
-    content = {"execution_state": state}
-    kernel.session.send(kernel.iopub_socket, "status", content, parent=cell, ident=b"kernel.status")

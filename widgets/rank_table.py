@@ -19,8 +19,8 @@ from notebook_accelerate.launch.report.rank_rows import (
     sum_known,
     use_text,
 )
+from notebook_accelerate.widgets.feed import Feed
 from notebook_accelerate.widgets.panel_elements import script
-from notebook_accelerate.widgets.plot import Feed
 
 if TYPE_CHECKING:
     from notebook_accelerate.widgets.run_summary import RankSnapshot, RunSnapshot

@@ -27,10 +27,11 @@ from notebook_accelerate.widgets.actions import (
     stopping,
 )
 from notebook_accelerate.widgets.debug_panel import DebugSection
+from notebook_accelerate.widgets.feed import Feed
 from notebook_accelerate.widgets.front_end import front_end, kernel_state
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import card, row, script, widget_bundle, with_classes
-from notebook_accelerate.widgets.plot import Feed, Plot, run_sources
+from notebook_accelerate.widgets.plot import Plot, run_sources
 from notebook_accelerate.widgets.profile_panel import PROFILE, ProfileSection
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip

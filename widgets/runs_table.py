@@ -19,10 +19,10 @@ from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
 from notebook_accelerate.widgets.compared_run import BestValues, label_of
 from notebook_accelerate.widgets.front_end import front_end
-from notebook_accelerate.widgets.live_panel import RenderSchedule, ticker
 from notebook_accelerate.widgets.panel_elements import asset, card, problem, script, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.plot import Plot, Source, run_sources
+from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class RunsTable(CellView):
         self._problem = ipywidgets.HTML()
         self.widget = card(self._problem, self.grid, self._opened, self.plot)
         self._shown = PanelOutput(self._static, lambda: "Runs of this kernel", clock)
-        self.binding = RenderSchedule([run.store for run in self.runs], self._render, self._failed, clock)
-        self.binding.tick()
+        self.schedule = RenderSchedule([run.store for run in self.runs], self._render, self._failed, clock)
+        self.schedule.tick()
         self.plot.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, "wanted")
         for run in self.runs:
@@ -85,7 +85,7 @@ class RunsTable(CellView):
 
     def close(self) -> None:
         """Stop updating; each cell that displays the table keeps its static form."""
-        ticker.remove(self.binding)
+        ticker.remove(self.schedule)
         self._close_panel()
         self._shown.end()
 
@@ -104,7 +104,7 @@ class RunsTable(CellView):
     def _follow(self, run: ComparedRun) -> None:
         """Render at the end of a run of this kernel; others end unnoticed until the next tick."""
         if isinstance(run, Run):
-            run.add_ending_callback(self.binding.touch)
+            run.add_ending_callback(self.schedule.touch)
 
     def _render(self, now: float) -> None:
         running = self._is_running()  # read first: the last render then shows the end of the runs
@@ -112,17 +112,17 @@ class RunsTable(CellView):
         self._update_grid(now)
         self.plot.update(now)
         if self._open is not None:
-            self._open.binding.tick()
+            self._open.schedule.tick()
         if running and self._shown:
             self._shown.update(now)
         else:
             self._shown.leave()
-            ticker.suspend(self.binding)
+            ticker.suspend(self.schedule)
             for index, run in enumerate(self.runs):  # in place: another thread may be adding a run
                 if isinstance(run, Run) and run.ended is not None and not run.held:
                     self.runs[index] = run.without_results()
             if self._shown and self._is_running():  # a run was launched meanwhile
-                ticker.add(self.binding)
+                ticker.add(self.schedule)
 
     def _update_grid(self, now: float) -> None:
         states = [(run.id, compared_run.state_of(run), self._is_open(run)) for run in self.runs]
@@ -184,17 +184,17 @@ class RunsTable(CellView):
         """Add a new run; called on the thread of its launch."""
         self.runs = [*self.runs, run]
         self._draw_curves()
-        self.binding.watch(run.store)
+        self.schedule.watch(run.store)
         self._follow(run)
-        self.binding.touch()
-        if self._shown and not self.binding.closed:
-            ticker.add(self.binding)
+        self.schedule.touch()
+        if self._shown and not self.schedule.closed:
+            ticker.add(self.schedule)
 
     def _render_soon(self, *_: Any) -> None:
         """Render at the next tick; if no run lasts and nothing ticks, at once."""
-        self.binding.touch()
+        self.schedule.touch()
         if not self._is_running():
-            self.binding.tick()
+            self.schedule.tick()
 
     def _failed(self, error: Exception) -> None:
         self._problem.value = problem(f"This table stopped updating ({type(error).__name__}: {error}).")
@@ -238,15 +238,15 @@ class RunsTable(CellView):
 
     def _show_in(self, output: Output) -> None:
         """Show the live table; its static form replaces it when the kernel ends."""
-        if self.binding.closed:
+        if self.schedule.closed:
             output.show(self._static())
             return
         running = self._is_running()  # read first: if a run ends meanwhile, a later tick shows its end
-        self.binding.touch()
-        self.binding.tick()
+        self.schedule.touch()
+        self.schedule.tick()
         self._shown.add(output, self.widget)
         if running:
-            ticker.add(self.binding)
+            ticker.add(self.schedule)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return widget_bundle(self.widget, self._static())

@@ -15,7 +15,7 @@ import torch
 import notebook_accelerate
 from notebook_accelerate.accelerator import Accelerator  # before a trace begins, which makes importing torch slow
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError
-from notebook_accelerate.widgets.live_panel import ticker
+from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.support.waiting import until
 from tests.support.walks import Call, Trace, first_missing, steps_of
@@ -55,7 +55,7 @@ def test_a_metric(trace: Trace, tmp_path: Path) -> None:
         _log, (go,), num_processes=2, use_port=0, start_method="fork", block=False
     )
     panel = RunPanel(run)
-    ticker.add(panel.binding)
+    ticker.add(panel.schedule)
     try:
         go.touch()
         until(lambda: panel.plot.full)

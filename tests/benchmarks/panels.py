@@ -146,7 +146,7 @@ def panel() -> Iterator[Figure]:
         for rank in range(8):
             run.store.add([Record(rank, clock.now, MetricEvent({"loss": 1.0, "lr": 0.1}, 20_000))])
         start = time.perf_counter()
-        shown.binding.tick()
+        shown.schedule.tick()
         return time.perf_counter() - start
 
     yield compared("one update", alternate(_UPDATES, update)[0], unit="ms", scale=1e3, limit=20)

@@ -17,7 +17,7 @@ from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.telemetry import DisplayEvent, inherited_state
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.widgets.live_panel import ticker
+from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.benchmarks.bench import Figure, row
 from tests.support.runs import plan_run, supervisor_of
@@ -108,7 +108,7 @@ class WatchedGroup:
         self.run.journal.subscribe(self._note)
         self.panel = RunPanel(self.run)
         self.traffic = Traffic(self.panel.widget)
-        ticker.add(self.panel.binding)
+        ticker.add(self.panel.schedule)
 
     def _note(self, records: Sequence[Record]) -> None:
         self.events += len(records)
@@ -128,7 +128,7 @@ class WatchedGroup:
         )  # fmt: skip
 
     def close(self) -> None:
-        ticker.remove(self.panel.binding)
+        ticker.remove(self.panel.schedule)
         self._supervisor.commands.stop(1.0)
         self.thread.join(60)
         self.backend.wait()

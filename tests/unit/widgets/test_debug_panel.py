@@ -51,8 +51,8 @@ def _panel(made: list[DebugPanel], run: Run, clock: Any = None) -> DebugPanel:
 
 def _render(panel: DebugPanel, clock: Clock) -> str:
     clock.turn(1.0)
-    panel.binding.touch()
-    assert panel.binding.tick()
+    panel.schedule.touch()
+    assert panel.schedule.tick()
     return "\n".join(
         getattr(panel, part).value for part in ("_head", "_problem", "_verdict", "_ranks", "_stacks", "_history")
     )

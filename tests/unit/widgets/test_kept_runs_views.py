@@ -62,7 +62,7 @@ def test_the_panel_of_a_failed_run_offers_to_go_on(tmp_path: Path) -> None:
     assert run.wait(120)
     panel = RunPanel(run)
     try:
-        panel.binding.tick()
+        panel.schedule.tick()
         assert "Can go on from checkpoint_1 [Resume training]" in panel.attention.text
         panel.attention.click("continue")
         until(lambda: "goes on with this training" in panel.attention.text)
@@ -79,7 +79,7 @@ def test_the_panel_of_a_failed_run_offers_to_go_on(tmp_path: Path) -> None:
     assert run.folder is not None
     opened = RunPanel(open_run(run.folder))
     try:
-        opened.binding.tick()
+        opened.schedule.tick()
         line = "notebook_launcher(train, args, config=run.config, resume=run)"
         assert f"execute the cells that define train, then {line}" in opened.attention.text
         assert "[Resume" not in opened.attention.text
@@ -94,7 +94,7 @@ def test_without_a_checkpoint_nothing_is_offered(status: str) -> None:
     end(run, status)
     panel = RunPanel(run)
     try:
-        panel.binding.tick()
+        panel.schedule.tick()
         assert "go on" not in panel.attention.text
     finally:
         panel.close()

@@ -58,8 +58,8 @@ class _Panel:
         self.render()
 
     def render(self) -> None:
-        self.panel.binding.touch()
-        assert self.panel.binding.tick()
+        self.panel.schedule.touch()
+        assert self.panel.schedule.tick()
 
     def sections(self) -> dict[str, list[list[str]]]:
         """Return the rows of each section of the table, as a new view receives them."""

@@ -62,7 +62,7 @@ def test_a_click_says_that_steps_are_recorded_then_shows_them(monkeypatch: Any) 
     assert _button(panel)["enabled"]
     panel.buttons.click("profile")  # returns while steps are recorded
     assert _status(panel) == "profiling 3 steps ..."
-    panel.binding.tick(due=True)
+    panel.schedule.tick(due=True)
     assert not _button(panel)["enabled"]
     panel.buttons.click("profile")
     recorded.set()
@@ -72,7 +72,7 @@ def test_a_click_says_that_steps_are_recorded_then_shows_them(monkeypatch: Any) 
     assert _status(panel) == "Profile of 2 steps [Close]"
     assert "static &lt;form&gt;" in panel.html
     assert "static &lt;form&gt;" in panel._static()["text/html"]
-    panel.binding.tick(due=True)
+    panel.schedule.tick(due=True)
     assert _button(panel)["enabled"]
     panel.profile_section.widget.children[0].click("close")
     assert panel.profile_section.widget.children == ()

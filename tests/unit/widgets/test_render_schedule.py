@@ -9,7 +9,7 @@ import pytest
 
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.widgets.live_panel import IDLE_PERIOD, PERIOD, RenderSchedule, Ticker
+from notebook_accelerate.widgets.render_schedule import IDLE_PERIOD, PERIOD, RenderSchedule, Ticker
 from tests.support.runs import Clock
 
 
@@ -19,35 +19,35 @@ def _change(store: Store) -> None:
 
 def test_at_most_five_renders_a_second_whatever_happens() -> None:
     store, clock, renders = Store(), Clock(), []
-    binding = RenderSchedule([store], renders.append, lambda _: None, clock)
+    schedule = RenderSchedule([store], renders.append, lambda _: None, clock)
     for _ in range(1000):  # one second
         clock.turn(0.001)
         _change(store)
-        binding.tick()
+        schedule.tick()
     assert 5 <= len(renders) <= 6
-    binding.close()
+    schedule.close()
 
 
 def test_without_changes_one_render_a_second_updates_the_clock() -> None:
     store, clock, renders = Store(), Clock(), []
-    binding = RenderSchedule([store], renders.append, lambda _: None, clock)
+    schedule = RenderSchedule([store], renders.append, lambda _: None, clock)
     for _ in range(100):  # ten seconds
-        binding.tick()
+        schedule.tick()
         clock.turn(PERIOD / 2)
     assert 9 <= len(renders) <= 11
     _change(store)
     clock.turn(IDLE_PERIOD / 2)
-    assert binding.tick()
-    binding.close()
+    assert schedule.tick()
+    schedule.close()
 
 
 def test_a_clock_that_was_set_back_does_not_stop_the_view() -> None:
     store, clock, renders = Store(), Clock(), []
-    binding = RenderSchedule([store], renders.append, lambda _: None, clock)
-    binding.tick()
+    schedule = RenderSchedule([store], renders.append, lambda _: None, clock)
+    schedule.tick()
     clock.turn(-3600.0)
-    assert binding.tick()
-    binding.close()
+    assert schedule.tick()
+    schedule.close()
 
 
 def test_a_view_that_fails_is_closed_and_the_store_is_not_affected() -> None:
@@ -56,14 +56,14 @@ def test_a_view_that_fails_is_closed_and_the_store_is_not_affected() -> None:
     def broken(_: float) -> None:
         raise KeyError("a bug in a panel")
 
-    binding = RenderSchedule([store], broken, errors.append, clock)
+    schedule = RenderSchedule([store], broken, errors.append, clock)
     with pytest.warns(UserWarning, match="a panel stopped updating: KeyError.*the run continues"):
-        binding.tick()
+        schedule.tick()
     assert isinstance(errors[0], KeyError)
-    assert binding.closed
+    assert schedule.closed
     _change(store)
     clock.turn(10.0)
-    assert not binding.tick()
+    assert not schedule.tick()
     assert store.metric_names() == ["loss"]
 
 
@@ -71,20 +71,20 @@ def test_showing_the_problem_may_fail_too() -> None:
     def broken(_: object) -> None:
         raise ValueError("again")
 
-    binding = RenderSchedule([Store()], broken, broken, Clock())
+    schedule = RenderSchedule([Store()], broken, broken, Clock())
     with pytest.warns(UserWarning, match="again"):
-        binding.tick()
+        schedule.tick()
 
 
 def test_the_thread_exists_only_while_there_are_schedules() -> None:
     ticker, renders = Ticker(), []
-    binding = RenderSchedule([Store()], renders.append, lambda _: None)
-    ticker.add(binding)
+    schedule = RenderSchedule([Store()], renders.append, lambda _: None)
+    ticker.add(schedule)
     deadline = time.monotonic() + 60
     while not renders and time.monotonic() < deadline:
         time.sleep(0.01)
     assert renders
-    binding.close()
+    schedule.close()
     while any(thread.name == "notebook-accelerate-panels" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

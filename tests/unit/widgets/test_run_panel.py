@@ -70,8 +70,8 @@ class _Panel:
     def look(self, seconds: float = 1.0) -> str:
         """Let time pass, render, and return all HTML of the panel."""
         self.clock.turn(seconds)
-        self.panel.binding.touch()
-        assert self.panel.binding.tick()
+        self.panel.schedule.touch()
+        assert self.panel.schedule.tick()
         parts = "head problem progress strip ranks devices times sharding errors setup"
         rows = [self.panel.attention.text, self.panel.buttons.text]
         return "\n".join([self.parts(parts), *map(html.escape, rows)])
@@ -381,7 +381,7 @@ def test_a_panel_that_raises_shows_a_problem_and_the_run_continues(monkeypatch: 
     monkeypatch.setattr(one.panel.plot, "update", broken)
     one.clock.turn(1.0)
     with pytest.warns(UserWarning, match="stopped updating"):
-        one.panel.binding.tick()
+        one.panel.schedule.tick()
     assert "This panel stopped updating" in one.panel._problem.value
     assert EVIL not in one.panel._problem.value
     feed(one.run, MetricEvent({"loss": 1.0}, 1))
@@ -431,7 +431,7 @@ def test_a_day_is_bounded() -> None:
                 records.append(Record(rank, clock.now, ResourceEvent(50.0, 1 << 30)))
                 records.append(Record(rank, clock.now, LogEvent("stdout", "\n".join([text] * 600))))
             run.store.add(records)
-            panel.binding.tick()
+            panel.schedule.tick()
         series = [points for ranks in run.store._metrics.values() for points in ranks.values()]
         kept.append(max(len(points.values) for points in series))
         curves = sum(sys.getsizeof(a) for points in series for a in (points.steps, points.times, points.values))
@@ -451,8 +451,8 @@ def test_the_resource_strip_alone(snapshot: Snapshot) -> None:
     for cpu in (10.0, 90.0):
         feed(run, ResourceEvent(cpu, 512 << 20), rank=0, at=clock.now)
         clock.turn(1.0)
-        strip.binding.touch()
-        strip.binding.tick()
+        strip.schedule.touch()
+        strip.schedule.tick()
     snapshot("resource_strip", strip._content.value + strip.html)
     assert "512 MiB" in strip.text
     strip.close()
@@ -546,7 +546,7 @@ def test_the_table_of_runs_says_what_holds_a_run() -> None:
 
     def state() -> str:
         clock.turn(5.0)
-        table.binding.tick()
+        table.schedule.tick()
         return str(table.grid.table["rows"][0]["cells"][2])
 
     assert state() == "running"
@@ -606,17 +606,17 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
     for step in range(100):  # one second
         clock.turn(0.01)
         feed(run, MetricEvent({"loss": float(step)}, step), at=clock.now)
-        table.binding.tick()
+        table.schedule.tick()
         values.add(str(table.plot.delta or table.plot.full))
     assert 5 <= len(values) <= 7
     late = make_run()
     table._add_run(late)
     clock.turn(1.0)
     feed(late, MetricEvent({"loss": 7.0}, 1), at=clock.now)
-    assert table.binding.tick()
+    assert table.schedule.tick()
     assert [row[0] for row in table.rows[1:]] == [str(late.id), str(run.id)]
     assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}", f"run {late.id}"}
     for one in (run, late):
         end(one)
     table.close()
-    assert not table.binding.tick()
+    assert not table.schedule.tick()

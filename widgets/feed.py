@@ -1,0 +1,56 @@
+"""The base of widgets with growing data: a message with everything, then messages with what is new."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import anywidget
+import traitlets
+
+from notebook_accelerate.widgets.front_end import front_end
+from notebook_accelerate.widgets.panel_output import RepeatTimes
+
+REFRESH_AGES = (0.4, 1.0, 2.0, 4.0, 8.0)
+"""A view that is opened while the kernel is busy cannot ask for the messages it missed. Everything is therefore sent
+again at these ages of a widget, in seconds."""
+
+
+class Feed(anywidget.AnyWidget):
+    """A widget that sends numbered messages; see ``static/feed.js``.
+
+    ``full`` holds everything. ``delta`` continues the message whose number is its ``prev``. A view that missed one
+    asks for a new ``full``. A view that has been drawn reports it: see ``front_end``.
+
+    Args:
+        period: Seconds between repetitions of everything, after ``REFRESH_AGES``.
+        traits: Values of the traits.
+    """
+
+    full: Any = traitlets.Dict().tag(sync=True)
+    delta: Any = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, period: float = math.inf, **traits: Any) -> None:
+        super().__init__(**traits)
+        self._seq = 0
+        self._full_requested = True
+        self._repeats = RepeatTimes(REFRESH_AGES, period)
+        self.on_msg(self._on_message)
+
+    def _on_message(self, _: Any, content: Any, __: Any) -> None:
+        # Called on any thread: record the message, nothing else.
+        kind = content.get("kind") if isinstance(content, dict) else None
+        if kind == "hello":
+            self._full_requested = True
+        elif kind == "drawn":
+            front_end.drawn = True
+
+    def _full_due(self, now: float) -> bool:
+        """Return whether everything has to be sent: a view asked for it, or may have missed a message."""
+        requested, self._full_requested = self._full_requested, False
+        return self._repeats.due(now) or requested
+
+    def _send_message(self, kind: str, content: dict[str, Any]) -> None:
+        """Send a message: ``kind`` is "full" or "delta"."""
+        self._seq += 1
+        setattr(self, kind, {"seq": self._seq, "prev": self._seq - 1, **content})
