@@ -14,7 +14,7 @@ from notebook_accelerate.launch.report.rank_rows import (
     SHOWN_RANKS,
     by_node,
     few_names,
-    node_name,
+    node_title,
     state_counts,
     sum_known,
     use_text,
@@ -248,7 +248,7 @@ def node_row(ranks: Sequence[RankSnapshot], *, gpu: bool, several: bool) -> Tabl
         cells += [use_text(_mean(rank.gpu for rank in ranks)), byte_size(sum_known(rank.gpu_memory for rank in ranks))]
     late = [rank.rank for rank in ranks if rank.late]
     badge = f"{few_names(late).lower()} late" if late else ""
-    name, last = node_name(ranks, several=several), _ago(silence)
+    name, last = node_title(ranks, several=several), _ago(silence)
     return TableRow(f"n{ranks[0].node}", name, kind, badge, state_counts(ranks), (*cells, last))
 
 

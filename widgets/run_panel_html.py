@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import mesh_diagram, rank_rows
 from notebook_accelerate.launch.report.markup import Markup, byte_size, element, html_table, join, percent
-from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_name
+from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title
 from notebook_accelerate.launch.report.run_report import (
     config_rows,
     environment_rows,
@@ -203,7 +203,7 @@ def _bars(measured: Sequence[RankSnapshot]) -> list[_Bar]:
     if len(measured) <= MANY:
         return [_rank_bar(rank) for rank in measured]
     groups = by_node(measured)
-    nodes = [_mean_bar(node_name(ranks, several=True), ranks) for ranks in groups.values()] if len(groups) > 1 else []
+    nodes = [_mean_bar(node_title(ranks, several=True), ranks) for ranks in groups.values()] if len(groups) > 1 else []
     slowest = sorted(measured, key=lambda rank: -(rank.own_seconds or 0.0))[:SLOWEST_RANKS]
     nodes = sorted(nodes, key=lambda bar: -bar.own)[:SLOWEST_NODES]
     return [_mean_bar(f"mean of {len(measured):,} ranks", measured), *map(_rank_bar, slowest), *nodes]

@@ -77,7 +77,7 @@ class RunsTable(CellView):
         for run in self.runs:
             self._follow(run)
         if chosen is None:
-            run_registry.watch(self._add_run)
+            run_registry.watch_launches(self._add_run)
 
     def refresh(self) -> None:
         """Read the runs again; a displayed table does so by itself while a run lasts."""

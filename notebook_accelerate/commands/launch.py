@@ -121,7 +121,7 @@ def run_in_ranks(
         if logs is None:  # with ``env``, a single rank has a separate process, whose child processes are logged, too
             config = config.changed(env=None)
     if logs is not None:
-        run_registry.watch(logs.follow)
+        run_registry.watch_launches(logs.follow)
     if config.num_processes != 1 and function is not run_program:
         importlib.import_module("torch")  # once, not once in each forked rank
     try:

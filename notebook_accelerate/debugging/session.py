@@ -39,6 +39,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
 )
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.tracebacks import frame_location
 
 REPLY_SECONDS = 1.0
 """Time limit of a rank's agent for its stacks; after it, the rank's signal handler writes them."""
@@ -60,15 +61,11 @@ class Session:
     Args:
         requests: Sends requests and receives replies.
         states: Returns every rank's state.
-        name_place: Returns the location of a frame, as "Cell In[7], line 12".
     """
 
-    def __init__(
-        self, requests: RankRequests, states: Callable[[], dict[int, str]], name_place: Callable[[FrameInfo], str]
-    ) -> None:
+    def __init__(self, requests: RankRequests, states: Callable[[], dict[int, str]]) -> None:
         self.requests = requests
         self._states = states
-        self._name_place = name_place
 
     def positions(self) -> list[RankPosition]:
         """Return the position of every rank, including ranks that cannot reply."""
@@ -94,12 +91,12 @@ class Session:
 
     def diagnose(self) -> Diagnosis:
         """Explain why the run is stuck."""
-        return diagnose(self.positions(), self._name_place)
+        return diagnose(self.positions(), frame_location)
 
     def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:
         """Return the main thread's frames by rank."""
         wanted = self._wanted(ranks)
-        return Stacks({each.rank: each.frames for each in self.positions() if each.rank in wanted}, self._name_place)
+        return Stacks({each.rank: each.frames for each in self.positions() if each.rank in wanted}, frame_location)
 
     def ask(self, expression: str, ranks: Iterable[int] | None, frame: str | None, timeout: float) -> dict[int, Any]:
         """Evaluate ``expression`` on ranks; see ``Run.ask``."""
@@ -172,7 +169,7 @@ class Session:
             return "it has not called the function yet"
         position = self._position(rank, "running", None)
         frame = position.user_frame
-        return position.note + (f", at {self._name_place(frame)}" if frame is not None else "")
+        return position.note + (f", at {frame_location(frame)}" if frame is not None else "")
 
     def pause(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
         """Pause ranks at their next step boundary; return each rank's reply.

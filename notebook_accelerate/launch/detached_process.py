@@ -79,7 +79,7 @@ class DetachedRun:
         config: LaunchConfig = order["config"]
         install_sources(order["sources"])
         tracebacks.name_foreign_cells(order["names"])
-        run_registry.watch(self._serve)
+        run_registry.watch_launches(self._serve)
         try:
             self._held_seconds = held_seconds()
             self._path = run_directory.new_socket()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate import errors
 from notebook_accelerate.config.plain_values import check_seconds, check_whole_number, is_number
+from notebook_accelerate.debugging.session import Session
 from notebook_accelerate.errors import LaunchError, RunNotFinishedError, WorkerError
 from notebook_accelerate.launch import run_debugging, run_display
 from notebook_accelerate.launch.output.rank_lines import running_kernel
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.debugging.diagnosis import Diagnosis
-    from notebook_accelerate.debugging.session import Session, Stacks
+    from notebook_accelerate.debugging.session import Stacks
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.report.run_report import Report
     from notebook_accelerate.launch.report.samples import RunMemory, Samples
@@ -527,7 +528,7 @@ class Run:
     # ---- debugging
 
     def _session(self) -> Session:
-        return run_debugging.session_of(self, self.commands)
+        return Session(self.commands.requests, lambda: self._state.rank_states)
 
     def diagnose(self) -> Diagnosis:
         """Find out, within about two seconds, where every rank is and why the run is stuck.

@@ -34,11 +34,6 @@ STOP_SECONDS = 5.0
 """Seconds that a rank has to reach the debugger after the request to stop."""
 
 
-def session_of(run: RunView, commands: RunCommands) -> Session:
-    """Return what sends requests to the ranks of a run."""
-    return Session(commands.requests, lambda: {info.rank: info.state for info in run.ranks}, tracebacks.frame_location)
-
-
 def diagnose(session: Session, journal: Journal) -> Diagnosis:
     """Find out where every rank is, and record a mistake that explains it; see ``Run.diagnose``."""
     found = session.diagnose()

@@ -116,7 +116,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def add(run: Run) -> None:
+def register_run(run: Run) -> None:
     """Register ``run``, and ensure that it ends with the kernel."""
     global _watching_exit  # noqa: PLW0603 - one kernel, one exit
     with _lock:
@@ -128,11 +128,11 @@ def add(run: Run) -> None:
             atexit.register(shutdown)
             _watching_exit = True
     run.add_done_callback(_drop_old_results)
-    tell(run)
+    announce_run(run)
 
 
-def tell(run: Run) -> None:
-    """Call what watches launches; see `watch`."""
+def announce_run(run: Run) -> None:
+    """Call what watches launches; see `watch_launches`."""
     with _lock:
         watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
         _watchers[:] = [reference for reference in _watchers if reference() is not None]
@@ -160,7 +160,7 @@ def _drop_old_results(_ended: Run) -> None:
     # `ended` refers to all of them until here, without the lock: deleting results runs code of the user.
 
 
-def watch(launched: Callable[[Run], None]) -> None:
+def watch_launches(launched: Callable[[Run], None]) -> None:
     """Call a method with every run launched later, on the launching thread, as long as the method's object lives."""
     with _lock:
         _watchers.append(weakref.WeakMethod(launched))

@@ -33,13 +33,13 @@ from notebook_accelerate.launch.state.interrupts import deferred_interrupts, han
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE, RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
-from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
 from notebook_accelerate.telemetry import inherited_state, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.state.prompts import Prompt
-    from notebook_accelerate.launch.supervisor.run_thread import RunThread
+    from notebook_accelerate.launch.supervisor.supervisor import Supervisor
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
@@ -64,13 +64,13 @@ def start(
         WorkerError: A blocking run did not succeed; it carries ``.run``.
     """
     _check_function(function)
-    config = _where(config)
+    config = _with_cluster_of_environment(config)
     if not config.detach:
         return start_here(config, function, arguments, resume)
     run = launch_detached(config, function, arguments, resume)
     run.call = RunCall(function, arguments, start)
     run.reserve_output()
-    run_registry.tell(run)
+    run_registry.announce_run(run)
     _announce(run, _publisher(run), f"detached: notebook_accelerate.attach({run.name!r}) opens it in any kernel")
     run.show_live()
     return run
@@ -105,7 +105,7 @@ def start_here(
     else:
         cell = LaunchingCell(run)
         with handle_interrupts(cell.on_signal):
-            supervisor = _run_thread(run, commands)
+            supervisor = _new_supervisor(run, commands)
             try:
                 plan = _prepare(run, supervisor, plan)
                 inherited = inherited or inherited_state.capture()
@@ -133,7 +133,7 @@ def _check_function(function: Callable[..., Any]) -> None:
         )
 
 
-def _where(config: LaunchConfig) -> LaunchConfig:
+def _with_cluster_of_environment(config: LaunchConfig) -> LaunchConfig:
     """Return ``config`` for the cluster that the environment names, if ``config`` names none.
 
     This applies only to a launch that does not specify where it runs.
@@ -224,25 +224,25 @@ def _writer(
         ) from error
 
 
-def _run_thread(run: Run, commands: CommandQueue) -> RunThread:
-    """Return the thread that runs this notebook's part of the run; on an error, close ``commands``."""
+def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
+    """Return the supervisor of this notebook's part of the run; on an error, close ``commands``."""
     if run.config.num_nodes == 1:
-        return Supervisor(run, commands, _publisher(run))
-    from notebook_accelerate.launch.hosts.several import run_thread_of_several
+        return RankSupervisor(run, commands, _publisher(run))
+    from notebook_accelerate.launch.hosts.several import supervisor_of_several
 
     with ExitStack() as undo:
         undo.callback(commands.close)
-        found = run_thread_of_several(run, commands, _publisher(run))
+        found = supervisor_of_several(run, commands, _publisher(run))
         undo.pop_all()
     return found
 
 
-def _prepare(run: Run, supervisor: RunThread, plan: LaunchPlan) -> LaunchPlan:
+def _prepare(run: Run, supervisor: Supervisor, plan: LaunchPlan) -> LaunchPlan:
     """Reserve the plan's resources and register the run; return the plan with the reserved port and folder."""
     run_registry.check_devices(run, plan)
     plan = supervisor.reserve(plan)
     run.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
-    run_registry.add(run)
+    run_registry.register_run(run)
     _announce(run, supervisor.publisher)
     return plan
 
@@ -270,10 +270,10 @@ def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], argume
     try:
         run.reserve_output()
         run.journal.append(RunPlanned(plan, 0, 1))
-        run_registry.add(run)
+        run_registry.register_run(run)
         _announce(run, _publisher(run))
         run.show_live()
-        inline.execute(context, function, arguments)
+        inline.run_in_kernel(context, function, arguments)
     except KeyboardInterrupt as stop:
         inline.end_before_start(context)
         raise RunInterrupted(run) from stop
@@ -297,7 +297,7 @@ class LaunchingCell:
         self._run = run
         self._interrupted = self._asking = False
 
-    def wait(self, supervisor: RunThread) -> None:
+    def wait(self, supervisor: Supervisor) -> None:
         """Wait for the start of the ranks, or for the end of the run if it blocks the cell."""
         try:
             self._wait_for_run(supervisor)
@@ -306,7 +306,7 @@ class LaunchingCell:
             wait_for(supervisor.over)
             raise
 
-    def raise_problem(self, supervisor: RunThread) -> None:
+    def raise_problem(self, supervisor: Supervisor) -> None:
         """Raise what the cell must end with; called when interrupts are no longer handled, so that none is missed.
 
         Raises:
@@ -320,7 +320,7 @@ class LaunchingCell:
                 problem.run = self._run
             raise problem
 
-    def _wait_for_run(self, supervisor: RunThread) -> None:
+    def _wait_for_run(self, supervisor: Supervisor) -> None:
         wait_for(supervisor.started)
         if supervisor.problem is not None or self._interrupted:
             wait_for(supervisor.over)
@@ -331,7 +331,7 @@ class LaunchingCell:
         if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
             wait_for(supervisor.over)
 
-    def _wait_for_end(self, supervisor: RunThread) -> None:
+    def _wait_for_end(self, supervisor: Supervisor) -> None:
         """Wait until the run ends or its ranks are held, and show prompts and the live panel in the meantime."""
         show_at: float | None = time.monotonic() + LIVE_AFTER_SECONDS
         run = self._run

@@ -25,7 +25,7 @@ from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.worker.warm_cells import warm_rank
 
-LOOK_SECONDS = 0.05
+PROMPT_SECONDS = 0.05
 """Seconds between two checks of a waiting cell for prompts of its ranks."""
 READY_SECONDS = 120.0
 """Seconds that ranks have to start, once the other nodes have joined."""
@@ -67,7 +67,7 @@ class WarmRanks:
         deadline = None
         try:
             while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
-                run.wait(LOOK_SECONDS)
+                run.wait(PROMPT_SECONDS)
                 if deadline is None and run.attempts:  # before the first attempt it waits for other notebooks
                     deadline = time.monotonic() + READY_SECONDS
         except KeyboardInterrupt:
@@ -189,10 +189,10 @@ class WarmRanks:
         raise GroupInterrupt(self.run, busy) from None
 
     def _look(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
-        prompt = self.run.commands.prompts.take(LOOK_SECONDS / 10, among=waiting.keys() - replies.keys())
+        prompt = self.run.commands.prompts.take(PROMPT_SECONDS / 10, among=waiting.keys() - replies.keys())
         if prompt is not None:
             ask_user(prompt, self.run.commands.prompts)
-        for rank, reply in self.run.commands.requests.collect(waiting, LOOK_SECONDS).items():
+        for rank, reply in self.run.commands.requests.collect(waiting, PROMPT_SECONDS).items():
             assert isinstance(reply, CellReply), "a cell's request is answered by a cell's reply"
             replies[rank] = reply
 

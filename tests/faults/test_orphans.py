@@ -189,7 +189,7 @@ def test_a_server_that_is_stopped_while_its_ranks_run_is_replaced_as_guard() -> 
 def test_a_server_that_dies_before_its_kernel_is_replaced_as_guard() -> None:
     with ready_kernel() as kernel:
         cell, pids = _started(kernel, "fork", "")
-        kernel.check("from notebook_accelerate.launch.processes import zygote\nos.kill(zygote.running_zygote().pid, 9)")
+        kernel.check("from notebook_accelerate.launch.processes import zygote\nos.kill(zygote.ensure_zygote().pid, 9)")
         kernel.pump(3.0)
         assert cell.ok
         kernel.kill()

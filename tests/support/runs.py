@@ -27,7 +27,7 @@ from notebook_accelerate.launch.state.run_events import (
     RunPlanned,
 )
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
-from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
 from notebook_accelerate.telemetry import DeviceMemoryEvent, DeviceUseEvent, Event, RankFailure
 from notebook_accelerate.telemetry.store import Record
 
@@ -96,11 +96,11 @@ def _planned(ranks: int, method: str, started: float) -> list[Record]:
     return [Record(RUN, started, event) for event in (RunCreated("train"), RunPlanned(plan, 0, ranks))]
 
 
-def supervisor_of(run: Run, publisher: Publisher | None = None) -> Supervisor:
+def supervisor_of(run: Run, publisher: Publisher | None = None) -> RankSupervisor:
     """Return a supervisor of ``run`` that is not started, for its parts; close its ``commands`` afterwards."""
     commands = CommandQueue()
     run.commands = commands
-    return Supervisor(run, commands, publisher or TextPublisher())
+    return RankSupervisor(run, commands, publisher or TextPublisher())
 
 
 def feed(run: Run, *events: Event, rank: int = 0, at: float = START) -> None:

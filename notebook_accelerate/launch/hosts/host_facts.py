@@ -272,7 +272,7 @@ class ForeignCells:
         )
 
 
-def with_named_cells(event: Event, suffix: str) -> Event:
+def name_cells_in(event: Event, suffix: str) -> Event:
     """Return an event of the journal with this notebook's cells named, for another notebook."""
     return _with_chains(event, lambda chain: tracebacks.with_named_cells(chain, suffix))
 

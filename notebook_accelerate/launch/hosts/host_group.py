@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError, RunTimeoutError, WorkerError
 from notebook_accelerate.launch.hosts import host_facts as facts_of
 from notebook_accelerate.launch.hosts.host_backend import HostBackend
-from notebook_accelerate.launch.hosts.host_facts import notebook_hello, with_named_cells
+from notebook_accelerate.launch.hosts.host_facts import name_cells_in, notebook_hello
 from notebook_accelerate.launch.hosts.joining import instruction_lines, interface_to
 from notebook_accelerate.launch.hosts.remote import host as protocol
 from notebook_accelerate.launch.hosts.remote.host import node_name
@@ -27,8 +27,8 @@ from notebook_accelerate.launch.processes.selecting import DispatchSelector, dis
 from notebook_accelerate.launch.state import failures, run_events
 from notebook_accelerate.launch.state.run_state import without_result
 from notebook_accelerate.launch.supervisor.command_queue import WaitingTarget
+from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
-from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -56,11 +56,11 @@ _KEPT_HERE = (
 """Events of the journal that are not sent to other notebooks: each has its own, or receives it in another message."""
 
 
-class FirstNotebook(Supervisor):
+class FirstNotebook(RankSupervisor):
     """Supervises a run on several machines: waits for the hosts on the others, and has them run their ranks.
 
     Args:
-        run: The run; see `RunThread`, as for ``commands`` and ``publisher``.
+        run: The run; see `Supervisor`, as for ``commands`` and ``publisher``.
         commands: The user's commands.
         publisher: Shows output in the notebook.
         secret: The secret to print for the hosts; "" where the user has given it.
@@ -350,7 +350,7 @@ class FirstNotebook(Supervisor):
 
     def _abroad(self, event: Event) -> Event:
         """Return an event of the journal as other notebooks receive it: with this one's name at its cells and stop."""
-        event = without_result(with_named_cells(event, " of node 0"), "")
+        event = without_result(name_cells_in(event, " of node 0"), "")
         if isinstance(event, run_events.StopAdvanced) and event.reason == USER_STOP.text:
             return replace(event, reason=f"{node_name(0, self._own.host)}: {event.reason}")
         return event

@@ -37,7 +37,7 @@ SURE_SECONDS = 2.0
 same port has too until it ends, and an unknown name. A first notebook that is killed refuses only once."""
 UNKNOWN_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
 """Errors of the resolver that are no temporary failures, as `EAI_AGAIN` is."""
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+HOST_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def connect(
@@ -121,7 +121,7 @@ def adapt_orders(orders: Sequence[WorkerOrder], address: str, threads: int) -> N
     """
     interface = interface_to(address)
     for order in orders:
-        order.environment.update(dict.fromkeys(INTERFACE_VARIABLES, interface) if interface else {})
+        order.environment.update(dict.fromkeys(HOST_INTERFACE_VARIABLES, interface) if interface else {})
         order.threads = min(order.threads or threads, threads)
         order.environment["OMP_NUM_THREADS"] = str(order.threads)
 
@@ -129,7 +129,7 @@ def adapt_orders(orders: Sequence[WorkerOrder], address: str, threads: int) -> N
 def interface_to(address: str) -> str:
     """Return the name of the interface on the way to an address; "" leaves the choice to the back end."""
     own = own_address(address, 9)
-    return interface_of(own.partition("%")[0]) if own and INTERFACE_VARIABLES[0] not in os.environ else ""
+    return interface_of(own.partition("%")[0]) if own and HOST_INTERFACE_VARIABLES[0] not in os.environ else ""
 
 
 class FunctionHost(Host):

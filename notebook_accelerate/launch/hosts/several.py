@@ -1,4 +1,4 @@
-"""Which part a notebook has in a run on several machines, and what runs that part."""
+"""Which part a notebook has in a run on several machines, and the supervisor of that part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from notebook_accelerate.launch.processes import ports, process_backend
 from notebook_accelerate.launch.state import failures, rank_result, run_events
 from notebook_accelerate.launch.state.run_events import NoteAdded
 from notebook_accelerate.launch.supervisor.command_queue import WaitingTarget
-from notebook_accelerate.launch.supervisor.run_thread import RunThread
+from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
 from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 from notebook_accelerate.telemetry import Decoder, DisplayEvent, LogEvent, ResultEvent, steady_time
 from notebook_accelerate.telemetry.store import Record
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.results import WorkerOrder
 
 
-def run_thread_of_several(run: Run, commands: CommandQueue, publisher: Publisher) -> RunThread:
-    """Return what runs this notebook's part of a run on several machines.
+def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher) -> Supervisor:
+    """Return the supervisor of this notebook's part of a run on several machines.
 
     The first notebook supervises all ranks; another one runs its ranks for it. Without a secret, notebooks do not talk:
     each runs its own ranks, as one of several torchrun commands would. With ``rdzv_backend="c10d"`` the first notebook
     is the one that can listen at the address.
 
     Args:
-        run: The run; see `RunThread`, as for the others.
+        run: The run; see `Supervisor`, as for the others.
         commands: The user's commands.
         publisher: Shows output in the notebook.
 
@@ -83,10 +83,10 @@ def run_thread_of_several(run: Run, commands: CommandQueue, publisher: Publisher
             "another notebook of this run listens already, and shows the run's secret; pass it here too: "
             f"rdzv_conf={{'secret': '...'}}, or set {SECRET_VARIABLE}"
         )
-    return JoinedRun(run, commands, publisher, secret)
+    return JoinedNotebook(run, commands, publisher, secret)
 
 
-class LoneNotebook(Supervisor):
+class LoneNotebook(RankSupervisor):
     """Supervises the ranks of a notebook that does not talk to the others, and prints that it does not."""
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
@@ -104,11 +104,11 @@ class LoneNotebook(Supervisor):
 # ---- another notebook's part: it runs its ranks for the first notebook, and shows them
 
 
-class JoinedRun(RunThread):
-    """Runs the ranks of this notebook for the first one; stands in a launch where its supervisor would.
+class JoinedNotebook(Supervisor):
+    """Supervisor of a joined run: runs the ranks of this notebook for the first one.
 
     Args:
-        run: The run; see `RunThread`, as for ``commands`` and ``publisher``.
+        run: The run; see `Supervisor`, as for ``commands`` and ``publisher``.
         commands: The user's commands.
         publisher: Shows output in the notebook.
         secret: The run's secret.
@@ -200,17 +200,17 @@ class NotebookHost(Host):
 
     Args:
         stream: The stream to the first notebook.
-        run: This notebook's run.
+        supervisor: This notebook's supervisor.
         plan: This notebook's plan before all have joined.
 
     Attributes:
         plan: The plan.
     """
 
-    def __init__(self, stream: Stream, run: RunThread, plan: LaunchPlan) -> None:
-        self._run, self.plan = run, plan
-        self._journal, self._publisher = run.journal, run.publisher
-        self._label = partial(line_label, run.config.log_line_prefix_template)
+    def __init__(self, stream: Stream, supervisor: Supervisor, plan: LaunchPlan) -> None:
+        self._supervisor, self.plan = supervisor, plan
+        self._journal, self._publisher = supervisor.journal, supervisor.publisher
+        self._label = partial(line_label, supervisor.config.log_line_prefix_template)
         self._outputs: dict[int, RankOutput] = {}
         self._decoders: dict[int, Decoder] = {}
         self._results: dict[int, rank_result.RankResult] = {}
@@ -229,12 +229,12 @@ class NotebookHost(Host):
 
     def handle_message(self, message: Event) -> None:
         if isinstance(message, protocol.WaitingEvent):
-            self._run.show(message.text)
+            self._supervisor.show(message.text)
         elif isinstance(message, protocol.HostPlanEvent):
             self.first, self._clock_offset = node_name(0, message.first), message.clock_offset
-            self._run.show("the first notebook has all ranks: stop, ask and debug them there")
-            self._run.commands.requests.elsewhere = (
-                f"run {self._run.id} is steered in the notebook of {self.first}, which has all ranks: "
+            self._supervisor.show("the first notebook has all ranks: stop, ask and debug them there")
+            self._supervisor.commands.requests.elsewhere = (
+                f"run {self._supervisor.id} is steered in the notebook of {self.first}, which has all ranks: "
                 "ask and debug them there"
             )
             self._take_plan(pickle.loads(message.payload))
@@ -255,7 +255,7 @@ class NotebookHost(Host):
 
     def verdict(self, over: protocol.RunOverEvent) -> run_events.RunEnded:
         """Return how the run ended, with failures at this notebook's cells."""
-        state, number = self._run.state, self._run.id
+        state, number = self._supervisor.state, self._supervisor.id
         if over.status == "failed" and state.failures and state.status != "starting":  # else of an earlier attempt
             return failures.failed(number, state)
         return run_events.RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {number} ", over.message))
@@ -274,13 +274,13 @@ class NotebookHost(Host):
         self._journal.append(event, record.time)
         if isinstance(event, run_events.PromptOpened):
             what = "a line of input" if event.kind == "input" else "its debugger"
-            self._run.show(f"rank {event.rank} waits for {what} in the first notebook", "stderr")
+            self._supervisor.show(f"rank {event.rank} waits for {what} in the first notebook", "stderr")
         elif isinstance(event, run_events.StopAdvanced) and event.phase == "interrupting" and event.reason:
-            self._run.show(event.reason)
+            self._supervisor.show(event.reason)
         elif isinstance(event, run_events.AttemptEnded) and event.restarts:
-            number = self._run.state.attempts[-1].number + 1
-            how = "failed" if self._run.state.failures else "ended"
-            self._run.show(f"attempt {number} {how} ({event.outcome}); starting again", "stderr")
+            number = self._supervisor.state.attempts[-1].number + 1
+            how = "failed" if self._supervisor.state.failures else "ended"
+            self._supervisor.show(f"attempt {number} {how} ({event.outcome}); starting again", "stderr")
 
     # ---- from the ranks
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.results import WorkerOrder
 
 
-MANY_RANKS = 8
+RANKS_WORTH_COLLAPSING = 8
 """From this many ranks on, moving the kernel's memory into huge pages takes less time than it saves in one launch."""
 COLLAPSE_SECONDS = 0.5
 
@@ -54,7 +54,7 @@ class ForkBackend(ProcessBackend):
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         entry.prepare_forks()
-        if len(orders) >= MANY_RANKS:
+        if len(orders) >= RANKS_WORTH_COLLAPSING:
             _collapse_unshared_memory()
         spins = BriefSpins()
         processes: list[RankProcess] = []

@@ -142,7 +142,7 @@ def _acting_as_rank(run: InlineContext) -> Iterator[None]:
         os.environ.update(before)
 
 
-def execute(context: InlineContext, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def run_in_kernel(context: InlineContext, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Run the function in this process and record its end.
 
     Raises:

@@ -223,11 +223,6 @@ def ensure_zygote() -> Zygote:
         return _zygote
 
 
-def running_zygote() -> Zygote | None:
-    """Return the server; None if it does not run."""
-    return _zygote if _zygote is not None and _zygote.alive() else None
-
-
 def close_zygote() -> None:
     """End the server, if it runs."""
     global _zygote  # noqa: PLW0603 - the same

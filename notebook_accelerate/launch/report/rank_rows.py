@@ -49,7 +49,7 @@ def _node_rows(run: RunView, infos: Sequence[RankInfo]) -> Rows:
         peaks = [run.store.peak_memory.get(info.rank) for info in members]
         steps = [step for info in members if (step := _step(info)) is not None]
         rows.append([
-            node_name(members, several=len(groups) > 1),
+            node_title(members, several=len(groups) > 1),
             short_names(info.rank for info in members),
             state_counts(members),
             str(min(steps)) if steps else "",
@@ -168,7 +168,7 @@ def _device_node_rows(ranks: Sequence[RankOnNode], devices: Mapping[int, Sequenc
         distinct = list({device.uuid or index: device for index, device in enumerate(live)}.values())
         percents = [device.percent for device in distinct if device.percent is not None]
         found.append([
-            node_name(members, several=len(groups) > 1),
+            node_title(members, several=len(groups) > 1),
             str(len({device.uuid or index for index, device in enumerate(held)})),
             ", ".join(dict.fromkeys(map(_model, held))),
             use_text(sum(percents) / len(percents) if percents else None),
@@ -306,7 +306,7 @@ def by_node(ranks: Iterable[Rank]) -> dict[int, list[Rank]]:
     return dict(sorted(found.items()))
 
 
-def node_name(ranks: Sequence[RankOnNode], *, several: bool) -> str:
+def node_title(ranks: Sequence[RankOnNode], *, several: bool) -> str:
     """Return the name of a node, as "node 1 · worker-7".
 
     Args:

@@ -231,6 +231,11 @@ class RunState:
         return self.ranks[index]
 
     @property
+    def rank_states(self) -> dict[int, str]:
+        """State of each rank."""
+        return {info.rank: info.state for info in self.ranks}
+
+    @property
     def attempt_status(self) -> str:
         """State of the last attempt: a key of `ATTEMPT_TRANSITIONS`."""
         if not self.attempts:

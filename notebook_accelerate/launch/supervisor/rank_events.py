@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
     from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.processes.rank_process import RankProcess
-    from notebook_accelerate.launch.supervisor.run_thread import RunThread
+    from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 
 
 STEP_COMPARISON_SECONDS = 0.5
@@ -92,7 +92,7 @@ class RankEventHandler:
     """Handles what the ranks of one attempt send; the supervisor's `RankListener`.
 
     Args:
-        run: The run's supervisor.
+        supervisor: The run's supervisor.
         selector: Ranks are registered here as they start.
         ranks: Ranks are added here as they start.
         stops: The attempt's stop sequence; it decides what failures and exits mean.
@@ -103,20 +103,20 @@ class RankEventHandler:
     """
 
     def __init__(
-        self, run: RunThread, selector: selectors.BaseSelector, ranks: SupervisedRanks, stops: StopSequence
+        self, supervisor: Supervisor, selector: selectors.BaseSelector, ranks: SupervisedRanks, stops: StopSequence
     ) -> None:
-        self._run, self._selector, self._ranks, self._stops = run, selector, ranks, stops
-        self._journal, self._publisher, self._clock = run.journal, run.publisher, run.clock
-        self._prompts, self._requests = run.commands.prompts, run.commands.requests
+        self._supervisor, self._selector, self._ranks, self._stops = supervisor, selector, ranks, stops
+        self._journal, self._publisher, self._clock = supervisor.journal, supervisor.publisher, supervisor.clock
+        self._prompts, self._requests = supervisor.commands.prompts, supervisor.commands.requests
         self._all = ranks.all  # read for every event
-        self._label = functools.partial(line_label, run.config.log_line_prefix_template)
+        self._label = functools.partial(line_label, supervisor.config.log_line_prefix_template)
         self._comparison_due = 0.0
         self._exit_waits: set[str] = set()
         self._unrecorded: list[Record] = []
         self._active = False  # whether a rank has sent anything, or moved, since the last call of `record`
-        self._checks = sanity_checks.SanityChecks(len(run.state.ranks))
+        self._checks = sanity_checks.SanityChecks(len(supervisor.state.ranks))
         self.last_activity = self._clock.now()
-        self.stall = StallDetector(run)
+        self.stall = StallDetector(supervisor)
 
     def add(self, process: RankProcess) -> None:
         """Start to listen to a rank that has started."""
@@ -214,7 +214,7 @@ class RankEventHandler:
             if self._state_of(supervised) not in ENDED:
                 self._journal.append(RankStopped(rank))
             return
-        self._stops.fail(failures.from_event(rank, event, self._run.exceptions), supervised)
+        self._stops.fail(failures.from_event(rank, event, self._supervisor.exceptions), supervised)
 
     def _on_display(self, supervised: SupervisedRank, event: DisplayEvent) -> None:
         supervised.process.drain(self, channel=False)  # what it wrote before, also to standard error
@@ -267,7 +267,7 @@ class RankEventHandler:
             prompt.answer(None)  # interrupted before it received its last answer: it asks again
             return
         known = prompt.of_debugger and prompt.rank in self._prompts.debugged()
-        if not (self._run.config.block or self._prompts.shown_in_cell or known):
+        if not (self._supervisor.config.block or self._prompts.shown_in_cell or known):
             self._publisher.line("stderr", f"rank {prompt.rank} {_how_to_answer(prompt)}")
         self._publisher.flush(force=True)
         self._clock.pause(prompt.rank)
@@ -364,7 +364,7 @@ def _how_to_answer(prompt: Prompt) -> str:
 
 STALL_SECONDS = 10.0
 """The run is diagnosed when no rank has made progress for this long while some wait in a collective."""
-LOOK_SECONDS = 0.5
+STALL_CHECK_SECONDS = 0.5
 """Minimum seconds between two checks of all ranks."""
 
 
@@ -378,8 +378,8 @@ class StallDetector:
         group_timeout: Time limit of a collective in seconds; None if the process group has none.
     """
 
-    def __init__(self, run: RunThread) -> None:
-        self._run, self._clock = run, run.clock
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor, self._clock = supervisor, supervisor.clock
         self._beats: dict[int, HeartbeatEvent] = {}
         self._moved: dict[int, float] = {}
         self._waiting_since: dict[int, tuple[tuple[str, int], float]] = {}
@@ -427,11 +427,11 @@ class StallDetector:
         """Whether to check all ranks again; checks are not made for every heartbeat."""
         if time.monotonic() < self._look_due:
             return False
-        self._look_due = time.monotonic() + LOOK_SECONDS
+        self._look_due = time.monotonic() + STALL_CHECK_SECONDS
         return True
 
     def _stalled(self, now: float) -> bool:
-        alive = [info.rank for info in self._run.state.ranks if info.state in ("starting", "running")]
+        alive = [info.rank for info in self._supervisor.state.ranks if info.state in ("starting", "running")]
         beats = [self._beats[rank] for rank in alive if rank in self._beats]
         if len(beats) < len(alive) or not any(beat.waiting is not None for beat in beats):
             return False
@@ -439,48 +439,41 @@ class StallDetector:
 
     def _report(self, found: Diagnosis | None) -> None:
         """Report a stall in the journal; print the first one."""
-        if not self._stall or self._run.state.ended is not None:  # a rank has moved during the diagnosis
+        if not self._stall or self._supervisor.state.ended is not None:  # a rank has moved during the diagnosis
             return
         idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
-        self._run.journal.append(RunStalled(steady_time.now() - idle, found.cause if found is not None else ""))
+        self._supervisor.journal.append(RunStalled(steady_time.now() - idle, found.cause if found is not None else ""))
         if not self._printed:
             self._printed = True
             verdict = found.verdict if found is not None else "no rank makes progress"
-            self._run.show(f"run {self._run.id} stands still: {verdict}", "stderr")
+            self._supervisor.show(f"run {self._supervisor.id} stands still: {verdict}", "stderr")
 
     def _end_stall(self) -> None:
         if self._stall:
             self._stall = False
-            if self._run.state.stall is not None:
-                self._run.journal.append(RunMoved())
+            if self._supervisor.state.stall is not None:
+                self._supervisor.journal.append(RunMoved())
 
     def diagnose_then(self, report: Callable[[Diagnosis | None], None]) -> None:
         """Diagnose the run on another thread, then call ``report(diagnosis)`` on the run's thread; None: it failed."""
         self.busy = True
-        run = self._run
+        supervisor = self._supervisor
 
         def work() -> None:
             try:
-                found: Diagnosis | None = session_of(run).diagnose()
+                found: Diagnosis | None = Session(
+                    supervisor.commands.requests, lambda: supervisor.state.rank_states
+                ).diagnose()
             except Exception:  # noqa: BLE001 - a failing diagnosis must not prevent the end of the run
                 found = None
-            run.commands.post(lambda _: self._finish(found, report))
+            supervisor.commands.post(lambda _: self._finish(found, report))
 
         threading.Thread(target=work, name="notebook-accelerate-diagnosis", daemon=True).start()
 
     def _finish(self, found: Diagnosis | None, report: Callable[[Diagnosis | None], None]) -> None:
         self.busy = False
         if found is not None:
-            self._run.journal.append(DiagnosisAdded(found))
+            self._supervisor.journal.append(DiagnosisAdded(found))
             if found.mistake:
-                self._run.journal.append(WarningAdded(found.mistake))
+                self._supervisor.journal.append(WarningAdded(found.mistake))
         report(found)
-
-
-def session_of(run: RunThread) -> Session:
-    """Return the debugging session of a run."""
-    return Session(
-        run.commands.requests,
-        lambda: {info.rank: info.state for info in run.state.ranks},
-        tracebacks.frame_location,
-    )

@@ -31,7 +31,7 @@ from notebook_accelerate.telemetry.results import CHANNEL_BYTES, WorkerOrder
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
-    from notebook_accelerate.launch.supervisor.run_thread import RunThread
+    from notebook_accelerate.launch.supervisor.supervisor import Supervisor
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
@@ -43,7 +43,7 @@ LONGEST_WAIT = 1.0
 """Maximum seconds that the event loop sleeps, so that it soon detects that it did not run."""
 GAP_SECONDS = 1.0
 """If the loop wakes up later than this, it did not run: the machine slept, or the kernel was stopped."""
-MANY_RANKS, SECONDS_PER_RANK = 32, 40e-6
+PAUSED_RANKS, PAUSE_PER_RANK = 32, 40e-6
 """From this many ranks on, the loop pauses after each turn, 20 ms for 512 ranks: a wake-up for every event costs more
 than its handling."""
 
@@ -52,7 +52,7 @@ class RankGroup:
     """The ranks of one attempt, from their start until the last one is reaped; a `CommandTarget`.
 
     Args:
-        run: The run's supervisor.
+        supervisor: The run's supervisor.
         plan: The launch plan.
 
     Attributes:
@@ -62,16 +62,16 @@ class RankGroup:
         on_step: Called after every turn of the event loop.
     """
 
-    def __init__(self, run: RunThread, plan: LaunchPlan) -> None:
-        self._run, self._plan = run, plan
-        self.selector = self._selector = DispatchSelector()
-        self._selector.register(run.commands.wake, selectors.EVENT_READ, self._carry_out)
+    def __init__(self, supervisor: Supervisor, plan: LaunchPlan) -> None:
+        self._supervisor, self._plan = supervisor, plan
+        self.selector = DispatchSelector()
+        self.selector.register(supervisor.commands.wake, selectors.EVENT_READ, self._carry_out)
         self._ranks = SupervisedRanks()
         self.on_step: Callable[[], None] | None = None
         self._guard_due = 0.0
-        self.stops = StopSequence(run.journal, run.commands.prompts, hold=run.config.debug)
-        self.events = RankEventHandler(run, self._selector, self._ranks, self.stops)
-        self._limits = TimeLimits(run, self.events, self.stops)
+        self.stops = StopSequence(supervisor.journal, supervisor.commands.prompts, hold=supervisor.config.debug)
+        self.events = RankEventHandler(supervisor, self.selector, self._ranks, self.stops)
+        self._limits = TimeLimits(supervisor, self.events, self.stops)
 
     # ---- start
 
@@ -89,9 +89,9 @@ class RankGroup:
             backend.close()
 
     def _order(self, plan: LaunchPlan, local_rank: int, attempt: int, inherited: InheritedState) -> WorkerOrder:
-        config = self._run.config
+        config = self._supervisor.config
         environment = {
-            **_launch_environment(self._run, plan, attempt),
+            **_launch_environment(self._supervisor, plan, attempt),
             **rank_environment(plan, local_rank),
             **(config.env or {}),
         }
@@ -112,8 +112,8 @@ class RankGroup:
     # ---- commands
 
     def show_under(self, cell: object) -> None:
-        self._run.publisher.flush(force=True)
-        self._run.publisher.show_under(cell)
+        self._supervisor.publisher.flush(force=True)
+        self._supervisor.publisher.show_under(cell)
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -125,7 +125,7 @@ class RankGroup:
         self.stops.stop(grace, reason)
 
     def _carry_out(self) -> None:
-        self._run.commands.carry_out(self)
+        self._supervisor.commands.carry_out(self)
 
     # ---- the event loop
 
@@ -136,19 +136,19 @@ class RankGroup:
             self._wait(self._patience())
             self._take_steps()
             self.events.record()
-            self._run.publisher.flush()
-            if len(living) >= MANY_RANKS:
-                time.sleep(len(living) * SECONDS_PER_RANK)
+            self._supervisor.publisher.flush()
+            if len(living) >= PAUSED_RANKS:
+                time.sleep(len(living) * PAUSE_PER_RANK)
         self.events.finish()
-        self._selector.close()
+        self.selector.close()
 
     def _wait(self, timeout: float) -> None:
         begin = time.monotonic()
-        ready = self._selector.select(timeout)
+        ready = self.selector.select(timeout)
         late = time.monotonic() - begin - timeout
         if late > GAP_SECONDS:
-            self._run.clock.leave_out(late)
-        call_ready(self._selector, ready)
+            self._supervisor.clock.leave_out(late)
+        call_ready(self.selector, ready)
         self.events.record()
 
     def _patience(self) -> float:
@@ -156,19 +156,19 @@ class RankGroup:
         waits = [LONGEST_WAIT]
         if (due := self.stops.next_due()) is not None:
             waits.append(due - time.monotonic())
-        if (publish := self._run.publisher.seconds_until_due()) is not None:
+        if (publish := self._supervisor.publisher.seconds_until_due()) is not None:
             waits.append(publish)
         if (left := self._limits.seconds_left()) is not None:
             waits.append(left)
         if self._ranks.polled:
-            waits.append(self._run.config.monitor_interval)
+            waits.append(self._supervisor.config.monitor_interval)
         return max(0.0, min(waits))
 
     def _take_steps(self) -> None:
         self._check_limits()
         self.stops.hold_when_due()
         if (due := self.stops.next_due()) is not None and due <= time.monotonic():
-            dispatch(self._selector, 0)  # before ranks are stopped: on a busy machine many events may be pending
+            dispatch(self.selector, 0)  # before ranks are stopped: on a busy machine many events may be pending
         if time.monotonic() >= self._guard_due:
             self._guard_due = time.monotonic() + LONGEST_WAIT
             orphan_guard.ensure()
@@ -199,7 +199,7 @@ class RankGroup:
     def verdicts(self) -> tuple[RankFailure, ...]:
         """Return the failures, the first one first, with explanations where they are known."""
         found = failures.ordered(self.stops.failures)
-        store, lines = self._run.journal.store, failures.LAST_LINES
+        store, lines = self._supervisor.journal.store, failures.LAST_LINES
         last = {failure.rank: [line.text for line in store.log_lines(failure.rank)][-lines:] for failure in found}
         returned = [rank for rank, each in self._ranks.all.items() if isinstance(each.outcome, ResultEvent)]
         explained = [failures.explained(failure, last[failure.rank]) for failure in found]
@@ -211,12 +211,7 @@ class RankGroup:
 
     def listen(self, source: HasFileno, call: Callable[[], object]) -> None:
         """Call ``call`` on this thread whenever ``source`` is readable, while the ranks live."""
-        self._selector.register(source, selectors.EVENT_READ, call)
-
-    def unlisten(self, source: HasFileno) -> None:
-        """Undo ``listen``."""
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(source)
+        self.selector.register(source, selectors.EVENT_READ, call)
 
     # ---- the end
 
@@ -225,7 +220,7 @@ class RankGroup:
         for rank in list(self._ranks.living.values()):
             self._kill(rank)
         self.events.record()
-        self._selector.close()
+        self.selector.close()
 
     def _leave_unkillable(self) -> None:
         """Give up on ranks that survive SIGKILL because a system call does not return, for example in a hung driver."""
@@ -246,18 +241,18 @@ class RankGroup:
         process.await_end(patience)
         process.close()
         self._ranks.remove(rank)
-        self._run.commands.requests.close(process.rank)
+        self._supervisor.commands.requests.close(process.rank)
         self.events.forget_prompt(process.rank)
         with suppress(TransitionError):  # the process is gone, whatever has been recorded of it
-            state = self._run.state.rank(process.rank).state
-            self._run.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
+            state = self._supervisor.state.rank(process.rank).state
+            self._supervisor.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
 
 
-def _launch_environment(run: RunThread, plan: LaunchPlan, attempt: int) -> dict[str, str]:
-    config = run.config
+def _launch_environment(supervisor: Supervisor, plan: LaunchPlan, attempt: int) -> dict[str, str]:
+    config = supervisor.config
     return {
         **worker_variables(mixed_precision=config.mixed_precision, cpu=config.cpu or plan.accelerator == "cpu"),
-        "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{run.id}",
+        "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{supervisor.id}",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         **{name: value for name, value in watched_rank_variables().items() if name not in os.environ},
@@ -279,13 +274,13 @@ class TimeLimits:
     """The limits of one attempt, by the run's clock.
 
     Args:
-        run: The run's supervisor.
+        supervisor: The run's supervisor.
         events: Records when a rank was last active, and which collectives wait.
         stops: The limits are not in force once the attempt is being stopped.
     """
 
-    def __init__(self, run: RunThread, events: RankEventHandler, stops: StopSequence) -> None:
-        self._config, self._clock, self._events, self._stops = run.config, run.clock, events, stops
+    def __init__(self, supervisor: Supervisor, events: RankEventHandler, stops: StopSequence) -> None:
+        self._config, self._clock, self._events, self._stops = supervisor.config, supervisor.clock, events, stops
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the next limit; None when none is in force."""

@@ -1,191 +1,165 @@
-"""The supervisor of a run: plans, starts, watches and restarts the ranks, and decides how the run ended."""
+"""Sees a run through on its thread: the base of all supervisors, from the launch to the last event of the journal."""
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.hardware.addresses import loopback_problem
-from notebook_accelerate.launch.processes import inline, ports, process_backend
+from notebook_accelerate.errors import RunStoppedError
 from notebook_accelerate.launch.state import failures
-from notebook_accelerate.launch.state.run_events import (
-    AttemptEnded,
-    AttemptStarted,
-    FailuresRecorded,
-    NoteAdded,
-    RunEnded,
-)
-from notebook_accelerate.launch.supervisor.rank_group import RankGroup
-from notebook_accelerate.launch.supervisor.run_thread import RunThread
-from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
-from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.sampler import ResourceSampler
+from notebook_accelerate.launch.state.failures import ExceptionLoader
+from notebook_accelerate.launch.state.run_events import AttemptEnded, NoteAdded, RanksReleased, RunEnded
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.output.rank_lines import Publisher
     from notebook_accelerate.launch.plan.planner import LaunchPlan
-    from notebook_accelerate.launch.processes.rank_process import ProcessBackend
-    from notebook_accelerate.telemetry import RankFailure
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.state.run_state import RunState
+    from notebook_accelerate.launch.supervisor.command_queue import CommandQueue, PausableClock
+    from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 
-class Supervisor(RunThread):
-    """Supervises one run: starts the ranks of each attempt, watches them, and restarts them after a failure.
+class Supervisor(ABC):
+    """Sees a run through on a thread of its own, and ends the run whatever happens there.
 
-    Ranks on other machines are the business of a subclass, `launch.hosts.host_group.FirstNotebook`.
+    A `RankSupervisor` supervises the run's ranks; a `JoinedNotebook` runs its ranks for the notebook that does. The
+    parts of a supervisor share it: it has what they need of the run.
+
+    Args:
+        run: The run; not kept, because its user may drop it.
+        commands: The user's commands, the prompts, and the requests to ranks.
+        publisher: Shows output in the notebook; used on the run's thread once that has started.
+
+    Attributes:
+        id: The run's number in this kernel.
+        config: Configuration of the launch.
+        function_name: Name of the launched function.
+        journal: Events of the run are appended here.
+        commands: The commands.
+        publisher: The publisher.
+        exceptions: Unpickles the exceptions of the ranks.
+        started: Set once all ranks have started, or failed to start; or earlier, where that may take minutes.
+        over: Set once the run has ended.
+        problem: The error that prevented the start of the ranks.
     """
 
-    _backend: ProcessBackend | None = None
+    def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher) -> None:
+        self.id, self.config, self.function_name = run.id, run.config, run.function_name
+        self.journal, self.commands, self.publisher = run.journal, commands, publisher
+        self.exceptions = ExceptionLoader()
+        self.started, self.over = threading.Event(), threading.Event()
+        self.problem: BaseException | None = None
+        self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self._inherited: InheritedState | None = None
 
-    def _main(self, plan: LaunchPlan) -> None:
-        super()._main(plan)
-        backend, self._backend = self._backend, None  # it refers to this object, which has the run's results
-        if backend is not None:
-            backend.prepare_next()
-
-    # ---- what the ranks of this machine need
+    # ---- the launching thread
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with a port and a private folder, if this machine has several ranks.
-
-        Raises:
-            LaunchError: The ranks cannot reach each other: torch would report it after minutes only.
-        """
-        if plan.accelerator == "tpu" and plan.variables:
-            plan = replace(plan, variables={**plan.variables, **_tpu_addresses(plan.num_processes)})
-        if plan.world_size == 1 or plan.where:
-            return plan
-        if problem := loopback_problem():
-            raise LaunchError(
-                f"ranks cannot reach each other: connections to 127.0.0.1 fail ({problem}); "
-                "enable the loopback interface: ip link set lo up"
-            )
-        store = inline.make_store_folder(self.id)
-        port, note = ports.reserve(self.id, plan.port, fixed=False)
-        if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
-            self.journal.append(NoteAdded(note))
-        return replace(plan, port=port, store=store)
-
-    def _release(self) -> None:
-        ports.release(self.id)
-        inline.remove_store_folder(self.id)
-
-    # ---- attempts
-
-    def _run(self, plan: LaunchPlan) -> RunEnded:
-        for number in itertools.count():
-            gathered = self._gathered(plan, number)
-            if isinstance(gathered, StopReason):
-                text = f"{self._ended_text()}, before all nodes had joined: {gathered.text}"
-                return RunEnded("stopped", gathered.error.__name__, text)
-            group = self._supervised(gathered, number)
-            if self.state.ended is not None:  # its ranks were held after a failure, and are released now
-                return RunEnded(self.state.status, self.state.error, self.state.message)
-            if not self._restarts(group, number):
-                return self._verdict(group)
-        raise AssertionError("every run has a last attempt")
-
-    def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:
-        """Start the ranks of an attempt and supervise them until they have ended."""
-        self.journal.append(AttemptStarted(number))
-        self.journal.free_old_results()
-        group = self._start_group(plan, number)
-        sampler = ResourceSampler(group.pids(), self.journal.add)
-        sampler.start()
-        try:
-            group.supervise()
-        finally:
-            group.abandon()
-            sampler.stop()
-            group.stops.on_hold = None  # refers to the group
-            self.journal.free_old_results()
-        return group
-
-    def _start_group(self, plan: LaunchPlan, number: int) -> RankGroup:
-        assert self._call is not None, "dropped only when no attempt can follow"
-        assert self._inherited is not None, "given with the call"
-        self._backend = process_backend(plan.start_method)(*self._call)
-        if number >= self.config.max_restarts:
-            self._call = None  # the ranks have the arguments, which may be large
-        group = RankGroup(self, plan)
-        group.stops.on_hold = lambda: self._hold(group)
-        backend = self._with_hosts(self._backend, group)
-        backend.configure(self.config, self.note, self.commands.stopping)
-        group.start(backend, number, self._inherited)
-        self.started.set()
-        return group
-
-    # ---- the end of an attempt
-
-    def _restarts(self, group: RankGroup, number: int) -> bool:
-        """Record the end of an attempt; return whether another follows."""
-        found, reason = group.verdicts(), group.stops.reason
-        again = self._can_restart(group, found) and number < self.config.max_restarts
-        makes_room = again and reason is not None
-        self.journal.append(FailuresRecorded(() if makes_room else found))
-        if again:
-            headline = reason.text if makes_room and reason is not None else failures.headline(found)
-            how = "ended" if makes_room else "failed"
-            self.journal.append(AttemptEnded(headline, restarts=True))
-            self.show(f"attempt {number + 1} {how} ({headline}); starting again", "stderr")
-        return again
-
-    def _hold(self, group: RankGroup) -> None:
-        """End the run with its failure while its ranks are held for the debugger."""
-        found = group.verdicts()
-        self.publisher.flush(force=True)
-        self.journal.append(FailuresRecorded(found))
-        self.journal.append(AttemptEnded(failures.headline(found)))
-        self.journal.append(failures.failed(self.id, self.state))
-        self.show(
-            "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed; "
-            "the next launch, or notebook_accelerate.shutdown(), ends them",
-            "stderr",
-        )
-
-    def _verdict(self, group: RankGroup) -> RunEnded:
-        """Record how the last attempt ended and return how that ends the run."""
-        found, reason = self.state.failures, group.stops.reason
-        ended = self._own_verdict(found, reason)
-        outcome = failures.headline(found) if ended.status == "failed" and found else ended.status
-        if ended.status == "failed" and not found:
-            outcome = ended.message
-        self.journal.append(AttemptEnded(outcome))
-        return ended
-
-    def _own_verdict(self, found: tuple[RankFailure, ...], reason: StopReason | None) -> RunEnded:
-        if found:
-            return failures.failed(self.id, self.state)
-        if reason is not None:
-            return RunEnded("stopped", reason.error.__name__, f"{self._ended_text()}: {reason.text}")
-        return RunEnded("succeeded")
-
-    def _ended_text(self) -> str:
-        return f"run {self.id} ended after {steady_time.now() - self.state.started:.1f} s"
-
-    # ---- other machines
-
-    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
-        """Return the plan of attempt ``number`` once the run's hosts have joined, or why it was stopped before."""
+        """Reserve what the ranks of this machine need, and return the plan with it; the end of the run releases it."""
         return plan
 
-    def _with_hosts(self, own: ProcessBackend, group: RankGroup) -> ProcessBackend:
-        """Return the backend that starts the ranks of ``group``: ``own``, or one that also starts those of hosts."""
-        return own
+    def start(
+        self, plan: LaunchPlan, function: Callable[..., Any], arguments: tuple[Any, ...], inherited: InheritedState
+    ) -> None:
+        """Run ``function(*arguments)`` on the thread.
 
-    def _can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
-        """Return whether another attempt can run after one that ended with the failures ``found``."""
-        return bool(found) and group.stops.reason is None
+        Args:
+            plan: The plan, as `reserve` has returned it.
+            function: The launched function.
+            arguments: Its arguments.
+            inherited: State that ranks inherit from the launching thread.
+        """
+        self._call, self._inherited = (function, arguments), inherited
+        name = f"notebook-accelerate-run-{self.id}"
+        thread = threading.Thread(target=self._main, args=(plan,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as problem:  # the system allows no more threads
+            self.fail(problem)
 
+    def fail(self, problem: BaseException) -> None:
+        """End a run that could not be started because of ``problem``."""
+        self._end(self._ended_by(problem))
 
-def _tpu_addresses(ranks: int) -> dict[str, str]:
-    """Return what torch_tpu's runtimes must agree on before they start: an address for each, and a profiling session.
+    # ---- the run's thread
 
-    Source: ``torch.tpu.distributed.set_tpu_launch_env`` of torch_tpu 0.2.0.
-    """
-    return {
-        "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{port}" for port in ports.unused(ranks)),
-        "TORCH_TPU_XPROF_SESSION_ID": str(time.time_ns()),
-    }
+    def _main(self, plan: LaunchPlan) -> None:
+        ended = RunEnded("failed", "WorkerError", "the launch failed")
+        try:
+            ended = self._outcome(plan)
+        finally:
+            self._call = None
+            self._end(ended)
+
+    def _outcome(self, plan: LaunchPlan) -> RunEnded:
+        """Run to the end and return how it ended; the frame of an error must not refer to the error."""
+        try:
+            return self._run(plan)
+        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
+            return self._ended_by(problem)
+
+    @abstractmethod
+    def _run(self, plan: LaunchPlan) -> RunEnded:
+        """Run to the end and return how it ended."""
+
+    def _ended_by(self, problem: BaseException) -> RunEnded:
+        if not self.started.is_set():
+            self.problem = failures.system_error(problem) if isinstance(problem, OSError) else problem
+        if isinstance(problem, RunStoppedError):  # before the ranks had started
+            return RunEnded("stopped", "RunStoppedError", str(problem))
+        text = f"the launch failed: {type(problem).__name__}: {problem}"
+        return RunEnded("failed", "WorkerError", text, problem)
+
+    # ---- the end
+
+    def _end(self, ended: RunEnded) -> None:
+        """Release the run's resources and end it, even if showing or closing fails: other threads wait for the end."""
+        with ExitStack() as last:  # the first one last
+            last.callback(self.over.set)
+            last.callback(self.started.set)
+            last.callback(self.commands.prompts.close)
+            last.callback(self._record_end, ended)
+            last.callback(partial(self.publisher.flush, force=True))
+            last.callback(self._release)
+            last.callback(self.commands.close)
+            last.callback(self._disconnect, ended)
+
+    def _disconnect(self, ended: RunEnded) -> None:  # noqa: B027 - most runs have none
+        """Close the connections to other machines."""
+
+    def _release(self) -> None:  # noqa: B027 - the ranks of another notebook's run need nothing
+        """Release what `reserve` has reserved."""
+
+    def _record_end(self, ended: RunEnded) -> None:
+        if self.state.attempt_status == "running":
+            self.journal.append(AttemptEnded(ended.message or ended.status))
+        if self.state.ended is None:
+            self.journal.append(ended)
+        if self.state.held:
+            self.journal.append(RanksReleased())
+
+    # ---- for the parts of a supervisor
+
+    @property
+    def clock(self) -> PausableClock:
+        """The clock of the run's time limits."""
+        return self.commands.clock
+
+    @property
+    def state(self) -> RunState:
+        """The run after the last event."""
+        return self.journal.state
+
+    def show(self, text: str, stream: str = "stdout") -> None:
+        """Show a line of the launch itself."""
+        self.publisher.line(stream, text)
+        self.publisher.flush(force=True)
+
+    def note(self, text: str, *, shown_as: str | None = None) -> None:
+        """Record a remark for panel and report, and show it (as ``shown_as``, if given)."""
+        self.journal.append(NoteAdded(text))
+        self.show(text if shown_as is None else shown_as, "stderr")

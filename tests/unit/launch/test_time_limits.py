@@ -13,21 +13,21 @@ from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor import command_queue
 from notebook_accelerate.launch.supervisor.rank_events import StallDetector
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup, TimeLimits
-from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent
 from tests.support.runs import make_run, plan_run, supervisor_of
 
 
 @pytest.fixture
-def supervisor() -> Iterator[Supervisor]:
+def supervisor() -> Iterator[RankSupervisor]:
     found = supervisor_of(plan_run(2, timeout=60.0, hang_timeout=5.0))
     yield found
     found.commands.close()
 
 
 @pytest.fixture
-def group(supervisor: Supervisor) -> Iterator[RankGroup]:
+def group(supervisor: RankSupervisor) -> Iterator[RankGroup]:
     plan = supervisor.state.plan
     assert plan is not None
     supervisor.journal.append(AttemptStarted(0))
@@ -56,24 +56,24 @@ class _Asleep:
 
 
 def test_seconds_in_which_the_supervisor_did_not_run_do_not_count(
-    supervisor: Supervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
+    supervisor: RankSupervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = supervisor.clock.now()
     with monkeypatch.context() as patch:
-        patch.setattr(group, "_selector", _Asleep(1.6))
+        patch.setattr(group, "selector", _Asleep(1.6))
         group._wait(0.1)
     assert supervisor.clock.now() - before < 1.0
 
 
-def test_seconds_of_an_ordinary_wait_count(supervisor: Supervisor, group: RankGroup) -> None:
+def test_seconds_of_an_ordinary_wait_count(supervisor: RankSupervisor, group: RankGroup) -> None:
     before = supervisor.clock.now()
-    assert isinstance(group._selector, selectors.BaseSelector)
+    assert isinstance(group.selector, selectors.BaseSelector)
     group._wait(0.3)
     assert supervisor.clock.now() - before >= 0.3
 
 
 def test_a_step_of_the_wall_clock_ends_no_run(
-    supervisor: Supervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
+    supervisor: RankSupervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = TimeLimits(supervisor, group.events, group.stops)
     monkeypatch.setattr(time, "time", lambda: 9e9)
@@ -84,7 +84,7 @@ def test_a_step_of_the_wall_clock_ends_no_run(
 
 
 def test_two_hours_of_sleep_end_no_run(
-    supervisor: Supervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
+    supervisor: RankSupervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock of the limits stands while a Linux machine sleeps; the clock of the run's times does not."""
     limits = TimeLimits(supervisor, group.events, group.stops)
@@ -104,7 +104,7 @@ def test_a_step_of_the_wall_clock_moves_no_time_of_a_run(monkeypatch: pytest.Mon
 
 
 def test_limits_are_reached_by_the_runs_clock(
-    supervisor: Supervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
+    supervisor: RankSupervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = TimeLimits(supervisor, group.events, group.stops)
     now = time.monotonic()

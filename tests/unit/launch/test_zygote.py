@@ -169,7 +169,7 @@ def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch
     try:
         with pytest.raises(KeyboardInterrupt):
             zygote.close_zygote()
-        assert zygote.running_zygote() is None
+        assert zygote._zygote is None
     finally:
         press.join()
         ending._process.kill()

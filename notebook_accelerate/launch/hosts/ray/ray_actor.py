@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.launch.state.rank_result import Exit
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RAY_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TUNNEL_BYTES = 1 << 20
 TUNNEL_SECONDS = 10.0
 """Seconds that a tunnel waits for its connection, and then for data."""
@@ -89,7 +89,7 @@ class NodeHost:
         where: tuple[str, int] = self._tunnel.getsockname() if self._tunnel else (address, port)
         rendezvous, _ = ports.reserve(os.getpid(), 0, fixed=False)  # held until the actor ends
         interface = interface_of(own_address)
-        network = {name: interface for name in INTERFACE_VARIABLES if interface and name not in os.environ}
+        network = {name: interface for name in RAY_INTERFACE_VARIABLES if interface and name not in os.environ}
         stream = connect_to_kernel(*where, secret, HelloEvent(node, host, port=rendezvous))
         with closing(ActorHost(stream, {**network, **devices})) as serving:
             while (message := serving.next_message()) is not None:

@@ -41,7 +41,7 @@ reading the connection instead of ending it; if the peer then disconnects, the n
 """
 HANDSHAKE_SECONDS = 30.0
 """Seconds for the handshake of a connection; libzmq then closes it."""
-LOOK_SECONDS = 0.2
+CHECK_SECONDS = 0.2
 """Seconds between two looks whether a connection is still wanted."""
 MESSAGES = 100
 """Messages that are read before other sockets have their turn."""
@@ -342,7 +342,7 @@ class KernelConnection(Exchange):
         while (left := deadline - time.monotonic()) > 0:
             if stopping():
                 raise InterruptedError("the connection is not wanted any more")
-            self._monitor.poll(int(1000 * min(left, LOOK_SECONDS)))
+            self._monitor.poll(int(1000 * min(left, CHECK_SECONDS)))
             for kind, _ in _events(self._monitor):
                 connected = connected or kind == zmq.EVENT_CONNECTED
                 if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:

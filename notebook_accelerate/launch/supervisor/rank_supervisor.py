@@ -1,0 +1,191 @@
+"""The supervisor of a run's ranks: starts, watches and restarts them, and decides how the run ended."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.hardware.addresses import loopback_problem
+from notebook_accelerate.launch.processes import inline, ports, process_backend
+from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state.run_events import (
+    AttemptEnded,
+    AttemptStarted,
+    FailuresRecorded,
+    NoteAdded,
+    RunEnded,
+)
+from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
+from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+from notebook_accelerate.telemetry import steady_time
+from notebook_accelerate.telemetry.sampler import ResourceSampler
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.processes.rank_process import ProcessBackend
+    from notebook_accelerate.telemetry import RankFailure
+
+
+class RankSupervisor(Supervisor):
+    """Supervises one run: starts the ranks of each attempt, watches them, and restarts them after a failure.
+
+    Ranks on other machines are the business of a subclass, `launch.hosts.host_group.FirstNotebook`.
+    """
+
+    _backend: ProcessBackend | None = None
+
+    def _main(self, plan: LaunchPlan) -> None:
+        super()._main(plan)
+        backend, self._backend = self._backend, None  # it refers to this object, which has the run's results
+        if backend is not None:
+            backend.prepare_next()
+
+    # ---- what the ranks of this machine need
+
+    def reserve(self, plan: LaunchPlan) -> LaunchPlan:
+        """Return the plan with a port and a private folder, if this machine has several ranks.
+
+        Raises:
+            LaunchError: The ranks cannot reach each other: torch would report it after minutes only.
+        """
+        if plan.accelerator == "tpu" and plan.variables:
+            plan = replace(plan, variables={**plan.variables, **_tpu_addresses(plan.num_processes)})
+        if plan.world_size == 1 or plan.where:
+            return plan
+        if problem := loopback_problem():
+            raise LaunchError(
+                f"ranks cannot reach each other: connections to 127.0.0.1 fail ({problem}); "
+                "enable the loopback interface: ip link set lo up"
+            )
+        store = inline.make_store_folder(self.id)
+        port, note = ports.reserve(self.id, plan.port, fixed=False)
+        if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
+            self.journal.append(NoteAdded(note))
+        return replace(plan, port=port, store=store)
+
+    def _release(self) -> None:
+        ports.release(self.id)
+        inline.remove_store_folder(self.id)
+
+    # ---- attempts
+
+    def _run(self, plan: LaunchPlan) -> RunEnded:
+        for number in itertools.count():
+            gathered = self._gathered(plan, number)
+            if isinstance(gathered, StopReason):
+                text = f"{self._ended_text()}, before all nodes had joined: {gathered.text}"
+                return RunEnded("stopped", gathered.error.__name__, text)
+            group = self._supervised(gathered, number)
+            if self.state.ended is not None:  # its ranks were held after a failure, and are released now
+                return RunEnded(self.state.status, self.state.error, self.state.message)
+            if not self._restarts(group, number):
+                return self._verdict(group)
+        raise AssertionError("every run has a last attempt")
+
+    def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:
+        """Start the ranks of an attempt and supervise them until they have ended."""
+        self.journal.append(AttemptStarted(number))
+        self.journal.free_old_results()
+        group = self._start_group(plan, number)
+        sampler = ResourceSampler(group.pids(), self.journal.add)
+        sampler.start()
+        try:
+            group.supervise()
+        finally:
+            group.abandon()
+            sampler.stop()
+            group.stops.on_hold = None  # refers to the group
+            self.journal.free_old_results()
+        return group
+
+    def _start_group(self, plan: LaunchPlan, number: int) -> RankGroup:
+        assert self._call is not None, "dropped only when no attempt can follow"
+        assert self._inherited is not None, "given with the call"
+        self._backend = process_backend(plan.start_method)(*self._call)
+        if number >= self.config.max_restarts:
+            self._call = None  # the ranks have the arguments, which may be large
+        group = RankGroup(self, plan)
+        group.stops.on_hold = lambda: self._hold(group)
+        backend = self._with_hosts(self._backend, group)
+        backend.configure(self.config, self.note, self.commands.stopping)
+        group.start(backend, number, self._inherited)
+        self.started.set()
+        return group
+
+    # ---- the end of an attempt
+
+    def _restarts(self, group: RankGroup, number: int) -> bool:
+        """Record the end of an attempt; return whether another follows."""
+        found, reason = group.verdicts(), group.stops.reason
+        again = self._can_restart(group, found) and number < self.config.max_restarts
+        makes_room = again and reason is not None
+        self.journal.append(FailuresRecorded(() if makes_room else found))
+        if again:
+            headline = reason.text if makes_room and reason is not None else failures.headline(found)
+            how = "ended" if makes_room else "failed"
+            self.journal.append(AttemptEnded(headline, restarts=True))
+            self.show(f"attempt {number + 1} {how} ({headline}); starting again", "stderr")
+        return again
+
+    def _hold(self, group: RankGroup) -> None:
+        """End the run with its failure while its ranks are held for the debugger."""
+        found = group.verdicts()
+        self.publisher.flush(force=True)
+        self.journal.append(FailuresRecorded(found))
+        self.journal.append(AttemptEnded(failures.headline(found)))
+        self.journal.append(failures.failed(self.id, self.state))
+        self.show(
+            "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed; "
+            "the next launch, or notebook_accelerate.shutdown(), ends them",
+            "stderr",
+        )
+
+    def _verdict(self, group: RankGroup) -> RunEnded:
+        """Record how the last attempt ended and return how that ends the run."""
+        found, reason = self.state.failures, group.stops.reason
+        ended = self._own_verdict(found, reason)
+        outcome = failures.headline(found) if ended.status == "failed" and found else ended.status
+        if ended.status == "failed" and not found:
+            outcome = ended.message
+        self.journal.append(AttemptEnded(outcome))
+        return ended
+
+    def _own_verdict(self, found: tuple[RankFailure, ...], reason: StopReason | None) -> RunEnded:
+        if found:
+            return failures.failed(self.id, self.state)
+        if reason is not None:
+            return RunEnded("stopped", reason.error.__name__, f"{self._ended_text()}: {reason.text}")
+        return RunEnded("succeeded")
+
+    def _ended_text(self) -> str:
+        return f"run {self.id} ended after {steady_time.now() - self.state.started:.1f} s"
+
+    # ---- other machines
+
+    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
+        """Return the plan of attempt ``number`` once the run's hosts have joined, or why it was stopped before."""
+        return plan
+
+    def _with_hosts(self, own: ProcessBackend, group: RankGroup) -> ProcessBackend:
+        """Return the backend that starts the ranks of ``group``: ``own``, or one that also starts those of hosts."""
+        return own
+
+    def _can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
+        """Return whether another attempt can run after one that ended with the failures ``found``."""
+        return bool(found) and group.stops.reason is None
+
+
+def _tpu_addresses(ranks: int) -> dict[str, str]:
+    """Return what torch_tpu's runtimes must agree on before they start: an address for each, and a profiling session.
+
+    Source: ``torch.tpu.distributed.set_tpu_launch_env`` of torch_tpu 0.2.0.
+    """
+    return {
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{port}" for port in ports.unused(ranks)),
+        "TORCH_TPU_XPROF_SESSION_ID": str(time.time_ns()),
+    }
