@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from notebook_accelerate.launch.kept import journal_file, journal_format
-from notebook_accelerate.launch.kept.journal_file import JournalContents, last_lines, points_frames
+from notebook_accelerate.launch.kept.journal_file import last_lines, points_frames
+from notebook_accelerate.launch.kept.journal_reader import JournalContents
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunContinued

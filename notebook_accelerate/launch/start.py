@@ -17,7 +17,7 @@ from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerError
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.attaching import launch_detached
 from notebook_accelerate.launch.kept import run_folder
-from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME
+from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts

@@ -10,7 +10,7 @@ from typing import Any
 
 from notebook_accelerate import notebook_launcher, open_run
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.launch.kept import journal_file, run_folder
+from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.telemetry import MetricEvent
@@ -79,7 +79,7 @@ def journal_of_a_day() -> Iterator[Figure]:
             journal.add(records)
             if second % 10 == 9:
                 writer._write(last=False)
-                largest = max(largest, (Path(folder) / journal_file.JOURNAL_NAME).stat().st_size)
+                largest = max(largest, (Path(folder) / journal_format.JOURNAL_NAME).stat().st_size)
         limit = journal_file.MAX_JOURNAL_BYTES / 2**20 + 1
         yield compared("24 hours, 10 metrics/s: largest journal", [largest], unit="MiB", scale=2**-20, limit=limit)
         seconds = []
@@ -87,7 +87,7 @@ def journal_of_a_day() -> Iterator[Figure]:
             begin = time.perf_counter()
             open_run(folder)
             seconds.append(time.perf_counter() - begin)
-        size = (Path(folder) / journal_file.JOURNAL_NAME).stat().st_size
+        size = (Path(folder) / journal_format.JOURNAL_NAME).stat().st_size
         note = f"a journal of {size / 2**20:.0f} MiB"
         yield compared("24 hours, 10 metrics/s: open_run", seconds, unit="s", note=note)
 

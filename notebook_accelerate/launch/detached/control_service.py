@@ -18,7 +18,8 @@ from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.kept import journal_format
-from notebook_accelerate.launch.kept.journal_file import JournalContents, last_lines, read_journal, thinned_frames
+from notebook_accelerate.launch.kept.journal_file import last_lines, thinned_frames
+from notebook_accelerate.launch.kept.journal_reader import JournalContents, read_journal
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, Signal, dispatch
 from notebook_accelerate.launch.state.run_events import RunEnded, RunEvent
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time

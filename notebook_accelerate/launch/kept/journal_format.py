@@ -49,6 +49,8 @@ from notebook_accelerate.telemetry.store import Record, to_float, to_int64
 
 FORMAT = 1
 """Version of the format; files of a newer one are refused."""
+JOURNAL_NAME = "journal.nbac"
+"""The name of the file in the folder of a run."""
 MAGIC = b"NBAC-RUN"
 """The first bytes of every journal."""
 FRAME = struct.Struct("<III")

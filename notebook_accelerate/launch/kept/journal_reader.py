@@ -1,30 +1,348 @@
-"""Reads the records of a run into one journal: from its file, and from the process that runs it."""
+"""Reads journals: a file or frames into `JournalContents`, and the records of a run from both of its sources."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from notebook_accelerate.errors import BrokenRunError, SerializationError
-from notebook_accelerate.launch.kept.journal_file import (
-    MAX_READ_BYTES,
-    JournalContents,
-    ResultLoader,
-    feed,
-    open_journal,
-    read_journal,
-    reading,
-)
+from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.launch.kept import journal_format
+from notebook_accelerate.launch.kept.journal_format import Frame, Points
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.rank_result import RankResult
-from notebook_accelerate.telemetry import DroppedEvent, LogEvent, Store
-from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.launch.state.run_events import (
+    RUN,
+    AttemptStarted,
+    RankReturned,
+    RunEvent,
+    RunLost,
+    RunPlanned,
+    WarningAdded,
+)
+from notebook_accelerate.launch.state.run_state import RunState
+from notebook_accelerate.telemetry import DroppedEvent, EpochEvent, LogEvent, ProgressEvent, Store
+from notebook_accelerate.telemetry.store import Record, SeriesTail
+from notebook_accelerate.telemetry.tracebacks import describe_error
 
+MAX_READ_BYTES = 512 << 20
+"""A larger file is not read: no journal of this package is."""
+MAX_WORK = 1_500_000_000
+"""References that may be copied to read the events of a run: each copies those to its ranks, notes and attempts. Takes
+five seconds; a run of 16,000 ranks needs two thirds of it."""
+_RANK_WORK = 600
+"""Cost of creating a rank's state, in copied references."""
+_WARNING_WORK = 6
+"""Cost of comparing two warnings, in copied references."""
+_SECTIONS = frozenset({"code"})
+"""The sections that are kept, in addition to the header and the curves. Others, of a newer version, are left out."""
+MAX_LATEST = 20_000
+"""Events of ranks, other than metrics and output, that stay when a journal is thinned; the newest ones."""
+_MAX_NAME_CHARS = 1000
+_LAST_BYTES = 256
+_POINT_BYTES = 24
 PROBLEM_SECONDS = 1.0
 """Seconds to wait for the reason why a result is not saved."""
+
+ResultLoader = Callable[[int, Any], RankResult]
+"""Returns the result of a rank from what its event says about its file: None means no file, `...` nothing."""
+
+
+# ---- a file
+
+
+def read_journal(path: Path, contents: JournalContents | None = None) -> JournalContents:
+    """Read a journal; a last event that was not written completely is left out.
+
+    Args:
+        path: The file.
+        contents: Empty contents to add it to; None creates them, without results.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        BrokenRunError: The file is damaged, too large, or no journal.
+    """
+    contents = JournalContents() if contents is None else contents
+    with _open_journal(path) as file:
+        contents.identity = _identity(file)
+        data = memoryview(file.read(MAX_READ_BYTES))
+    if bytes(data[: len(journal_format.MAGIC)]) != journal_format.MAGIC:
+        raise BrokenRunError(
+            f"{path} is not a journal of a run: it does not begin with {journal_format.MAGIC.decode()}"
+        )
+    with _reading(str(path)):
+        contents.feed(data[len(journal_format.MAGIC) :])
+    contents.end += len(journal_format.MAGIC)
+    if not contents.header:
+        raise BrokenRunError(f"{path} has no header: the process that wrote it ended before it had begun")
+    return contents
+
+
+def _open_journal(path: Path) -> BinaryIO:
+    """Open the file of a journal for reading.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        BrokenRunError: It is not a regular file, or too large.
+    """
+    try:
+        file = os.fdopen(guarded_files.open_regular(path), "rb")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise BrokenRunError(f"{path} is not a journal of a run: {error.strerror}") from None
+    size = os.fstat(file.fileno()).st_size
+    if size > MAX_READ_BYTES:
+        file.close()
+        raise BrokenRunError(
+            f"{path} is not a journal of a run: it has {size:,} bytes, at most {MAX_READ_BYTES:,} are read"
+        )
+    return file
+
+
+def _identity(stream: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(stream.fileno())
+    return status.st_dev, status.st_ino
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Raise `BrokenRunError` for the errors of reading what is no journal."""
+    try:
+        yield
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        raise BrokenRunError(f"{what} is damaged: {describe_error(error)}") from error
+
+
+# ---- its frames
+
+
+@dataclass
+class JournalContents:
+    """A journal that was read, and the state of reading it.
+
+    Attributes:
+        load_result: Returns the results of ranks.
+        journal: The events.
+        header: The section about the launch; empty before it was read.
+        sections: The other sections of `_SECTIONS`, by kind.
+        stored: By rank, what its event says about the file of its result.
+        latest: The latest events of ranks that newer ones replace, by `replacement_key`.
+        run_events: Number of the events of the run itself that were read.
+        known: Number of those that the journal has, also from the process that writes the file.
+        work: What reading them took, which is limited to `MAX_WORK`.
+        end: Bytes of the file that were read.
+        identity: Device and inode of the file.
+        last: Its last bytes that were read: the inode of a file that was deleted may be given to the next one.
+    """
+
+    load_result: ResultLoader = field(default=lambda _rank, _stored: RankResult(int))
+    journal: Journal = field(default_factory=Journal)
+    header: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stored: dict[int, Any] = field(default_factory=dict)
+    latest: dict[tuple[Any, ...], Record] = field(default_factory=dict)
+    run_events: int = 0
+    known: int = 0
+    work: int = 0
+    end: int = 0
+    identity: tuple[int, int] = (0, 0)
+    last: bytes = b""
+
+    def same_file(self, stream: BinaryIO) -> bool:
+        """Whether an open file is the one that was read."""
+        found = os.pread(stream.fileno(), len(self.last), self.end - len(self.last))  # fewer after an error of the disk
+        return _identity(stream) == self.identity and self.last.startswith(found)
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Add the complete frames of bytes that follow those of the calls before.
+
+        Raises:
+            ValueError: They are no frames of a journal.
+        """
+        start = self.end
+        for frame, end in journal_format.read_frames(data):
+            self.end = start + end
+            self.last = bytes(data[max(0, end - _LAST_BYTES) : end])
+            self._take(frame)
+
+    def take_frames(self, data: bytes | memoryview) -> None:
+        """Add frames that do not come from the file.
+
+        Raises:
+            ValueError: They are no complete frames of a journal.
+        """
+        read = 0
+        for frame, end in journal_format.read_frames(data):
+            self._take(frame)
+            read = end
+        if read != len(data):
+            raise ValueError("a frame is not complete")
+
+    def _take(self, frame: Frame) -> None:
+        content = frame.content
+        if isinstance(content, list):
+            self._take_rows(content)
+        elif isinstance(content, dict):
+            self._take_section(content, frame.payload)
+        else:
+            raise ValueError("a frame has neither events nor a section")
+
+    def _take_section(self, section: dict[str, Any], payload: bytes) -> None:
+        kind = section.get("kind")
+        if not self.header:
+            guarded_files.check_depth(section)
+            _check_header(section)
+            self.header = section
+        elif kind == "points":
+            name, rank, tail = _points_of(section, payload)
+            store = self.journal.store.automatic if section.get("automatic") is True else self.journal.store
+            store.add_points(name, rank, tail, thinned=section.get("thinned") is True)
+        elif kind in _SECTIONS:
+            guarded_files.check_depth(section)
+            self.sections[kind] = section
+
+    def _take_rows(self, rows: list[Any]) -> None:
+        if not self.header:
+            raise ValueError("it does not begin with a header")
+        points: Points = {}
+        waiting: list[Record] = []
+        for row in rows:
+            if journal_format.take_points(row, points):
+                continue
+            record = journal_format.record_of(row)
+            if record is None:
+                if row[1] == RUN:  # of a newer version
+                    self._count_run_event()
+                continue
+            if isinstance(record.event, RunEvent):
+                self._add(points, waiting)
+                self._take_run_event(record, row[3])
+            else:
+                self.note(record)
+                waiting.append(record)
+        self._add(points, waiting)
+
+    def _add(self, points: Points, records: list[Record]) -> None:
+        """Add what was collected, and empty the collections."""
+        import numpy as np
+
+        for (name, rank), (steps, times, values) in points.items():
+            columns = np.array(steps, "<i8"), np.array(times, "<f8"), np.array(values, "<f8")
+            self.journal.store.add_points(name, rank, SeriesTail(*columns, (0, 0), whole=False))
+        self.journal.add(list(records))
+        points.clear()
+        records.clear()
+
+    def _take_run_event(self, record: Record, values: dict[str, Any]) -> None:
+        event = record.event
+        assert isinstance(event, RunEvent)
+        self.work += _work_of(event, self.journal.state)
+        if self.work > MAX_WORK:
+            raise ValueError("it has more ranks and events than any run")
+        if isinstance(event, RankReturned):
+            stored = values.get("stored", ...)
+            if stored is not ...:
+                self.stored[event.rank] = stored
+            event.result = self.load_result(event.rank, stored)
+        if self._count_run_event():
+            self.journal.append(event, record.time)
+
+    def _count_run_event(self) -> bool:
+        """Count an event of the run itself; return whether the journal does not have it yet."""
+        self.run_events += 1
+        if self.run_events <= self.known:
+            return False
+        self.known = self.run_events
+        return True
+
+    def note(self, record: Record) -> None:
+        """Keep an event of a rank in place of the one that it replaces."""
+        event, key = record.event, replacement_key(record)
+        if key is None:
+            return
+        if isinstance(event, DroppedEvent) and (before := self.latest.get(key)) is not None:
+            assert isinstance(before.event, DroppedEvent)
+            record = record._replace(event=DroppedEvent(before.event.count + event.count))
+        self.latest.pop(key, None)
+        if isinstance(event, EpochEvent) and (before := self.latest.pop((ProgressEvent, record.rank, True), None)):
+            self.latest.pop(("step before", record.rank), None)
+            self.latest["step before", record.rank] = before
+        self.latest[key] = record
+        if len(self.latest) > MAX_LATEST:
+            del self.latest[next(iter(self.latest))]
+
+
+def _work_of(event: RunEvent, state: RunState) -> int:
+    """Return how many references applying an event to a state copies; a small file could take hours otherwise."""
+    if isinstance(event, RunPlanned):
+        if not 0 <= event.count <= journal_format.MAX_RANKS:
+            raise ValueError(f"it has {event.count:,} ranks, at most {journal_format.MAX_RANKS:,} are read")
+        return _RANK_WORK * event.count
+    parts = (state.ranks, state.notes, state.warnings, state.diagnoses, state.attempts, state.prompts, state.paused)
+    copied = sum(map(len, parts))
+    if isinstance(event, WarningAdded):
+        return copied + _WARNING_WORK * len(state.warnings)
+    return _RANK_WORK * copied if isinstance(event, (AttemptStarted, RunLost)) else copied
+
+
+def replacement_key(record: Record) -> tuple[Any, ...] | None:
+    """Return the key by which a newer event of a rank replaces an older one; None if every event counts."""
+    event, names = record.event, type(record.event).latest_by
+    return None if names is None else (type(event), record.rank, *(getattr(event, name) for name in names))
+
+
+def _check_header(section: dict[str, Any]) -> None:
+    version = section.get("format")
+    if section.get("kind") != "header" or type(version) is not int:
+        raise ValueError("it does not begin with a header")
+    if version > journal_format.FORMAT:
+        raise ValueError(
+            f"it has format {version}, and this version reads formats up to {journal_format.FORMAT}: "
+            "pip install -U notebook-accelerate"
+        )
+    for name, kind in {"name": str, "function": str, "config": dict, "process": dict, "arguments": dict}.items():
+        if not isinstance(section.get(name), kind):
+            raise ValueError(f"its header has no {name}")
+    for name in ("name", "function"):
+        if len(section[name]) > _MAX_NAME_CHARS:
+            raise ValueError(f"its header has a {name} of {len(section[name]):,} characters")
+
+
+def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, SeriesTail]:
+    import numpy as np
+
+    name, rank, count = section.get("name"), section.get("rank"), section.get("count")
+    if not (isinstance(name, str) and type(rank) is int and 0 <= rank < journal_format.MAX_RANKS):
+        raise ValueError("a curve has no name or no rank")
+    if type(count) is not int or count * _POINT_BYTES != len(payload):
+        raise ValueError(f"the curve {name[:80]!r} does not have {count} points")
+    columns = [
+        np.frombuffer(payload, dtype=kind, count=count, offset=8 * count * index)
+        for index, kind in enumerate(("<i8", "<f8", "<f8"))
+    ]
+    if not ((columns[1] >= 0) & (columns[1] <= journal_format.LATEST_TIME)).all():  # nor NaN
+        raise ValueError(f"the curve {name[:80]!r} has a point without a time")
+    return name, rank, SeriesTail(columns[0], columns[1], columns[2], (0, 0), whole=True)
+
+
+# ---- a run, from its file and its process
 
 
 class JournalReader:
@@ -66,7 +384,7 @@ class JournalReader:
         Raises:
             BrokenRunError: It is no part of a journal.
         """
-        with self._lock, reading("what the process of the run sends"):
+        with self._lock, _reading("what the process of the run sends"):
             if self._history is None:
                 self._history = JournalContents(self._result_of)
             self._history.take_frames(data)
@@ -80,7 +398,7 @@ class JournalReader:
         Raises:
             BrokenRunError: They are no frames of a journal.
         """
-        with self._lock, reading("what the process of the run sends"):
+        with self._lock, _reading("what the process of the run sends"):
             if self.position:
                 self.contents.take_frames(data)
                 self.position = position
@@ -96,11 +414,12 @@ class JournalReader:
         """
         with self._lock:
             contents = self.contents
-            with open_journal(self.file) as stream:
+            with _open_journal(self.file) as stream:
                 # For a moment, the file may be shorter than what was read, after an error of the writer's disk.
                 if contents.same_file(stream):
                     stream.seek(contents.end)
-                    feed(contents, stream.read(MAX_READ_BYTES), self.file)
+                    with _reading(str(self.file)):
+                        contents.feed(stream.read(MAX_READ_BYTES))
                     return
             if not contents.header:
                 read_journal(self.file, contents)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError
-from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
+from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
+from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.kept.opened_run import end_if_lost, open_run
 from notebook_accelerate.launch.kept.run_folder import read_summary
 from notebook_accelerate.launch.kept.run_writer import summary_of

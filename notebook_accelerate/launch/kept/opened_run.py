@@ -20,8 +20,8 @@ from notebook_accelerate.hardware.guarded_files import ForeignFileError, read_fi
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient, warn
-from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, JournalContents
-from notebook_accelerate.launch.kept.journal_reader import JournalReader
+from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
+from notebook_accelerate.launch.kept.journal_reader import JournalContents, JournalReader
 from notebook_accelerate.launch.kept.run_folder import config_from, delete_run, environment_of, result_name
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run

@@ -19,7 +19,7 @@ from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.hardware.guarded_files import check_depth, parse_json, read_file
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch.kept import journal_format
-from notebook_accelerate.launch.kept.journal_file import read_journal
+from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.report.run_report import environment
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.telemetry import tracebacks

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.launch.detached.run_directory import is_gone
 from notebook_accelerate.launch.kept import journal_format, run_folder
 from notebook_accelerate.launch.kept.journal_file import (
-    JOURNAL_NAME,
     KEPT_LOG_BYTES,
-    JournalContents,
     JournalFile,
     last_lines,
     replace_file,
-    replacement_key,
     thinned_frames,
 )
+from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
+from notebook_accelerate.launch.kept.journal_reader import JournalContents, replacement_key
 from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, SavingChanged, WarningAdded
 from notebook_accelerate.telemetry import (
     CheckpointEvent,
@@ -67,6 +66,7 @@ STOPPED_END_SECONDS = 10.0
 END_PERIOD = 2.0
 """Seconds between two tries then."""
 _WRITTEN: tuple[type[Event], ...] = (RunEvent, *journal_format.RANK_EVENTS)
+"""What a journal holds."""
 _ALL_OF = frozenset({CheckpointEvent, DroppedEvent, EpochEvent, TraceEvent})
 """Events of ranks that are all written although newer ones replace them; of others, the last one of each period."""
 _WRITE_BYTES = 1 << 20

@@ -18,7 +18,7 @@ import pytest
 from notebook_accelerate import BrokenRunError, Run, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch.kept import journal_format, run_folder
-from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME
+from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.state.rank_result import RankResult
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,

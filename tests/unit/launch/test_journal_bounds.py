@@ -18,9 +18,16 @@ import pytest
 from notebook_accelerate import open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware.process_liveness import this_process
-from notebook_accelerate.launch.kept import journal_file, journal_format, opened_run, run_folder, run_writer
-from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
-from notebook_accelerate.launch.kept.journal_reader import JournalReader
+from notebook_accelerate.launch.kept import (
+    journal_file,
+    journal_format,
+    journal_reader,
+    opened_run,
+    run_folder,
+    run_writer,
+)
+from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
+from notebook_accelerate.launch.kept.journal_reader import JournalReader, read_journal
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.journal import Journal
@@ -341,7 +348,7 @@ def test_a_day_of_metrics_stays_within_the_bound_of_the_guide() -> None:
     ]
     each = len(b"".join(journal_format.encode_records(records))) / len(records)
     whole = each * _METRICS
-    left = journal_file.KEPT_POINTS * journal_file._POINT_BYTES + 2 * journal_file.KEPT_LOG_BYTES
+    left = journal_file.KEPT_POINTS * journal_reader._POINT_BYTES + 2 * journal_file.KEPT_LOG_BYTES
     assert left < 0.6 * journal_file.MAX_JOURNAL_BYTES, "thinning leaves room for hours"
     period = run_writer.PERIOD * 10 * each
     assert min(whole, journal_file.MAX_JOURNAL_BYTES) + period < (64 << 20) + run_writer._WRITE_BYTES
@@ -382,7 +389,7 @@ def test_a_journal_that_was_deleted_is_written_anew_with_the_events_of_ranks(tmp
 def test_a_new_journal_with_the_inode_of_the_deleted_one_is_read_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_file, "_identity", lambda _: (1, 1))
+    monkeypatch.setattr(journal_reader, "_identity", lambda _: (1, 1))
     journal, writer = _written(tmp_path)
     journal.add([Record(0, START + step, MetricEvent({"loss": 1.0}, step)) for step in range(100)])
     writer._write(last=False)

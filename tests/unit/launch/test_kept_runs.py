@@ -23,8 +23,9 @@ import notebook_accelerate
 from notebook_accelerate import BrokenRunError, Run, RunLostError, WorkerError, notebook_launcher, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import LaunchError, NotebookAccelerateError, ResultsFreedError, SerializationError
-from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
-from notebook_accelerate.launch.kept.journal_file import JOURNAL_NAME, read_journal
+from notebook_accelerate.launch.kept import journal_file, journal_format, journal_reader, run_folder
+from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
+from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.report.run_report import environment_rows
 from notebook_accelerate.launch.resumption import newest_complete_checkpoint
@@ -306,7 +307,7 @@ def test_sizes_are_bounded(tmp_path: Path) -> None:
         with pytest.raises(BrokenRunError, match="cannot have"):
             open_run(path)
     with path.open("r+b") as file:
-        file.truncate(journal_file.MAX_READ_BYTES + 1)
+        file.truncate(journal_reader.MAX_READ_BYTES + 1)
     with pytest.raises(BrokenRunError, match="at most"):
         open_run(path)
     path.write_bytes(b"PK\x03\x04 something else")

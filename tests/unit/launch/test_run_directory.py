@@ -61,7 +61,7 @@ def _recorded(
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
     header = run_folder.new_header(name, 1, int, (), LaunchConfig(detach=True), START) | {"process": asdict(identity)}
     records = journal_format.encode_records(make_run(started=created).journal.records)
-    journal_file.JournalFile(folder / journal_file.JOURNAL_NAME).append(
+    journal_file.JournalFile(folder / journal_format.JOURNAL_NAME).append(
         b"".join([journal_format.encode_frame(header), *records])
     )
     accelerator, visible = devices
@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_is_listed_whatever_ended_since(tmp_path: Path) -> No
 
 def test_a_journal_that_cannot_be_read_delays_nothing(tmp_path: Path) -> None:
     entry = _recorded(tmp_path / "broken", "broken", time.time(), pid=2**22 - 1)
-    (Path(entry.folder) / journal_file.JOURNAL_NAME).write_bytes(b"")
+    (Path(entry.folder) / journal_format.JOURNAL_NAME).write_bytes(b"")
     begin = time.monotonic()
     assert "broken" not in [run.name for run in runs()]
     with pytest.raises(BrokenRunError):
@@ -456,7 +456,7 @@ def test_a_run_is_followed_also_if_its_supervisor_sends_garbage(
         run = open_run(entry.folder)
         assert isinstance(run.commands, ControlClient)
         (written,) = journal_format.encode_records([Record(0, time.time(), LogEvent("stdout", "written later"))])
-        with (Path(entry.folder) / journal_file.JOURNAL_NAME).open("ab") as file:
+        with (Path(entry.folder) / journal_format.JOURNAL_NAME).open("ab") as file:
             file.write(written)
         until(lambda: run.logs(0) == ["written later"])
     finally:

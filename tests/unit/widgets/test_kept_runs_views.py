@@ -31,7 +31,7 @@ def _keep(folder: Path, name: str, rate: float) -> None:
     frames = [journal_format.encode_frame(run_folder.new_header(name, 1, train, (), config, START))]
     records = run.journal.records
     frames += journal_format.encode_records([*records[:-4], *metrics, *records[-4:]])
-    journal_file.JournalFile(folder / journal_file.JOURNAL_NAME).append(b"".join(frames))
+    journal_file.JournalFile(folder / journal_format.JOURNAL_NAME).append(b"".join(frames))
 
 
 def test_ten_kept_runs_are_laid_over_each_other(tmp_path: Path) -> None:
