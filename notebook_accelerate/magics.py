@@ -17,41 +17,6 @@ from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch.warm_ranks import CellResult, WarmRanks
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError; argparse would exit the kernel."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; {self.format_usage().strip()}")
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if bad := [name for name in names if not name.isidentifier()]:
-        raise ValueError(f"{', '.join(bad)}: not a name of a variable; write names separated by commas: -i a,b")
-    return names
-
-
-def _start_parser(name: str) -> _Parser:
-    parser = _Parser(name, add_help=False)
-    parser.add_argument("-n", "--num-processes", type=int)
-    parser.add_argument("-s", "--start-method")
-    parser.add_argument("-p", "--mixed-precision")
-    parser.add_argument("-c", "--config")
-    parser.add_argument("--on")
-    parser.add_argument("--num-nodes", type=int)
-    parser.add_argument("--node-rank", type=int)
-    parser.add_argument("--master-addr")
-    parser.add_argument("--port", dest="use_port", type=int)
-    parser.add_argument("--rdzv-backend")
-    return parser
-
-
-def _with_variables(parser: _Parser) -> _Parser:
-    parser.add_argument("-i", "--input", dest="inputs", type=_names, default=[])
-    parser.add_argument("-o", "--output", dest="outputs", type=_names, default=[])
-    return parser
-
-
 @magics_class
 class RankMagics(Magics):
     """Magics whose cells run in a persistent group of ranks."""
@@ -191,6 +156,41 @@ class RankMagics(Magics):
         for name in outputs:
             user[name] = [values[name] for _, values in sorted(result.fetched.items())]
         _show(result)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises ValueError; argparse would exit the kernel."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; {self.format_usage().strip()}")
+
+
+def _start_parser(name: str) -> _Parser:
+    parser = _Parser(name, add_help=False)
+    parser.add_argument("-n", "--num-processes", type=int)
+    parser.add_argument("-s", "--start-method")
+    parser.add_argument("-p", "--mixed-precision")
+    parser.add_argument("-c", "--config")
+    parser.add_argument("--on")
+    parser.add_argument("--num-nodes", type=int)
+    parser.add_argument("--node-rank", type=int)
+    parser.add_argument("--master-addr")
+    parser.add_argument("--port", dest="use_port", type=int)
+    parser.add_argument("--rdzv-backend")
+    return parser
+
+
+def _with_variables(parser: _Parser) -> _Parser:
+    parser.add_argument("-i", "--input", dest="inputs", type=_names, default=[])
+    parser.add_argument("-o", "--output", dest="outputs", type=_names, default=[])
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if bad := [name for name in names if not name.isidentifier()]:
+        raise ValueError(f"{', '.join(bad)}: not a name of a variable; write names separated by commas: -i a,b")
+    return names
 
 
 def _show(result: CellResult) -> None:

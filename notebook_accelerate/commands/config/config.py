@@ -180,22 +180,6 @@ class Question:
         return self.type(found[0])
 
 
-def _yes(name: str, text: str, default: bool = False, when: Callable[[Answers], bool] = lambda _: True) -> Question:
-    return Question(name, text, default, parse_flag, when=when)
-
-
-def _several(answers: Answers) -> bool:
-    return bool(answers["num_machines"] > 1)
-
-
-def _uses(strategy: str) -> Callable[[Answers], bool]:
-    return lambda answers: bool(answers["strategy"] == strategy)
-
-
-def _wraps_layers(answers: Answers) -> bool:
-    return bool(answers.get("fsdp_config.fsdp_auto_wrap_policy") == "TRANSFORMER_BASED_WRAP")
-
-
 def questions(devices: int) -> tuple[Question, ...]:
     """Return the questions in their order.
 
@@ -251,6 +235,22 @@ def questions(devices: int) -> tuple[Question, ...]:
         _yes("dynamo", "Compile models with torch.compile?"),
         Question("dynamo_config.dynamo_backend", "Which back end?", "inductor", when=lambda answers: answers["dynamo"]),
     )  # fmt: skip
+
+
+def _yes(name: str, text: str, default: bool = False, when: Callable[[Answers], bool] = lambda _: True) -> Question:
+    return Question(name, text, default, parse_flag, when=when)
+
+
+def _several(answers: Answers) -> bool:
+    return bool(answers["num_machines"] > 1)
+
+
+def _uses(strategy: str) -> Callable[[Answers], bool]:
+    return lambda answers: bool(answers["strategy"] == strategy)
+
+
+def _wraps_layers(answers: Answers) -> bool:
+    return bool(answers.get("fsdp_config.fsdp_auto_wrap_policy") == "TRANSFORMER_BASED_WRAP")
 
 
 def _deepspeed() -> tuple[Question, ...]:

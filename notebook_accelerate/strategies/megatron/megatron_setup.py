@@ -149,13 +149,6 @@ def _core(module: str) -> Any:
     return import_module(f"megatron.core.{module}")
 
 
-def _from_arguments(kind: Any, arguments: Mapping[str, Any], **more: Any) -> Any:
-    """Create one of Megatron's dataclasses from the arguments that are its fields."""
-    names = {field.name for field in dataclasses.fields(kind) if field.init}
-    known = {name: value for name, value in arguments.items() if name in names and value is not None}
-    return kind(**(known | more))
-
-
 def transformer_config(arguments: Mapping[str, Any], device: torch.device, **more: Any) -> Any:
     """Create Megatron's configuration of a transformer.
 
@@ -188,14 +181,21 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
     return _from_arguments(_core("transformer.transformer_config").TransformerConfig, {**defaults, **arguments}, **more)
 
 
-def padded_vocabulary_size(arguments: Mapping[str, Any]) -> int:
-    """Return the rows of the embedding: the tokens, padded to a multiple of the ranks that share tensors."""
-    unit = arguments.get("make_vocab_size_divisible_by", 1) * arguments["tensor_model_parallel_size"]
-    return int(arguments.get("padded_vocab_size") or -(-arguments["orig_vocab_size"] // unit) * unit)
+def _from_arguments(kind: Any, arguments: Mapping[str, Any], **more: Any) -> Any:
+    """Create one of Megatron's dataclasses from the arguments that are its fields."""
+    names = {field.name for field in dataclasses.fields(kind) if field.init}
+    known = {name: value for name, value in arguments.items() if name in names and value is not None}
+    return kind(**(known | more))
 
 
 def _has_transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and bool(_core("utils").is_te_min_version("1.0.0"))
+
+
+def padded_vocabulary_size(arguments: Mapping[str, Any]) -> int:
+    """Return the rows of the embedding: the tokens, padded to a multiple of the ranks that share tensors."""
+    unit = arguments.get("make_vocab_size_divisible_by", 1) * arguments["tensor_model_parallel_size"]
+    return int(arguments.get("padded_vocab_size") or -(-arguments["orig_vocab_size"] // unit) * unit)
 
 
 def _common_arguments(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

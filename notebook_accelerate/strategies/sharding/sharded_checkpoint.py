@@ -75,28 +75,11 @@ def _full_state_options(model: nn.Module) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, cpu_offload=not flat_on_cpu)
 
 
-def _file_name(name: str, index: int, rank: int | None = None) -> str:
-    numbered = name if index == 0 else f"{name}_{index}"
-    return f"{numbered}.bin" if rank is None else f"{numbered}_rank{rank}.bin"
-
-
 OWN_SHARDS = "own shards"
 """A kind of files besides those of FSDP's `state_dict_type`: each rank writes its shards alone (FSDP 2)."""
 
 
-def _shards_name(name: str, index: int) -> str:
-    return f"{name}_{index}_rank{_rank()}.bin"
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
 Filter = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def _keep_all(state: dict[str, Any]) -> dict[str, Any]:
-    return state
 
 
 # ---- models
@@ -142,6 +125,23 @@ def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = N
         return [StatePart(_file_name(constants.FSDP_MODEL_NAME, index, _rank()), local)]
     state = full_model_state(model)
     return [StatePart(_file_name(constants.FSDP_MODEL_NAME, index), keep(state))] if _rank() == 0 else []
+
+
+def _file_name(name: str, index: int, rank: int | None = None) -> str:
+    numbered = name if index == 0 else f"{name}_{index}"
+    return f"{numbered}.bin" if rank is None else f"{numbered}_rank{rank}.bin"
+
+
+def _shards_name(name: str, index: int) -> str:
+    return f"{name}_{index}_rank{_rank()}.bin"
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _keep_all(state: dict[str, Any]) -> dict[str, Any]:
+    return state
 
 
 def load_model(
