@@ -37,7 +37,7 @@ _ONE_PER_DEVICE = ClusterConfig.num_processes
 """A file's number of processes that was not chosen: a launch from a notebook starts one per accelerator."""
 
 
-def load(
+def read_settings(
     path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig | None = None
 ) -> tuple[ClusterConfig, LaunchConfig]:
     """Read a configuration file.
@@ -72,7 +72,7 @@ def _without(env: Mapping[str, str], before: ClusterConfig | None) -> dict[str, 
     return {name: value for name, value in env.items() if given.get(name) != value}
 
 
-def dynamo_plugin(cluster: ClusterConfig) -> TorchDynamoPlugin | None:
+def compile_settings(cluster: ClusterConfig) -> TorchDynamoPlugin | None:
     """Return the settings for ``torch.compile`` in a configuration file; None without any."""
     if not cluster.dynamo_config:
         return None
@@ -81,7 +81,7 @@ def dynamo_plugin(cluster: ClusterConfig) -> TorchDynamoPlugin | None:
     return TorchDynamoPlugin(**values)
 
 
-def to_cluster(
+def file_contents(
     launch: LaunchConfig, training: TrainingOptions, hardware: HardwareInfo, before: ClusterConfig | None = None
 ) -> ClusterConfig:
     """Return the configuration file for the values of the forms.
@@ -117,7 +117,7 @@ def _distributed_type(accelerator: str, world: int, before: ClusterConfig | None
     return device_table.row(accelerator).distributed_type if world > 1 else DistributedType.NO
 
 
-def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
+def write_settings(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
     """Write a configuration file, YAML or (.json) JSON, and return its path.
 
     Args:
@@ -130,7 +130,7 @@ def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
     return file
 
 
-def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: ClusterConfig) -> list[str]:
+def settings_not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: ClusterConfig) -> list[str]:
     """Return the names of changed settings that such a file cannot contain."""
     names = [name for name in launch.non_default() if name not in _IN_FILE]
     kept = _variables(cluster)

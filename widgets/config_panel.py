@@ -23,19 +23,23 @@ from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.widgets import config_file_form
 from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.config_file_form import (
     RUN_VARIABLE,
     arguments_code,
     as_tuple,
     chips,
+    compile_settings,
     details,
+    file_contents,
     launch_cell,
     machine_summary,
     name_of,
     plan_sentence,
+    read_settings,
+    settings_not_in_file,
     training_functions,
+    write_settings,
 )
 from notebook_accelerate.widgets.forms import (
     INPUT_WIDTH,
@@ -262,8 +266,8 @@ class ConfigPanel(CellView):
         """
         now = self.launch_form.checked.value or LaunchConfig(block=False)
         file = Path(path).expanduser()
-        cluster, config = config_file_form.load(file, now, self._cluster)
-        plugin = config_file_form.dynamo_plugin(cluster)
+        cluster, config = read_settings(file, now, self._cluster)
+        plugin = compile_settings(cluster)
         with self._lock:
             self._cluster = cluster
             self._own_files.add(file.resolve())
@@ -281,12 +285,12 @@ class ConfigPanel(CellView):
         Raises:
             ValueError: Entries are not allowed.
         """
-        file = config_file_form.save(path, self._cluster_config())
+        file = write_settings(path, self._cluster_config())
         self._own_files.add(file.resolve())
         return file
 
     def _cluster_config(self) -> ClusterConfig:
-        return config_file_form.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
+        return file_contents(self.launch_form.value, self.training, self.hardware, self._cluster)
 
     def close(self) -> None:
         """Replace the live form by the static one in every cell; the panel can be displayed again."""
@@ -442,7 +446,7 @@ class ConfigPanel(CellView):
             self._file_note.value = alert(f"{path} exists. Click Save again to replace it.")
             return
         self.save(path)
-        missing = config_file_form.not_in_file(self.launch_form.value, self.training, self._cluster_config())
+        missing = settings_not_in_file(self.launch_form.value, self.training, self._cluster_config())
         more = f" Not stored: {', '.join(missing)}." if missing else ""
         self._file_note.value = notice(f"Saved.{more}", "na-good")
 

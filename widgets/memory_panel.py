@@ -46,7 +46,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 class Estimate(Protocol):
-    """The result of `estimate_memory`: bytes by part."""
+    """A `MemoryEstimate`, the result of `estimate_memory`; the kernel's side must not import its class."""
 
     @property
     def training(self) -> dict[str, int]:
@@ -66,7 +66,7 @@ class Estimate(Protocol):
 
 
 class SizedDeviceMap(Protocol):
-    """A device map with sizes, as `measure_device_map` returns it."""
+    """A `PlacedModel`, the result of `measure_device_map`; the kernel's side must not import its class."""
 
     @property
     def blocks(self) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from notebook_accelerate.big_modeling.module_tree import (
     named_module_tensors,
     prefixes,
     submodule,
-    tied_names,
+    tied_parameters,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str
     Returns:
         One sorted list of names per tied parameter, in the order of the first names.
     """
-    return sorted(sorted(group) for group in tied_names(model))
+    return sorted(sorted(group) for group in tied_parameters(model))
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]]) -> None:

@@ -218,30 +218,6 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
     return found
 
 
-class _PerElement(dict[torch.dtype, Any]):
-    """Bytes of one element by dtype; at most the target dtype's bytes for floating dtypes."""
-
-    def __init__(self, dtype: Any) -> None:
-        super().__init__()
-        self._limit = None if dtype is None else dtype_byte_size(dtype)
-
-    def __missing__(self, kind: torch.dtype) -> Any:
-        size = dtype_byte_size(kind)
-        self[kind] = size if self._limit is None or kind in INTEGERS else min(size, self._limit)
-        return self[kind]
-
-
-def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
-    """Return a function (name, tensor) -> bytes."""
-    per_element = _PerElement(dtype)
-    exact = {name: dtype_byte_size(value) for name, value in (special or {}).items()}
-
-    def size(name: str, tensor: torch.Tensor) -> int | float:
-        return tensor.numel() * (exact[name] if name in exact else per_element[tensor.dtype])
-
-    return size
-
-
 @dataclass
 class Totals:
     """Bytes of a tree's modules.
@@ -288,10 +264,34 @@ def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, 
             sums[tree.parents[index]] += sums[index]
     if with_buffers:
         every = [size + buffer for size, buffer in zip(every, buffers, strict=True)]
-    return Totals(every, buffers, tied_names(tree.modules[0]) if tied else [], measure)
+    return Totals(every, buffers, tied_parameters(tree.modules[0]) if tied else [], measure)
 
 
-def tied_names(model: torch.nn.Module) -> list[list[str]]:
+class _PerElement(dict[torch.dtype, Any]):
+    """Bytes of one element by dtype; at most the target dtype's bytes for floating dtypes."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self._limit = None if dtype is None else dtype_byte_size(dtype)
+
+    def __missing__(self, kind: torch.dtype) -> Any:
+        size = dtype_byte_size(kind)
+        self[kind] = size if self._limit is None or kind in INTEGERS else min(size, self._limit)
+        return self[kind]
+
+
+def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
+    """Return a function (name, tensor) -> bytes."""
+    per_element = _PerElement(dtype)
+    exact = {name: dtype_byte_size(value) for name, value in (special or {}).items()}
+
+    def size(name: str, tensor: torch.Tensor) -> int | float:
+        return tensor.numel() * (exact[name] if name in exact else per_element[tensor.dtype])
+
+    return size
+
+
+def tied_parameters(model: torch.nn.Module) -> list[list[str]]:
     """Return the names of a model's tied parameters in its order, group by group."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -65,18 +65,20 @@ class Store(ABC):
 
     Args:
         target: Folder of the checkpoint.
-
-    Attributes:
-        poll_interval: Seconds between two checks for another rank's report.
-        folder: Where this rank writes its files, on a disk; set by `can_see`, as `delivered` is.
-        delivered: Where delivered files are until they are published.
-        messages: Where the ranks' reports are.
     """
 
     poll_interval: float
+    """Seconds between two checks for another rank's report."""
+    target: AnyPath
+    """The folder of the checkpoint."""
+    journal: AnyPath
+    """The folder inside it whose files replace the old ones during a commit."""
     folder: Path
+    """Where this rank writes its files, on a disk; set by `can_see`."""
     delivered: AnyPath
+    """Where delivered files are until they are published; set by `can_see`."""
     messages: AnyPath
+    """Where the ranks' reports are; set by the constructor or by `can_see`."""
 
     def __init__(self, target: AnyPath) -> None:
         self.target = target

@@ -62,7 +62,7 @@ def save(
     if not is_writer(path, PartialState(), save_on_each_node):
         return
     if isinstance(f, (str, os.PathLike)):
-        _write_file(obj, path, safe_serialization)
+        _write_weights(obj, path, safe_serialization)
     elif safe_serialization:
         import safetensors.torch
 
@@ -71,7 +71,7 @@ def save(
         torch.save(obj, f)
 
 
-def _write_file(obj: Any, path: AnyPath, safe: bool) -> None:
+def _write_weights(obj: Any, path: AnyPath, safe: bool) -> None:
     with atomic_write(path) as temporary:
         (write_safetensors if safe else torch.save)(obj, temporary)
 
@@ -157,7 +157,7 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
     parts = split_into_shards(state, max_shard_size)
     named = dict(zip(shard_names(pattern, len(parts)), parts, strict=True))
     for name, part in named.items():
-        _write_file(part, folder / name, safe)
+        _write_weights(part, folder / name, safe)
     written = list(named)
     if len(named) > 1:
         with atomic_write(folder / index_name) as temporary:

@@ -276,7 +276,7 @@ def _write_all(file: Any, content: Any) -> None:
 # ---- tensors that share memory: saved once, and tied again on loading
 
 
-def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
+def names_of_same_memory(state: Mapping[str, Any]) -> list[list[str]]:
     """List groups of names whose tensors are the same view of the same memory, names in the order of the state.
 
     Args:
@@ -321,7 +321,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
     Raises:
         ValueError: A value is not a tensor.
     """
-    dropped = {name for group in tied_names(state_dict) for name in group[1:]}
+    dropped = {name for group in names_of_same_memory(state_dict) for name in group[1:]}
     seen: set[tuple[Any, int]] = set()
     clean = {}
     for name, tensor in state_dict.items():
@@ -351,7 +351,7 @@ def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, A
     wanted = model.state_dict(keep_vars=True)
     if wanted.keys() <= state.keys():  # nothing was left out
         return state
-    for group in (*tied_names(wanted), *_names_of_same_object(model)):
+    for group in (*names_of_same_memory(wanted), *_names_of_same_object(model)):
         source = next((name for name in group if name in state), None)
         if source is not None:
             state.update({name: state[source] for name in group if name not in state})

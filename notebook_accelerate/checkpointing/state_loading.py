@@ -23,7 +23,7 @@ from notebook_accelerate.checkpointing.rank_agreement import gather_results, rai
 from notebook_accelerate.checkpointing.single_files import add_tied_names, read_file
 from notebook_accelerate.checkpointing.state_saving import (
     continue_numbering,
-    newest_checkpoint,
+    newest_automatic_checkpoint,
     store_for,
     wait_for_saves,
 )
@@ -178,7 +178,7 @@ def _find_checkpoint(accelerator: AcceleratorProperties, input_dir: AnyPath | No
     """Return the folder to load, after finishing an interrupted commit in it."""
     with raising_on_all_ranks(_CALL, ValueError, CheckpointError, OSError):
         project = accelerator.project_configuration
-        folder = _existing_folder(input_dir) if input_dir is not None else newest_checkpoint(project)
+        folder = _existing_folder(input_dir) if input_dir is not None else newest_automatic_checkpoint(project)
         if accelerator.is_local_main_process:
             store_for(folder).finish_commit()
     return folder

@@ -43,12 +43,6 @@ _buffers = SnapshotBuffers()
 _pending: list[PendingSave] = []
 
 
-def _join_pending() -> None:
-    """Finish the checkpoint in a process that exits without `end_training`, or by an exception."""
-    for save in _pending:
-        save.join()
-
-
 def _forget_parents_save() -> None:
     """Leave the parent's checkpoint to the parent, in a process forked from it."""
     _pending.clear()
@@ -116,6 +110,12 @@ def save_state(
     if blocking:
         wait_for_saves(_CALL)
     return _path_for_user(accelerator, output_dir, target)
+
+
+def _join_pending() -> None:
+    """Finish the checkpoint in a process that exits without `end_training`, or by an exception."""
+    for save in _pending:
+        save.join()
 
 
 def _warn_of_accumulated_gradients(accelerator: AcceleratorProperties) -> None:
@@ -399,7 +399,7 @@ def checkpoints_above_limit(project_dir: AnyPath, total_limit: int | None) -> li
     return found[: max(len(found) - total_limit, 0)]
 
 
-def newest_checkpoint(project: ProjectConfiguration) -> AnyPath:
+def newest_automatic_checkpoint(project: ProjectConfiguration) -> AnyPath:
     """Return the newest automatically named checkpoint of a project.
 
     Args:

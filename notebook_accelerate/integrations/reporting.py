@@ -27,7 +27,7 @@ _connected: set[str] = set()
 """Sources connected in this process; a forked rank may inherit some."""
 
 
-def install(sources: Iterable[str]) -> None:
+def connect_libraries(sources: Iterable[str]) -> None:
     """Connect libraries to this process's run, those that are imported now and those that will be.
 
     They stay connected, and report to a later run in this process, too; without a run nothing is sent.

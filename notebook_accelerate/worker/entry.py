@@ -302,7 +302,7 @@ def apply_order(order: WorkerOrder) -> None:
     inherited_state.apply(order.state)
     if order.notebook_settings:
         notebook_settings.apply(order.notebook_settings)
-    reporting.install(order.report_from)
+    reporting.connect_libraries(order.report_from)
     sampler.start(enabled=order.automatic_metrics)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):

@@ -78,7 +78,7 @@ class ShardWriter(FileSystemWriter):
         self.items = sorted(plan.items, key=is_object)
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         contents = ((item.index, planner.resolve_data(item)) for item in self.items)
-        self.locations = write_file(self.files, Path(self.path) / self.name, contents)
+        self.locations = write_rank_file(self.files, Path(self.path) / self.name, contents)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(index, info.length, info) for index, info in self.locations.items()])
         return done
@@ -101,7 +101,7 @@ def is_object(item: WriteItem) -> bool:
     return item.type == WriteItemType.BYTE_IO
 
 
-def write_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[MetadataIndex, Any]]) -> Locations:
+def write_rank_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[MetadataIndex, Any]]) -> Locations:
     """Write a rank's file, and sync it to the disk.
 
     Args:

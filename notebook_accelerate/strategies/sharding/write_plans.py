@@ -32,7 +32,7 @@ from notebook_accelerate.strategies.sharding.shard_files import (
     ShardWriter,
     is_object,
     without_record_checksums,
-    write_file,
+    write_rank_file,
 )
 from notebook_accelerate.torch_internals import Shard, ShardedTensor, group_of_sharded_tensor, sharded_tensor
 
@@ -164,7 +164,7 @@ def _write_again(plan: _Plan, value: Any, folder: Path, group: Any) -> FileCheck
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with without_record_checksums():
-            locations = write_file(files, folder / plan.name, _contents(plan, value))
+            locations = write_rank_file(files, folder / plan.name, _contents(plan, value))
     except BaseException as error:  # noqa: BLE001 - raised below, after the other ranks have received it
         failure = error
     changed = {index: location for index, location in locations.items() if plan.locations[index] != location}

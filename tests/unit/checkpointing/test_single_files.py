@@ -18,7 +18,7 @@ from torch import nn
 
 from notebook_accelerate import Accelerator, checkpointing, cpu_offload, load_checkpoint_in_model
 from notebook_accelerate.checkpointing import model_weights, single_files
-from notebook_accelerate.checkpointing.single_files import tied_names
+from notebook_accelerate.checkpointing.single_files import names_of_same_memory
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.support.trainings import Net
 
@@ -30,7 +30,7 @@ def test_shared_tensors_are_written_once_and_views_are_copied() -> None:
     assert set(clean) == {"b", "part", "turned", "none"}
     assert clean["part"].tolist() == [2, 3]
     assert all(tensor.is_contiguous() for tensor in clean.values())
-    assert tied_names(state) == [["b", "a"]]
+    assert names_of_same_memory(state) == [["b", "a"]]
     pointers = [tensor.untyped_storage().data_ptr() for tensor in clean.values() if tensor.numel()]
     assert len(set(pointers)) == 3
 

@@ -76,7 +76,7 @@ def test_checksums_are_computed_while_a_file_is_written(background: bool, tmp_pa
     values |= {"transposed": torch.randn(300, 200).t()}
     contents: list[tuple[MetadataIndex, Any]] = [(MetadataIndex(name), value) for name, value in values.items()]
     contents.append((MetadataIndex("text"), io.BytesIO(b"text")))
-    locations = shard_files.write_file(files, tmp_path / "file", contents)
+    locations = shard_files.write_rank_file(files, tmp_path / "file", contents)
     content = (tmp_path / "file").read_bytes()
     assert files.checksums == {"file": (len(content), zlib.crc32(content))}
     for index, info in locations.items():
