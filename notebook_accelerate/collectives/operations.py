@@ -298,7 +298,7 @@ def _sizes_along(leaves: list[torch.Tensor], layout: Layout | None, dim: int) ->
 
 
 def _can_stack(leaves: list[torch.Tensor], layout: Layout | None) -> bool:
-    """Tell whether one operation can pad all tensors; with a graph, its results would reject in-place changes."""
+    """Return whether one operation can pad all tensors; with a graph, its results would reject in-place changes."""
     return (
         layout is not None
         and layout.same_shape

@@ -84,7 +84,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 def filter_linear_layers(
     module: nn.Module, fqn: str, first_layer_name: str | None = None, last_layer_name: str | None = None
 ) -> bool:
-    """Tell whether a module can and should compute in fp8.
+    """Return whether a module can and should compute in fp8.
 
     Args:
         module: The module.
@@ -98,7 +98,7 @@ def filter_linear_layers(
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Tell whether a layer of a model can compute in fp8 and is neither the first nor the last linear one.
+    """Return whether a layer of a model can compute in fp8 and is neither the first nor the last linear one.
 
     The first and the last layer are the most sensitive: with them in fp8, training often does not converge.
 
@@ -111,7 +111,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Tell whether a model has layers of torchao that compute in fp8.
+    """Return whether a model has layers of torchao that compute in fp8.
 
     Args:
         model: The model.
@@ -201,7 +201,7 @@ def _te() -> Any:
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Tell whether a model has layers of Transformer Engine.
+    """Return whether a model has layers of Transformer Engine.
 
     Args:
         model: The model.

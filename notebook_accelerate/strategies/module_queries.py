@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Tell whether a module is a list of blocks of one class, for which one compilation is enough.
+    """Return whether a module is a list of blocks of one class, for which one compilation is enough.
 
     Args:
         module: A module.
@@ -35,7 +35,7 @@ def is_repeated_blocks(module: torch.nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Tell whether a model has a list of blocks of one class, at any depth.
+    """Return whether a model has a list of blocks of one class, at any depth.
 
     Args:
         module: A model.
@@ -118,7 +118,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
 
 
 def is_on_several_devices(model: torch.nn.Module) -> bool:
-    """Tell whether a device map spreads a model over several devices.
+    """Return whether a device map spreads a model over several devices.
 
     Args:
         model: The model.
@@ -166,7 +166,7 @@ def _is_wrapper(model: torch.nn.Module) -> bool:
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Tell whether `torch.compile` returned a module.
+    """Return whether `torch.compile` returned a module.
 
     Args:
         module: A module.

@@ -89,7 +89,7 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
 
 
 def _is_split(model: nn.Module, ranks: DeviceMesh | None) -> bool:
-    """Tell whether a model is split, by an earlier `prepare` or by transformers while it was loaded.
+    """Return whether a model is split, by an earlier `prepare` or by transformers while it was loaded.
 
     Raises:
         ValueError: transformers split it over another number of ranks.

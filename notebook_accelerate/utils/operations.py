@@ -97,7 +97,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Tell whether `tensor` is a tensor on an xpu device (an Intel GPU)."""
+    """Return whether `tensor` is a tensor on an xpu device (an Intel GPU)."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 

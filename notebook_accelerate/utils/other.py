@@ -108,7 +108,7 @@ compile_regions_fsdp2 = compile_regions
 
 
 def has_compiled_regions(module: torch.nn.Module) -> bool:
-    """Tell whether a model or a submodule was compiled with ``torch.compile``.
+    """Return whether a model or a submodule was compiled with ``torch.compile``.
 
     Args:
         module: A model.

@@ -250,7 +250,7 @@ def load_full_state(model: nn.Module, state: dict[str, Any], cpu_offload: bool =
 
 
 def has_packed_weights(model: nn.Module) -> bool:
-    """Tell whether a model has 4-bit weights.
+    """Return whether a model has 4-bit weights.
 
     Args:
         model: The model.

@@ -97,7 +97,7 @@ class ShardWriter(FileSystemWriter):
 
 
 def is_object(item: WriteItem) -> bool:
-    """Tell whether an item is no tensor."""
+    """Return whether an item is an object other than a tensor."""
     return item.type == WriteItemType.BYTE_IO
 
 

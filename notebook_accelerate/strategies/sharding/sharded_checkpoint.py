@@ -77,9 +77,8 @@ def _full_state_options(model: nn.Module) -> StateDictOptions:
 
 OWN_SHARDS = "own shards"
 """A kind of files besides those of FSDP's `state_dict_type`: each rank writes its shards alone (FSDP 2)."""
-
-
 Filter = Callable[[dict[str, Any]], dict[str, Any]]
+"""Selects the entries of a state that are written or read."""
 
 
 # ---- models

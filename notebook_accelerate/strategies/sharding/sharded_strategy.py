@@ -105,7 +105,7 @@ class ShardedStrategy(Strategy):
         raise NotImplementedError
 
     def _has_sharded(self, model: nn.Module) -> bool:
-        """Tell whether an earlier `prepare` has sharded a model."""
+        """Return whether an earlier `prepare` has sharded a model."""
         raise NotImplementedError
 
     def prepare_optimizer(
@@ -254,7 +254,7 @@ def _norm_of(parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tens
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether a rank has only a part of a model.
+    """Return whether a rank has only a part of a model.
 
     Args:
         model: The model, not compiled.
