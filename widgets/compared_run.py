@@ -18,7 +18,7 @@ from notebook_accelerate.widgets.run_summary import duration, status
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.plan.planner import LaunchPlan
-    from notebook_accelerate.launch.state.run_events import RunCommands
+    from notebook_accelerate.launch.state.run_commands import RunCommands
     from notebook_accelerate.telemetry import Store
 
 Value = bool | int | float | str | None

@@ -10,9 +10,7 @@ from notebook_accelerate.launch.report.samples import RunMemory
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.launch.run import Run
-from notebook_accelerate.launch.state.run_state import Attempt
-from notebook_accelerate.launch.state.run_state import Break
-from notebook_accelerate.launch.state.run_state import RankInfo
+from notebook_accelerate.launch.state.run_state import Attempt, Break, RankInfo
 from notebook_accelerate.launch.run_registry import debug, runs, shutdown
 from notebook_accelerate.launch.start import start
 

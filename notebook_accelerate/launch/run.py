@@ -25,16 +25,8 @@ from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.tensorboard import write_event_files
 from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.journal import Journal
-from notebook_accelerate.launch.state.run_events import (
-    DEFAULT_GRACE,
-    RUN,
-    NoCommands,
-    RanksReleased,
-    RunCommands,
-    RunCreated,
-    RunEnded,
-    RunLost,
-)
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE, NoCommands, RunCommands
+from notebook_accelerate.launch.state.run_events import RUN, RanksReleased, RunCreated, RunEnded, RunLost
 from notebook_accelerate.launch.state.run_state import Attempt, Break, RankInfo, RunState, Stall
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store, steady_time
 from notebook_accelerate.telemetry.curves import plot_with

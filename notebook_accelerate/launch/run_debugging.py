@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.state.journal import Journal
     from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
-    from notebook_accelerate.launch.state.run_events import RunCommands
+    from notebook_accelerate.launch.state.run_commands import RunCommands
     from notebook_accelerate.launch.state.run_state import RunView
 
 _SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")

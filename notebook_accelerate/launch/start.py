@@ -31,7 +31,8 @@ from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.call_arguments import RunCall, call_arguments
 from notebook_accelerate.launch.state.interrupts import deferred_interrupts, handle_interrupts, wait_for
 from notebook_accelerate.launch.state.journal import Journal
-from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE, RunPlanned
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+from notebook_accelerate.launch.state.run_events import RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
 from notebook_accelerate.telemetry import inherited_state, steady_time

@@ -18,7 +18,7 @@ from notebook_accelerate.launch.start import start
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.failures import ordered
 from notebook_accelerate.launch.state.interrupts import wait_for
-from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes

@@ -28,7 +28,8 @@ from notebook_accelerate.launch.hosts.remote.host import CHANNEL, SAMPLES, Hello
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.rank_process import LocalRank, ProcessBackend, RankPipes, RankProcess
+from notebook_accelerate.launch.processes.rank_pipes import RankPipes
+from notebook_accelerate.launch.processes.rank_process import LocalRank, ProcessBackend, RankProcess
 from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.telemetry import (
     Channel,

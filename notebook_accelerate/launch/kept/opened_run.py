@@ -26,12 +26,8 @@ from notebook_accelerate.launch.kept.run_folder import config_from, delete_run, 
 from notebook_accelerate.launch.kept.run_writer import MAX_DETACHED_RESULT_BYTES, MAX_RESULT_BYTES
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
-from notebook_accelerate.launch.state.run_events import (
-    NoCommands,
-    RanksReleased,
-    RunLost,
-    WarningAdded,
-)
+from notebook_accelerate.launch.state.run_commands import NoCommands
+from notebook_accelerate.launch.state.run_events import RanksReleased, RunLost, WarningAdded
 from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
 

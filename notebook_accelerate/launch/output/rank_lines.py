@@ -1,4 +1,4 @@
-"""Turns the raw output of ranks into complete, labelled lines, and publishes them under the cell of the launch."""
+"""Publishes the labelled lines and displays of ranks under the cell of the launch; finds that cell and its kernel."""
 
 from __future__ import annotations
 
@@ -266,6 +266,8 @@ class NotebookPublisher(Publisher):
             text = f"… {left_out:,} displays not shown here: there were too many at once\n"
             self._send("stream", {"name": "stderr", "text": text}, "stream.stderr")
 
+
+# ---- the kernel, and the cell that is running
 
 _published_under: ContextVar[Any] = ContextVar("published_under", default=None)
 

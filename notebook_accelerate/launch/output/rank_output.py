@@ -167,7 +167,7 @@ def _ignore(_rank: int, _stream: str, _text: str) -> None:
     """Takes the place of what keeps the lines of a rank that has ended."""
 
 
-# Splits what a rank writes into complete lines and the progress bars that it redraws in place.
+# ---- complete lines, and progress bars that are redrawn in place
 
 MAX_LINE_BYTES = 1 << 20
 """Longer lines are broken, so that a rank that writes no line breaks cannot fill the kernel's memory."""

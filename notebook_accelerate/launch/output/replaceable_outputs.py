@@ -12,7 +12,7 @@ from typing import Any
 
 from notebook_accelerate.launch.output.rank_lines import parent_message, running_kernel
 
-# Outputs of marimo's cells, which have no display ids: a thread of marimo's replaces the output of its cell.
+# ---- outputs of marimo's cells, which have no display ids: a thread of marimo's replaces the output of its cell
 
 _PAUSE = 0.5
 """Seconds between two looks at whether the cell was executed again."""

@@ -15,14 +15,9 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.hardware.detection import cpu_count
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
-from notebook_accelerate.launch.processes.rank_process import (
-    OwnChild,
-    ProcessBackend,
-    RankPipes,
-    RankProcess,
-    own_mark,
-    pidfd_of,
-)
+from notebook_accelerate.launch.processes.orphan_guard import own_mark
+from notebook_accelerate.launch.processes.rank_pipes import RankPipes
+from notebook_accelerate.launch.processes.rank_process import OwnChild, ProcessBackend, RankProcess, pidfd_of
 from notebook_accelerate.worker import entry
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from notebook_accelerate.errors import PortInUseError
 from notebook_accelerate.hardware.addresses import get_free_port
-from notebook_accelerate.launch.processes.rank_process import RankPipes
+from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 
 DEFAULT = 29500
 """The port of a launch that asks for none."""

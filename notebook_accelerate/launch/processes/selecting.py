@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from notebook_accelerate.launch.processes.rank_process import RankPipes
+from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 
 
 class HasFileno(Protocol):

@@ -258,7 +258,7 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-# Plots of metrics: by matplotlib where it is installed, otherwise the curves of the static report.
+# ---- plots of metrics, by matplotlib if it is installed
 
 COLUMNS = 2
 INCHES = (5.2, 2.9)

@@ -250,7 +250,7 @@ def grouped(failures: list[RankFailure]) -> list[list[RankFailure]]:
     return groups
 
 
-# Explains from its last output why a rank died in native code or lost its peer.
+# ---- explanations from the last output of a rank that died in native code or lost its peer
 
 LAST_LINES = 300
 _CAUSES = (
@@ -309,7 +309,7 @@ def with_leavers(found: Sequence[RankFailure], gone: Sequence[int]) -> list[Rank
     return [replace(found[0], message=why + found[0].message), *found[1:]]
 
 
-# Error messages about failures of a run.
+# ---- error messages
 
 HEADLINE_CHARACTERS = 1000
 """Maximum length of a message's first line in a headline, and of its other lines; the report has all of it."""

@@ -172,7 +172,7 @@ def _unreadable(text: str, rank: int) -> RankResult:
     return RankResult(refuse, rank=rank)
 
 
-# How the process of a rank ended.
+# ---- how the process of a rank ended
 
 
 @dataclass(frozen=True)

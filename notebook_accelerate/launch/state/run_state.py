@@ -499,7 +499,7 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
 }
 
 
-# The attributes of a run that reports read.
+# ---- the attributes of a run that reports read
 
 
 class RunView(Protocol):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debugging import sanity_checks
-from notebook_accelerate.debugging.session import Session
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.output.rank_lines import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.state import failures, rank_result
 from notebook_accelerate.launch.state.prompts import Prompt
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import (
-    DEFAULT_GRACE,
     DebuggerLeft,
-    DiagnosisAdded,
     PromptClosed,
     PromptOpened,
     RankPaused,
@@ -27,12 +24,11 @@ from notebook_accelerate.launch.state.run_events import (
     RankRunning,
     RankStarted,
     RankStopped,
-    RunMoved,
-    RunStalled,
     WarningAdded,
 )
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.launch.supervisor.command_queue import paused
+from notebook_accelerate.launch.supervisor.stall_detector import StallDetector
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
 from notebook_accelerate.telemetry import (
@@ -56,7 +52,6 @@ from notebook_accelerate.telemetry import (
     tracebacks,
 )
 from notebook_accelerate.telemetry.debug_protocol import (
-    HEARTBEAT_SECONDS,
     AskReply,
     CellReply,
     CheckEvent,
@@ -77,7 +72,6 @@ from notebook_accelerate.telemetry.store import Record
 if TYPE_CHECKING:
     import selectors
 
-    from notebook_accelerate.debugging.diagnosis import Diagnosis
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.launch.supervisor.supervisor import Supervisor
 
@@ -358,122 +352,3 @@ def _how_to_answer(prompt: Prompt) -> str:
     if prompt.of_debugger:
         return f"is stopped at a breakpoint; notebook_accelerate.debug(rank={prompt.rank}) opens it"
     return "waits for input; run.wait() asks you for it"
-
-
-# Detects that no rank of a run makes progress, and starts a diagnosis.
-
-STALL_SECONDS = 10.0
-"""The run is diagnosed when no rank has made progress for this long while some wait in a collective."""
-STALL_CHECK_SECONDS = 0.5
-"""Minimum seconds between two checks of all ranks."""
-
-
-class StallDetector:
-    """Detects stalls of one attempt; its methods run on the run's thread, the diagnosis on a separate one.
-
-    All times are by the run's clock: a suspended clock or a sleeping machine is no stall.
-
-    Attributes:
-        busy: Whether a diagnosis is in progress.
-        group_timeout: Time limit of a collective in seconds; None if the process group has none.
-    """
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor, self._clock = supervisor, supervisor.clock
-        self._beats: dict[int, HeartbeatEvent] = {}
-        self._moved: dict[int, float] = {}
-        self._waiting_since: dict[int, tuple[tuple[str, int], float]] = {}
-        self._first: float | None = None
-        self._look_due = 0.0
-        self._stall = self._printed = False
-        self.busy = False
-        self.group_timeout: float | None = None
-
-    def note(self, rank: int, beat: HeartbeatEvent) -> bool:
-        """Record a heartbeat; return whether the rank has made progress since its last one."""
-        before, now = self._beats.get(rank), self._clock.now()
-        moves = before is None or before.moved != beat.moved
-        self._beats[rank] = beat
-        if moves:
-            self._moved[rank] = now
-            self._end_stall()
-        self._note_waiting(rank, beat, now)
-        settled = self._clock.suspended or self._stall or self.busy
-        if not (moves or settled) and self._is_look_due() and self._stalled(now):
-            self._stall = True
-            self.diagnose_then(self._report)
-        return moves
-
-    def _note_waiting(self, rank: int, beat: HeartbeatEvent, now: float) -> None:
-        collective = beat.waiting
-        if collective is None:
-            changed = self._waiting_since.pop(rank, None) is not None
-        elif changed := self._waiting_since.get(rank, (None, 0.0))[0] != (collective.group, collective.number):
-            self._waiting_since[rank] = ((collective.group, collective.number), now)
-        self._first = None if changed else self._first
-
-    def limits(self) -> list[tuple[float, str]]:
-        """Return when the first collective reaches its group's time limit, by the run's clock, and the stop reason."""
-        if self.group_timeout is None:
-            return []
-        text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
-        # Wait for one more heartbeat from the same collective: the rank may have continued meanwhile.
-        patience = self.group_timeout + 1.5 * HEARTBEAT_SECONDS
-        if self._first is None and self._waiting_since:
-            self._first = min(since for _, since in self._waiting_since.values())
-        return [] if self._first is None else [(self._first + patience, text)]
-
-    def _is_look_due(self) -> bool:
-        """Whether to check all ranks again; checks are not made for every heartbeat."""
-        if time.monotonic() < self._look_due:
-            return False
-        self._look_due = time.monotonic() + STALL_CHECK_SECONDS
-        return True
-
-    def _stalled(self, now: float) -> bool:
-        alive = [info.rank for info in self._supervisor.state.ranks if info.state in ("starting", "running")]
-        beats = [self._beats[rank] for rank in alive if rank in self._beats]
-        if len(beats) < len(alive) or not any(beat.waiting is not None for beat in beats):
-            return False
-        return all(now - self._moved[rank] > STALL_SECONDS for rank in alive)
-
-    def _report(self, found: Diagnosis | None) -> None:
-        """Report a stall in the journal; print the first one."""
-        if not self._stall or self._supervisor.state.ended is not None:  # a rank has moved during the diagnosis
-            return
-        idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
-        self._supervisor.journal.append(RunStalled(steady_time.now() - idle, found.cause if found is not None else ""))
-        if not self._printed:
-            self._printed = True
-            verdict = found.verdict if found is not None else "no rank makes progress"
-            self._supervisor.show(f"run {self._supervisor.id} stands still: {verdict}", "stderr")
-
-    def _end_stall(self) -> None:
-        if self._stall:
-            self._stall = False
-            if self._supervisor.state.stall is not None:
-                self._supervisor.journal.append(RunMoved())
-
-    def diagnose_then(self, report: Callable[[Diagnosis | None], None]) -> None:
-        """Diagnose the run on another thread, then call ``report(diagnosis)`` on the run's thread; None: it failed."""
-        self.busy = True
-        supervisor = self._supervisor
-
-        def work() -> None:
-            try:
-                found: Diagnosis | None = Session(
-                    supervisor.commands.requests, lambda: supervisor.state.rank_states
-                ).diagnose()
-            except Exception:  # noqa: BLE001 - a failing diagnosis must not prevent the end of the run
-                found = None
-            supervisor.commands.post(lambda _: self._finish(found, report))
-
-        threading.Thread(target=work, name="notebook-accelerate-diagnosis", daemon=True).start()
-
-    def _finish(self, found: Diagnosis | None, report: Callable[[Diagnosis | None], None]) -> None:
-        self.busy = False
-        if found is not None:
-            self._supervisor.journal.append(DiagnosisAdded(found))
-            if found.mistake:
-                self._supervisor.journal.append(WarningAdded(found.mistake))
-        report(found)

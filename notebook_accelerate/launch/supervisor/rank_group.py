@@ -1,4 +1,4 @@
-"""The ranks of one attempt: starts them, handles what they send, and reaps them."""
+"""The ranks of one attempt: starts them, waits for what they send, and reaps them; and their time limits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from notebook_accelerate.hardware.detection import in_kernel
 from notebook_accelerate.hardware.versions import watched_rank_variables
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, on_node, rank_environment
-from notebook_accelerate.launch.processes.rank_process import orphan_guard
+from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, call_ready, dispatch
 from notebook_accelerate.launch.state import failures
-from notebook_accelerate.launch.state.run_events import DEFAULT_GRACE, RankExited
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+from notebook_accelerate.launch.state.run_events import RankExited
 from notebook_accelerate.launch.state.run_state import ENDED, TransitionError
 from notebook_accelerate.launch.supervisor.rank_events import RankEventHandler
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
@@ -267,7 +268,7 @@ def _display_variables() -> dict[str, str]:
     return {"PLOTLY_RENDERER": "plotly_mimetype+notebook"}
 
 
-# The time limits of a run: its timeout, its hang timeout, and the process group's timeout.
+# ---- time limits: the run's timeout, its hang timeout, and the process group's timeout
 
 
 class TimeLimits:

@@ -11,7 +11,7 @@ import torch
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.launch import runs
 from notebook_accelerate.launch.state.call_arguments import MAX_ARGUMENTS, call_arguments
-from notebook_accelerate.launch.state.run_events import NoCommands, RunCommands
+from notebook_accelerate.launch.state.run_commands import NoCommands, RunCommands
 from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.widgets.compared_run import BestValues, better, columns
 from notebook_accelerate.widgets.runs_table import RunsTable

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accelerate.launch.processes.rank_process import OrphanGuard, own_mark
+from notebook_accelerate.launch.processes.orphan_guard import OrphanGuard, own_mark
 from notebook_accelerate.worker.exit_handlers import set_mark
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shell runs on Linux only")

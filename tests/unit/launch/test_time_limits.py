@@ -11,9 +11,9 @@ import pytest
 
 from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor import command_queue
-from notebook_accelerate.launch.supervisor.rank_events import StallDetector
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup, TimeLimits
 from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
+from notebook_accelerate.launch.supervisor.stall_detector import StallDetector
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent
 from tests.support.runs import make_run, plan_run, supervisor_of

@@ -29,8 +29,9 @@ from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.rank_process import RankPipes, RankProcess
-from notebook_accelerate.launch.processes.spawn import log_tail, start_interpreter
+from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter
+from notebook_accelerate.launch.processes.rank_pipes import RankPipes
+from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ def address_of(cluster: RayCluster) -> str:
     return os.environ.get("RAY_ADDRESS") or "auto"
 
 
-# The messages between a kernel and its driver process on a Ray cluster.
+# ---- messages between a kernel and its driver process on a Ray cluster
 
 
 @dataclass(slots=True)

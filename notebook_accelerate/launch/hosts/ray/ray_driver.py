@@ -459,7 +459,7 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-# Error messages for errors of Ray and its nodes.
+# ---- error messages for errors of Ray and its nodes
 
 
 def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.hosts.remote.stream import CHUNK
-from notebook_accelerate.launch.processes.rank_process import orphan_guard
+from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, RateLimiter, dispatch
 from notebook_accelerate.telemetry import Event, Stamped, encode
 from notebook_accelerate.telemetry.sampler import ResourceSampler

@@ -1,0 +1,53 @@
+"""The channel and the output pipes of one rank: the kernel's ends and the rank's ends."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, suppress
+
+from notebook_accelerate.telemetry import Channel
+
+PIPE_BYTES = 1 << 20
+"""Requested size of an output pipe: with it, a rank that writes in bursts does not wait for the kernel."""
+
+
+class RankPipes:
+    """The kernel's and the rank's ends of one rank's channel and output pipes."""
+
+    kernel_side: set[int] = set()  # noqa: RUF012 - all runs of this process share it
+    """Descriptors of this process that a forked rank must not keep open."""
+
+    def __init__(self) -> None:
+        with ExitStack() as undo:
+            self.channel, self.rank_channel = Channel.pair()
+            undo.callback(self.rank_channel.close)
+            undo.callback(self.channel.close)
+            self.stdout, self.rank_stdout = _pipe(undo)
+            self.stderr, self.rank_stderr = _pipe(undo)
+            undo.pop_all()
+        self.kernel_side |= {self.stdout, self.stderr}
+
+    def close_rank_side(self) -> None:
+        """Close the rank's ends in the kernel, so that the kernel reads the end of the streams."""
+        self.rank_channel.close()
+        os.close(self.rank_stdout)
+        os.close(self.rank_stderr)
+
+    def close_kernel_side(self) -> None:
+        """Close the kernel's ends."""
+        self.channel.close()
+        for descriptor in (self.stdout, self.stderr):
+            self.kernel_side.discard(descriptor)
+            os.close(descriptor)
+
+
+def _pipe(undo: ExitStack) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    undo.callback(os.close, reader)
+    undo.callback(os.close, writer)
+    os.set_blocking(reader, False)
+    with suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return reader, writer

@@ -1,0 +1,69 @@
+"""The commands that a run passes to its supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from notebook_accelerate.debugging.session import RankRequests
+from notebook_accelerate.launch.state.prompts import PromptQueue
+
+DEFAULT_GRACE = 5.0
+"""Default seconds from KeyboardInterrupt to SIGKILL."""
+
+
+class RunCommands(Protocol):
+    """Commands to the supervisor of a run; safe from any thread, and without effect once the run is over.
+
+    Attributes:
+        prompts: The ranks that wait for a line of text.
+        requests: Requests to the ranks, matched with their replies.
+        refusal: Why the run cannot be stopped from here; "" where it can.
+    """
+
+    refusal: str
+    prompts: PromptQueue
+    requests: RankRequests
+
+    @property
+    def connected(self) -> bool:
+        """Whether the process of a detached run is connected: after the run's end it may wait for space on a disk."""
+
+    def stop(self, grace: float) -> None:
+        """Stop the ranks within ``grace`` seconds; a second call kills at once."""
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """Send a KeyboardInterrupt to ranks, without ending the run."""
+
+    def show_under(self, cell: object) -> None:
+        """Show later output under another cell: the one whose message is ``cell``."""
+
+    def hold_clock(self, rank: int) -> None:
+        """Suspend the run's time limits while the user holds a rank."""
+
+    def release_clock(self, rank: int) -> None:
+        """Undo ``hold_clock``."""
+
+
+class NoCommands:
+    """The commands of a run without a supervisor: an inline run, or one rebuilt from its journal."""
+
+    refusal, connected = "", False
+
+    def __init__(self) -> None:
+        self.prompts, self.requests = PromptQueue(), RankRequests()
+
+    def stop(self, grace: float) -> None:
+        """Do nothing."""
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """Do nothing."""
+
+    def show_under(self, cell: object) -> None:
+        """Do nothing."""
+
+    def hold_clock(self, rank: int) -> None:
+        """Do nothing."""
+
+    def release_clock(self, rank: int) -> None:
+        """Do nothing."""
