@@ -76,7 +76,7 @@ def test_chosen_ranks_are_profiled_and_a_paused_one_says_so() -> None:
         assert (profile.ranks, profile.steps, profile.missing) == ([1], 2, {})
         assert profile.peaks()[1].nbytes > 64 * 64 * 4
         assert not called_at_steps(run, rank=1)
-        run.pause()
+        assert run.pause(timeout=120) == {0: "paused", 1: "paused"}
         assert {rank: why.split(" at")[0] for rank, why in run.profile(steps=1).missing.items()} == {
             0: "paused",
             1: "paused",
