@@ -32,7 +32,7 @@ from notebook_accelerate.checkpointing.single_files import (
 )
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.hardware.temporary_folders import scratch_folder
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.strategies.sharding.sharded_checkpoint import read_metadata_in
 
@@ -362,7 +362,7 @@ def merge_fsdp_weights(
     make_folder(output)
     # On the disk of the output where it is local: the file is as large as the result.
     scratch: AbstractContextManager[str | Path] = (
-        tempfile.TemporaryDirectory(dir=output) if isinstance(output, Path) else guarded_files.scratch()
+        tempfile.TemporaryDirectory(dir=output) if isinstance(output, Path) else scratch_folder()
     )
     with scratch as temporary, _local_folder(shards) as folder:
         whole = Path(temporary) / "whole.bin"
@@ -392,7 +392,7 @@ def _local_folder(shards: AnyPath) -> Iterator[Path]:
     if isinstance(shards, Path):
         yield shards
         return
-    with guarded_files.scratch() as folder:
+    with scratch_folder() as folder:
         for name in shards.files():
             (shards / name).download(inside(folder, name))
         yield folder

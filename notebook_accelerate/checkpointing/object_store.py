@@ -33,8 +33,8 @@ from notebook_accelerate.checkpointing.manifest import (
 from notebook_accelerate.checkpointing.rank_agreement import gather_values
 from notebook_accelerate.checkpointing.save_lock import second_writer_error
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.hardware import guarded_files
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
+from notebook_accelerate.hardware.temporary_folders import make_private_folder, remove_private_folder, scratch_folder
 from notebook_accelerate.state.process_group import world_from_environ
 
 _HEARTBEAT = 30.0
@@ -111,7 +111,7 @@ class ObjectStore(Store):
                 "the same store (the same endpoint, account and region; memory:// is local to one process)."
             ) from error
         self.delivered = self.target / message["into"] if message["into"] else self.target
-        self.folder = guarded_files.make() / self.target.name
+        self.folder = make_private_folder() / self.target.name
         self.folder.mkdir()
         return True
 
@@ -127,7 +127,7 @@ class ObjectStore(Store):
             for name, path in found.items():
                 (self.delivered / name).upload(path)
                 path.unlink()
-        guarded_files.remove(self.folder.parent)
+        remove_private_folder(self.folder.parent)
         return delivered
 
     @contextmanager
@@ -158,7 +158,7 @@ class ObjectStore(Store):
             return ""
 
     def _stored_record(self, name: str) -> FileRecord:
-        with guarded_files.scratch() as folder:
+        with scratch_folder() as folder:
             (self.delivered / name).download(folder / "file")
             return make_record(folder / "file")
 
@@ -173,7 +173,7 @@ class ObjectStore(Store):
     def discard(self, opened: bool, delivering: bool = True) -> None:
         """Give up a save; uploaded files stay for the next one, because other ranks may still be uploading."""
         if hasattr(self, "folder"):
-            guarded_files.remove(self.folder.parent)
+            remove_private_folder(self.folder.parent)
         if not opened:
             return
         with contextlib.suppress(CheckpointError, FileNotFoundError):
@@ -261,7 +261,7 @@ class ObjectStore(Store):
     @contextmanager
     def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
         """Provide one temporary folder, which the ranks of a machine fill together."""
-        with guarded_files.scratch() as scratch:
+        with scratch_folder() as scratch:
             own = scratch / self.target.name
             own.mkdir()
             before = gather_values((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]

@@ -22,7 +22,7 @@ from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, broken_f
 from notebook_accelerate.big_modeling.weight_files import read_torch
 from notebook_accelerate.checkpointing.snapshot import is_plain_tensor
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.hardware.temporary_folders import scratch_folder
 
 if TYPE_CHECKING:
     from notebook_accelerate.state.rank_execution import RankExecution
@@ -86,7 +86,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
         CheckpointError: The file could not be written or uploaded.
     """
     if not isinstance(path, Path):
-        with guarded_files.scratch() as folder:
+        with scratch_folder() as folder:
             with _as_checkpoint_error(folder):
                 yield folder / path.name
             path.upload(folder / path.name)
@@ -137,7 +137,7 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
     if isinstance(path, Path):
         yield path
         return
-    with guarded_files.scratch() as folder:
+    with scratch_folder() as folder:
         path.download(folder / path.name)
         yield folder / path.name
 

@@ -30,7 +30,8 @@ from notebook_accelerate.launch.processes.spawn import to_file
 from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import SLICE
-from notebook_accelerate.telemetry import inherited_state, notebook_settings
+from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
+from notebook_accelerate.telemetry.notebook_settings import capture_notebook_settings
 from notebook_accelerate.telemetry.pickling import dump
 from notebook_accelerate.telemetry.tracebacks import cell_name, cell_sources
 
@@ -88,8 +89,8 @@ def launch_detached(
             "arguments": call_arguments(function, arguments),
             "resume": None if resume is None else str(resume.folder),
             "sources": (cells := cell_sources()),
-            "settings": notebook_settings.capture(),
-            "inherited": inherited_state.capture(),
+            "settings": capture_notebook_settings(),
+            "inherited": capture_inherited_state(),
             "names": {filename: cell_name(filename) for filename in cells},
             "origin": _origin(),
         }

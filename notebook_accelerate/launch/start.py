@@ -35,7 +35,8 @@ from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import RunPlanned
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
-from notebook_accelerate.telemetry import inherited_state, steady_time
+from notebook_accelerate.telemetry import steady_time
+from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -109,7 +110,7 @@ def start_here(
             supervisor = _new_supervisor(run, commands)
             try:
                 plan = _prepare(run, supervisor, plan)
-                inherited = inherited or inherited_state.capture()
+                inherited = inherited or capture_inherited_state()
             except BaseException as problem:  # noqa: BLE001 - the cell raises it
                 supervisor.fail(problem)
             else:

@@ -33,7 +33,7 @@ MAX_ROWS = 500
 """Most events of a frame: parsing JSON holds the reader's GIL, half a millisecond for this many."""
 MAX_UNSENT_BYTES = 64 << 20
 """Most bytes that wait for a rank behind the message that it is reading; with more, messages to it are refused."""
-LOOK_SECONDS = 1.0
+CHECK_CLOSED_SECONDS = 1.0
 """Seconds after which the thread that sends them checks whether this end was closed."""
 _ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
@@ -221,7 +221,6 @@ class Channel:
         self._unsent_bytes = 0
         self._decoder = Decoder(max_bytes)
         self._send_lock = threading.Lock()
-        self._unread: list[Stamped] = []
         self._closed = False
 
     @classmethod
@@ -260,14 +259,7 @@ class Channel:
         """
         if self._closed:
             raise ChannelClosedError("the channel is closed")
-        if self._unread:
-            unread, self._unread = self._unread, []
-            return unread
         return self.receive_available() if self._poll(select.POLLIN, timeout) else []
-
-    def put_back(self, messages: list[Stamped]) -> None:
-        """Let the next ``receive`` return ``messages``, which arrived before the event that the caller waits for."""
-        self._unread = messages + self._unread
 
     def readable(self) -> bool:
         """Whether there is something to read now: messages, a part of one, or the end of the stream."""
@@ -370,7 +362,7 @@ class Channel:
     def _send_rest(self) -> None:
         try:
             while self._unsent:
-                if self._poll(select.POLLOUT, LOOK_SECONDS):
+                if self._poll(select.POLLOUT, CHECK_CLOSED_SECONDS):
                     with self._send_lock:
                         self._send_some()
         except (OSError, ValueError):  # the channel was closed; the next message raises the error

@@ -312,7 +312,7 @@ class CheckpointEvent(Event):
 
 @dataclass(slots=True)
 class ShardingEvent(Event):
-    """The shards of a rank, sent when it has been prepared; see ``sharding_events.ShardReport``.
+    """The shards of a rank, sent when it has been prepared; see `ShardReport`.
 
     ``axes`` are the sizes of the mesh of ranks, outermost first, and ``place`` is the rank's position on each;
     ``stages`` names the axis along which ranks have different layers, "" where none has. ``held`` maps each kind to:
@@ -422,12 +422,12 @@ _MARK = re.compile(re.escape(BEGIN) + rb"(\d{1,15})" + END)
 _LONGEST = len(BEGIN) + 15
 
 
-def mark(number: int) -> bytes:
+def display_mark(number: int) -> bytes:
     """Return the mark of a display."""
     return BEGIN + b"%d" % number + END
 
 
-def split(data: bytes, *, complete: bool) -> tuple[bytes, int | None, bytes]:
+def split_at_mark(data: bytes, *, complete: bool) -> tuple[bytes, int | None, bytes]:
     """Return the output before the next mark, the mark's number, and the output behind it.
 
     Args:

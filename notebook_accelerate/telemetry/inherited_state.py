@@ -86,7 +86,7 @@ class InheritedState:
     thread: dict[str, Any] = field(default_factory=dict)
 
 
-def capture() -> InheritedState:
+def capture_inherited_state() -> InheritedState:
     """Return the state of this process and of the calling thread: call it on the thread of the cell.
 
     It imports nothing, and starts no accelerator.
@@ -104,7 +104,7 @@ def capture() -> InheritedState:
     return state
 
 
-def apply(state: InheritedState) -> None:
+def apply_inherited_state(state: InheritedState) -> None:
     """Put this process and the calling thread into the captured state."""
     random.setstate(state.python_rng)
     for name, value in state.python.items():

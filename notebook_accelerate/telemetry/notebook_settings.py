@@ -95,7 +95,7 @@ class NotebookSettings:
 # ---- in the kernel
 
 
-def capture() -> bytes:
+def capture_notebook_settings() -> bytes:
     """Return the settings of this process, pickled. Handlers that cannot be pickled write to standard error instead.
 
     A warning names filters, formatters and hooks that cannot be pickled.
@@ -243,8 +243,11 @@ def _pattern(pattern: Any) -> str:
 # ---- in the rank
 
 
-def apply(data: bytes) -> None:
-    """Set up this process as ``capture`` found another one; calling it again keeps handlers that exist."""
+def apply_notebook_settings(data: bytes) -> None:
+    """Set up this process as another one was when its settings were captured.
+
+    A second call keeps handlers that exist.
+    """
     settings: NotebookSettings = load_bytes(data)
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(settings.filters):
@@ -268,7 +271,7 @@ def apply(data: bytes) -> None:
 
 @cache
 def _loaded(data: bytes) -> Any:
-    """Return a pickled value, the same one for both calls of ``apply``; None if it cannot be loaded here."""
+    """Return a pickled value, the same one for both calls in a rank; None if it cannot be loaded here."""
     try:
         return load_bytes(data)[1]
     except Exception as error:  # noqa: BLE001 - its class needs a module that this machine does not have

@@ -339,7 +339,7 @@ class WorkerOrder:
         automatic_metrics: Whether the rank samples its loss, learning rate and speed.
         time_offset: What gives the rank the kernel's clock; None when inherited, or on another machine.
         result_bytes: Pickled return values of more bytes travel in files beside the channel; None: none do.
-        notebook_settings: What ``notebook_settings.capture`` returned; b"" when inherited.
+        notebook_settings: What ``capture_notebook_settings`` returned; b"" when inherited.
         mark: Marks the rank's process and all that it starts, see ``worker.exit_handlers.set_mark``; 0: nothing does.
     """
 

@@ -53,6 +53,7 @@ from notebook_accelerate.telemetry.tracebacks import describe_error, main_frame
 from notebook_accelerate.worker import breakpoints, collective_timeouts, stacks, waits
 from notebook_accelerate.worker.console import flush
 from notebook_accelerate.worker.exit_handlers import ExitWatch
+from notebook_accelerate.worker.stacks import start_sampling
 
 if TYPE_CHECKING:
     from notebook_accelerate.worker.step_profiler import StepProfiler
@@ -373,7 +374,7 @@ class DebugAgent:
         self._agent.sink.send(StacksReply(request.number, threads, self._moved, waiting, last, paused, self._by_user))
 
     def _on_sample(self, request: SampleRequest) -> None:
-        stacks.start(request, self._agent.sink.emit)  # sent by the agent's thread
+        start_sampling(request, self._agent.sink.emit)  # sent by the agent's thread
 
     def _on_profile(self, request: ProfileRequest) -> None:
         from notebook_accelerate.worker import step_profiler
@@ -495,10 +496,10 @@ class DebugAgent:
 
 
 def _memory_reply(request: MemoryRequest) -> MemoryReply:
-    from notebook_accelerate.worker import memory_report
+    from notebook_accelerate.worker.memory_report import take_memory_report
 
     try:
-        return MemoryReply(request.number, memory_report.take())
+        return MemoryReply(request.number, take_memory_report())
     except Exception as error:  # noqa: BLE001 - objects of any class are looked at
         return MemoryReply(request.number, error=f"its memory was not counted ({describe_error(error, 300)})")
 

@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 import traceback
+
+# signal's own pthread_sigmask converts each of 60 signals into a member of an enum: 0.1 ms.
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
@@ -41,23 +43,23 @@ from notebook_accelerate.telemetry import (
     Sink,
     StatusEvent,
     cells,
-    inherited_state,
     install_sink,
-    notebook_settings,
     steady_time,
     step_time,
     tracebacks,
 )
 from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.events import AgentFailedEvent, DeviceMemoryEvent
+from notebook_accelerate.telemetry.inherited_state import apply_inherited_state
+from notebook_accelerate.telemetry.notebook_settings import apply_notebook_settings
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.results import WorkerOrder, advice, dump_result
 from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute, class_name, describe_error, install_sources
 from notebook_accelerate.worker import console, exit_handlers, plain_process
 from notebook_accelerate.worker.debug_agent import DebugAgent
-
-# signal's own converts each of 60 signals into a member of an enum: 0.1 ms.
+from notebook_accelerate.worker.exit_handlers import run_exit_handlers
+from notebook_accelerate.worker.plain_process import reset_inherited_state
 
 Function = Callable[..., Any]
 Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
@@ -222,7 +224,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         apply_order(order)
         function, arguments = load()
         if order.notebook_settings:
-            notebook_settings.apply(order.notebook_settings)
+            apply_notebook_settings(order.notebook_settings)
         debugging.install(function)
         sink = plain_process.require_sink()
         sink.send(StatusEvent("running"))
@@ -296,19 +298,19 @@ def apply_order(order: WorkerOrder) -> None:
     else:
         accelerate_alias.remove()  # the server process may have been started while the kernel had it
     install_sources(order.sources)
-    plain_process.reset()
+    reset_inherited_state()
     given = order.accelerator
     set_launch_arguments(load_bytes(given) if isinstance(given, bytes) else given)
-    inherited_state.apply(order.state)
+    apply_inherited_state(order.state)
     if order.notebook_settings:
-        notebook_settings.apply(order.notebook_settings)
+        apply_notebook_settings(order.notebook_settings)
     reporting.connect_libraries(order.report_from)
     sampler.start(enabled=order.automatic_metrics)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):
         # OMP_NUM_THREADS has no effect once torch is imported.
         torch.set_num_threads(order.threads)
-    serve()
+    serve_group_store()
 
 
 def returned(value: object, in_channel: int | None) -> Outcome:
@@ -360,7 +362,7 @@ def report(outcome: Outcome, agent: Agent) -> int:
     if not failed:
         sampler.start(enabled=False)  # sends what has arrived from devices
         leave_process_group()
-    exit_handlers.run(wait=wait)
+    run_exit_handlers(wait=wait)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     console.flush()
     if not failed:
@@ -465,7 +467,7 @@ def _identity(row: device_table.DeviceRow, index: int) -> tuple[int, str, str]:
 _stores: list[Any] = []
 
 
-def serve() -> None:
+def serve_group_store() -> None:
     """Serve the store if this process is the rank that does; it ends with the process.
 
     Raises:

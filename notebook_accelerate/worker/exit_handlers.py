@@ -81,7 +81,7 @@ def _module(name: str) -> Any:
     return sys.modules.get(name)
 
 
-def run(*, wait: bool) -> None:
+def run_exit_handlers(*, wait: bool) -> None:
     """Run the callbacks of this rank's exit, and write what its files buffer.
 
     Args:

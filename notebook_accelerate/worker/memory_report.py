@@ -43,7 +43,7 @@ class _Held:
         return total
 
 
-def take(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
+def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
     """Return the report; the main thread must not run Python code meanwhile.
 
     Args:
@@ -195,5 +195,5 @@ def note_failure(error: BaseException) -> None:
         return
     with suppress(Exception):  # the error itself is what counts
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame.f_code.co_filename)]
-        notes = [*getattr(error, "__notes__", ()), memory_table(take(frames[::-1]))]
+        notes = [*getattr(error, "__notes__", ()), memory_table(take_memory_report(frames[::-1]))]
         error.__notes__ = notes  # type: ignore[attr-defined]  # add_note comes with Python 3.11

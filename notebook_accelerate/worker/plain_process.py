@@ -144,12 +144,12 @@ _CONCLUSIONS: dict[str, Callable[[Any], None]] = {
 _STATE = "notebook_accelerate.state"
 
 
-def reset() -> None:
+def reset_inherited_state() -> None:
     """Reset the shared state that the parent process had set up."""
     _call_if_loaded("reset_shared_state")
 
 
-def isolated() -> AbstractContextManager[object]:
+def isolated_state() -> AbstractContextManager[object]:
     """Give an inline run its own shared state, and restore the kernel's afterwards."""
     stack = ExitStack()
     if _STATE in sys.modules:

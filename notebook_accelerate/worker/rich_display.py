@@ -14,7 +14,8 @@ from contextlib import suppress
 from typing import Any
 
 from notebook_accelerate.integrations.import_hooks import when_imported
-from notebook_accelerate.telemetry import DisplayEvent, emit, events
+from notebook_accelerate.telemetry import DisplayEvent, emit
+from notebook_accelerate.telemetry.events import display_mark
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _MODULES = ("IPython.core.display_functions", "IPython.core.display")  # IPython 7, which Colab has, has the second only
@@ -72,7 +73,7 @@ class _MarkedStreams:
             emit(event)
             with suppress(OSError):  # the kernel is gone
                 for descriptor in (1, 2):
-                    os.write(descriptor, events.mark(event.mark))
+                    os.write(descriptor, display_mark(event.mark))
 
     @staticmethod
     def _current() -> tuple[int, ...] | None:

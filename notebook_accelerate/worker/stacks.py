@@ -121,7 +121,7 @@ MAX_STACKS = 20_000
 Key = tuple[tuple[CodeType, int], ...]
 
 
-def start(request: SampleRequest, reply: Callable[[Event], None]) -> None:
+def start_sampling(request: SampleRequest, reply: Callable[[Event], None]) -> None:
     """Sample for the seconds of a request, then reply."""
     threading.Thread(target=_sample, args=(request, reply), name="notebook-accelerate-sample", daemon=True).start()
 

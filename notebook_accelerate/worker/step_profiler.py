@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import torch_internals
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.hardware.temporary_folders import make_private_folder_for, remove_private_folder
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY, ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.tracebacks import describe_error
@@ -455,7 +455,7 @@ class Recorded:
         self._own: Path | None = None
         folder = Path(request.folder)
         if not (folder / request.token).exists():
-            folder = self._own = guarded_files.make_for(self)
+            folder = self._own = make_private_folder_for(self)
         self._path = folder / f"rank{facts['rank']}.{request.number}.pt.trace.json"
         profiler.export_chrome_trace(str(self._path))
 
@@ -468,7 +468,7 @@ class Recorded:
             reply.path = str(self._path)
         else:
             reply.payload = gzip.compress(self._path.read_bytes(), 1)
-            guarded_files.remove(self._own)
+            remove_private_folder(self._own)
         return reply
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from notebook_accelerate.launch.output.rank_lines import Publisher
 from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
-from notebook_accelerate.telemetry import DisplayEvent, inherited_state
+from notebook_accelerate.telemetry import DisplayEvent
+from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
@@ -101,7 +102,7 @@ class WatchedGroup:
         assert self.run.plan is not None
         self.run.journal.append(AttemptStarted(0))
         self.group = RankGroup(self._supervisor, self.run.plan)
-        self.group.start(backend, 0, inherited_state.capture())
+        self.group.start(backend, 0, capture_inherited_state())
         self.thread = threading.Thread(target=self.group.supervise, name="supervisor")
         self.thread.start()
         self.events = 0

@@ -40,9 +40,9 @@ from notebook_accelerate.telemetry import (
     ResultEvent,
     StatusEvent,
     StepTimeEvent,
-    inherited_state,
 )
 from notebook_accelerate.telemetry.debug_protocol import HeartbeatEvent
+from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
 from notebook_accelerate.telemetry.step_time import PARTS
 from tests.support.runs import devices
@@ -308,7 +308,7 @@ class _VoiceBackend(ProcessBackend):
 
 def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_second: float) -> None:
     hello = HelloEvent(node, f"worker-{node:02}", processes=len(ranks))
-    orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in ranks]
+    orders = [WorkerOrder(rank, {}, None, capture_inherited_state()) for rank in ranks]
     with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
         host.run_ranks(_VoiceBackend(events_per_second), orders)
         host.next_message()  # none: the kernel leaves

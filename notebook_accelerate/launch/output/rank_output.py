@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.telemetry import events
+from notebook_accelerate.telemetry.events import split_at_mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +105,7 @@ class RankOutput:
             for name, stream in list(self._streams.items()):
                 if stream.mark is None:
                     complete = stream.ended or not wait
-                    text, stream.mark, stream.unread = events.split(stream.unread, complete=complete)
+                    text, stream.mark, stream.unread = split_at_mark(stream.unread, complete=complete)
                     self._publish(name, stream.assembler.feed(text))
                     if stream.ended and stream.mark is None:
                         self._publish(name, stream.assembler.finish())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.config.launch_config import launch_arguments_set
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.hardware.temporary_folders import make_private_folder, remove_private_folder
 from notebook_accelerate.integrations import accelerate_alias, reporting
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.launch.plan.planner import rank_environment
@@ -34,7 +34,7 @@ from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, i
 from notebook_accelerate.telemetry.automatic_metrics import sampler
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute, exit_code
-from notebook_accelerate.worker import plain_process
+from notebook_accelerate.worker.plain_process import isolated_state
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -126,7 +126,7 @@ def _acting_as_rank(run: InlineContext) -> Iterator[None]:
         reporting.connect_libraries(run.config.report_from)
         sampler.start(enabled=run.config.automatic_metrics)
         with (
-            plain_process.isolated(),
+            isolated_state(),
             launch_arguments_set(run.config.accelerator),
             accelerate_alias.installed(run.config.as_accelerate),
         ):
@@ -219,11 +219,11 @@ _folders: dict[int, Path] = {}
 def make_store_folder(run_id: int) -> str:
     """Make the folder of a run, in memory where the system has such files: a full disk does not prevent a launch."""
     parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    _folders[run_id] = guarded_files.make(parent)
+    _folders[run_id] = make_private_folder(parent)
     return str(_folders[run_id])
 
 
 def remove_store_folder(run_id: int) -> None:
     """Remove the folder of a run, if it has one."""
     if (folder := _folders.pop(run_id, None)) is not None:
-        guarded_files.remove(folder)
+        remove_private_folder(folder)

@@ -28,7 +28,8 @@ from notebook_accelerate.launch.processes.interpreters import (
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import OwnChild, ProcessBackend, RankProcess, pidfd_of
-from notebook_accelerate.telemetry import notebook_settings, steady_time
+from notebook_accelerate.telemetry import steady_time
+from notebook_accelerate.telemetry.notebook_settings import capture_notebook_settings
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_file
 from notebook_accelerate.telemetry.tracebacks import cell_sources
 
@@ -44,7 +45,7 @@ class PickledFunction:
         name: The function's name.
         payload: Descriptor of their file.
         arguments: The arguments by name, as plain values.
-        settings: The settings of that process, from ``notebook_settings.capture``.
+        settings: The settings of that process, from ``capture_notebook_settings``.
     """
 
     def __init__(self, name: str, payload: int, arguments: Mapping[str, Plain], settings: bytes) -> None:
@@ -75,7 +76,7 @@ class PickledBackend(ProcessBackend):
         super().__init__(function, arguments)
         self._payload = to_file(function, arguments)
         self._sources = cell_sources()
-        self._settings = function.settings if isinstance(function, PickledFunction) else notebook_settings.capture()
+        self._settings = function.settings if isinstance(function, PickledFunction) else capture_notebook_settings()
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
         """Add what a forked rank inherits from the kernel."""

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.hardware.temporary_folders import make_private_folder_for
 from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, text_table
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
 from notebook_accelerate.profiling.analysis import Analysis, Finding
@@ -35,7 +35,7 @@ class ProfileFolder:
     """A private folder into which the ranks of this machine write their traces; removed with this object."""
 
     def __init__(self) -> None:
-        self.path = guarded_files.make_for(self)
+        self.path = make_private_folder_for(self)
         self._token = secrets.token_hex(16)
         (self.path / self._token).touch()
 

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.hardware.temporary_folders import (
+    _PREFIX,
+    _locks,
+    make_private_folder,
+    make_private_folder_for,
+    remove_private_folder,
+)
 from notebook_accelerate.launch.report.profile import ProfileFolder
 
 KILLED = """
@@ -35,22 +41,22 @@ def _own_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
-    left, kept = guarded_files.make(), guarded_files.make()
-    guarded_files._locks.pop(left)  # as if its process had ended: only this descriptor holds the lock
+    left, kept = make_private_folder(), make_private_folder()
+    _locks.pop(left)  # as if its process had ended: only this descriptor holds the lock
     descriptors = [path for path in Path("/proc/self/fd").iterdir() if str(left) in str(path.resolve())]
     for path in descriptors:
         os.close(int(path.name))
-    another = guarded_files.make()
+    another = make_private_folder()
     assert not left.exists()
     assert kept.exists()
-    guarded_files.remove(kept)
-    guarded_files.remove(another)
+    remove_private_folder(kept)
+    remove_private_folder(another)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_removed_with_its_owner(tmp_path: Path) -> None:
     owner = Owner()
-    folder = guarded_files.make_for(owner)
+    folder = make_private_folder_for(owner)
     (folder / "trace").touch()
     assert folder.parent == tmp_path
     del owner
@@ -60,7 +66,7 @@ def test_a_folder_is_removed_with_its_owner(tmp_path: Path) -> None:
 
 def test_a_forked_process_keeps_the_folder_of_an_object_that_it_drops() -> None:
     owner = Owner()
-    folder = guarded_files.make_for(owner)
+    folder = make_private_folder_for(owner)
     child = os.fork()
     if child == 0:
         del owner
@@ -82,10 +88,10 @@ def test_traces_of_a_killed_kernel_are_removed_by_the_next_profile(tmp_path: Pat
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to own a file as another user")
 def test_a_lock_of_another_user_removes_nothing(tmp_path: Path) -> None:
-    name = f"{guarded_files._PREFIX}{os.getuid()}-notes"
+    name = f"{_PREFIX}{os.getuid()}-notes"
     (tmp_path / name).mkdir()
     lock = tmp_path / f"{name}.lock"
     lock.touch()
     os.chown(lock, 65534, 65534)
-    guarded_files.remove(guarded_files.make(tmp_path))
+    remove_private_folder(make_private_folder(tmp_path))
     assert (tmp_path / name).is_dir()

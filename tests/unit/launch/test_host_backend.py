@@ -15,7 +15,8 @@ from notebook_accelerate.launch.hosts.remote.host import FunctionEvent, HelloEve
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream, new_secret
-from notebook_accelerate.telemetry import Event, inherited_state
+from notebook_accelerate.telemetry import Event
+from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
 from tests.support.waiting import until
 
@@ -47,7 +48,7 @@ def test_a_function_is_read_while_it_is_sent(ends: tuple[HostConnection, Stream]
     connection, host = ends
     values = os.urandom(8 * PART_BYTES)  # more than is sent before the first of it was read
     backend = FunctionBackend(double, (values,))
-    orders = [WorkerOrder(rank, {"RANK": str(rank)}, 1, inherited_state.capture()) for rank in (4, 5)]
+    orders = [WorkerOrder(rank, {"RANK": str(rank)}, 1, capture_inherited_state()) for rank in (4, 5)]
     backend.send(connection, orders)
     backend.close()  # as when the ranks of all other hosts have started
 
@@ -67,7 +68,7 @@ def test_a_host_that_is_lost_while_a_function_is_sent_holds_up_nobody(ends: tupl
     connection, host = ends
     descriptors = open_descriptors()
     backend = FunctionBackend(double, (bytes(64 * PART_BYTES),))
-    backend.send(connection, [WorkerOrder(0, {}, 1, inherited_state.capture())])
+    backend.send(connection, [WorkerOrder(0, {}, 1, capture_inherited_state())])
     backend.close()
     assert open_descriptors() == descriptors + 1, "the function, of which the rest is still to be sent"
     host.close()

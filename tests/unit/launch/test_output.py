@@ -16,7 +16,8 @@ from notebook_accelerate.launch.output.rank_lines import (
     publisher_for,
 )
 from notebook_accelerate.launch.output.rank_output import MAX_LINE_BYTES, LineAssembler, RankOutput
-from notebook_accelerate.telemetry import DisplayEvent, events
+from notebook_accelerate.telemetry import DisplayEvent
+from notebook_accelerate.telemetry.events import display_mark
 
 
 def _all(chunks: list[bytes]) -> list[str]:
@@ -239,7 +240,7 @@ def _display(number: int) -> DisplayEvent:
 @given(st.data())
 def test_lines_and_displays_keep_their_order(data: st.DataObject) -> None:
     """However the pipes are cut, and in whatever order pieces and displays arrive."""
-    marks = [events.mark(number) for number in (1, 2, 3)]
+    marks = [display_mark(number) for number in (1, 2, 3)]
     raw = {
         "stdout": b"".join(b"line %d\n%s" % pair for pair in enumerate(marks)) + b"\x1b[1mlast\x1b[0m\n",
         "stderr": marks[0] + b"error\n" + marks[1] + marks[2],
@@ -269,15 +270,15 @@ def test_a_display_or_a_mark_that_is_lost_holds_nothing_up_for_good() -> None:
     output = RankOutput(0, "", lambda *_: None, publisher)
 
     def feed(text: bytes, number: int) -> None:
-        output.feed("stdout", text + events.mark(number))
-        output.feed("stderr", events.mark(number))
+        output.feed("stdout", text + display_mark(number))
+        output.feed("stderr", display_mark(number))
 
     feed(b"a\n", 1)
     output.display(DisplayEvent({}, mark=1))  # it could not be sent in full
     output.display(_display(2))  # an interrupt came before its marks
     feed(b"b\n", 3)
     output.display(_display(3))
-    output.feed("stdout", b"c\n" + events.mark(4) + b"d\n")  # an interrupt came between its marks
+    output.feed("stdout", b"c\n" + display_mark(4) + b"d\n")  # an interrupt came between its marks
     output.display(_display(4))
     feed(b"e\n", 5)
     output.display(_display(5))

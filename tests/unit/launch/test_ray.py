@@ -27,7 +27,7 @@ from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.launch.processes.spawn import adapt_to_machine
-from notebook_accelerate.telemetry import inherited_state
+from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
 from notebook_accelerate.widgets.config_file_form import launch_cell
 from notebook_accelerate.widgets.config_panel import ConfigPanel
@@ -121,7 +121,7 @@ def test_an_order_is_adapted_to_its_machine(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")
     monkeypatch.setenv("ONLY_HERE", "1")
     order = WorkerOrder(
-        0, {}, 1, inherited_state.capture(), cwd="/nowhere", sys_path=["/nowhere", str(tmp_path), *sys.path]
+        0, {}, 1, capture_inherited_state(), cwd="/nowhere", sys_path=["/nowhere", str(tmp_path), *sys.path]
     )
     adapt_to_machine(order)
     assert order.base_environment is not None
@@ -297,7 +297,7 @@ def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     driver = _Driver()
     connection = RayHostConnection(incoming, driver)  # type: ignore[arg-type]
     actor.close()
-    orders = [WorkerOrder(rank, {"LOCAL_RANK": str(rank - 4)}, 1, inherited_state.capture()) for rank in (4, 5)]
+    orders = [WorkerOrder(rank, {"LOCAL_RANK": str(rank - 4)}, 1, capture_inherited_state()) for rank in (4, 5)]
     ranks: list[RankProcess] = []
     take_ranks(connection, orders, ranks.append, 60.0, lambda: False)
     assert [(rank.rank, rank.local_rank, rank.node) for rank in ranks] == [(4, 0, 2), (5, 1, 2)]

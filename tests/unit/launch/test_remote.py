@@ -37,7 +37,7 @@ from notebook_accelerate.launch.hosts.remote.listener import HostListener, Incom
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.launch.processes.spawn import PickledBackend
-from notebook_accelerate.telemetry import inherited_state
+from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
 from tests.support.simulated import Received
 from tests.support.waiting import until
@@ -234,7 +234,7 @@ def test_events_that_arrive_with_the_hello_are_not_lost() -> None:
         assert incoming is not None
         kernel = HostConnection(incoming)
         kernel.on_last_end = kernel.close
-        orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in (4, 5)]
+        orders = [WorkerOrder(rank, {}, None, capture_inherited_state()) for rank in (4, 5)]
         started = [kernel.await_started(order, SECONDS) for order in orders]
         assert [(rank.rank, rank.pid) for rank in started] == [(4, 104), (5, 105)]
     finally:
@@ -264,7 +264,7 @@ def test_what_is_relayed_before_all_ranks_are_connected_arrives_in_order() -> No
         incoming = listener.next_host(SECONDS)
         assert incoming is not None
         kernel = HostConnection(incoming)
-        orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in (4, 5)]
+        orders = [WorkerOrder(rank, {}, None, capture_inherited_state()) for rank in (4, 5)]
         for rank in [kernel.await_started(order, SECONDS) for order in orders]:
             rank.connect(selector, received)
         while (4, "end") not in received.calls:

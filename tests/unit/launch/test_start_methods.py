@@ -16,7 +16,7 @@ import torch
 
 import notebook_accelerate
 from notebook_accelerate import SerializationError, WorkerError, notebook_launcher
-from notebook_accelerate.telemetry import inherited_state
+from notebook_accelerate.telemetry.inherited_state import apply_inherited_state, capture_inherited_state
 from tests.support.runs import METHODS, launch
 
 pytestmark = pytest.mark.usefixtures("zygote")
@@ -275,9 +275,9 @@ test_a_dead_zygote_is_replaced = pytest.mark.leaks_ok("the zygote's socket is an
 
 
 def test_capture_imports_nothing_and_apply_brings_back() -> None:
-    state = inherited_state.capture()
+    state = capture_inherited_state()
     first = _numbers()
-    inherited_state.apply(state)
+    apply_inherited_state(state)
     assert _numbers() == first
 
 

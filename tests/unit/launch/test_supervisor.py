@@ -21,8 +21,9 @@ from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor import rank_group
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
-from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent, inherited_state
+from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent
 from notebook_accelerate.telemetry.channel import READ_BYTES
+from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
 from tests.support.runs import plan_run, supervisor_of
 from tests.support.simulated import Received, SimulatedRank
@@ -108,7 +109,7 @@ def started() -> Iterator[tuple[Run, RankGroup, _Backend]]:
     assert run.plan is not None
     run.journal.append(AttemptStarted(0))
     group = RankGroup(supervisor, run.plan)
-    group.start(backend, 0, inherited_state.capture())
+    group.start(backend, 0, capture_inherited_state())
     yield run, group, backend
     backend.end()
     group.abandon()

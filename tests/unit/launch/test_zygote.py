@@ -19,14 +19,13 @@ from notebook_accelerate.launch.processes import zygote
 from notebook_accelerate.launch.processes.fork import is_crowded
 from notebook_accelerate.launch.processes.spawn import to_file
 from notebook_accelerate.launch.processes.zygote import LENGTH, Zygote
-from notebook_accelerate.telemetry import inherited_state
-from notebook_accelerate.telemetry.inherited_state import InheritedState
+from notebook_accelerate.telemetry.inherited_state import InheritedState, capture_inherited_state
 from notebook_accelerate.telemetry.results import WorkerOrder
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
 SOON = 60.0
-ORDER = pickle.dumps(WorkerOrder(0, {}, None, inherited_state.capture()))
+ORDER = pickle.dumps(WorkerOrder(0, {}, None, capture_inherited_state()))
 
 
 def print_pid() -> None:

@@ -233,7 +233,7 @@ def test_what_waits_for_a_rank_is_bounded(ends: tuple[Channel, Channel], monkeyp
 def test_what_waits_for_a_rank_ends_with_the_channel(
     ends: tuple[Channel, Channel], end: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(channel, "CHECK_CLOSED_SECONDS", 0.05)
     kernel, _ = ends
     kernel.send(InputReply("x" * 3_000_000))
     (sender,) = (thread for thread in threading.enumerate() if thread.name == "notebook-accelerate-send")

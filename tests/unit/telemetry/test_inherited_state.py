@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accelerate.telemetry import inherited_state
+from notebook_accelerate.telemetry.inherited_state import apply_inherited_state, capture_inherited_state
 from tests.support.interpreters import InterpreterServer
 
 
@@ -42,10 +42,10 @@ def _settings() -> dict[str, Any]:
 
 def _inherited() -> dict[str, Any]:
     """Return the settings of a thread after it has applied this thread's state, which travels pickled."""
-    state = pickle.dumps(inherited_state.capture())
+    state = pickle.dumps(capture_inherited_state())
 
     def rank() -> dict[str, Any]:
-        inherited_state.apply(pickle.loads(state))
+        apply_inherited_state(pickle.loads(state))
         return _settings()
 
     return _on_new_thread(rank)  # type: ignore[no-any-return]
@@ -95,10 +95,10 @@ def test_the_default_device_is_inherited_however_it_is_set() -> None:
 
 def test_inference_mode_lasts() -> None:
     with torch.inference_mode():
-        state = inherited_state.capture()
+        state = capture_inherited_state()
 
     def rank() -> tuple[bool, bool]:
-        inherited_state.apply(state)
+        apply_inherited_state(state)
         import gc
 
         gc.collect()
@@ -109,9 +109,9 @@ def test_inference_mode_lasts() -> None:
 
 
 def test_the_random_state_is_inherited_and_the_kernels_own_is_kept() -> None:
-    state = inherited_state.capture()
+    state = capture_inherited_state()
     expected = torch.rand(3).tolist(), np.random.rand(3).tolist()  # noqa: NPY002 - the generator that is inherited
-    inherited_state.apply(state)
+    apply_inherited_state(state)
     assert (torch.rand(3).tolist(), np.random.rand(3).tolist()) == expected  # noqa: NPY002 - the same
 
 
@@ -121,9 +121,9 @@ from notebook_accelerate.telemetry import inherited_state
 kernel = sys.argv[1] == "kernel"
 if kernel:
     exec(sys.argv[2])
-    print(pickle.dumps(inherited_state.capture()).hex())
+    print(pickle.dumps(inherited_state.capture_inherited_state()).hex())
 else:
-    inherited_state.apply(pickle.loads(bytes.fromhex(input())))
+    inherited_state.apply_inherited_state(pickle.loads(bytes.fromhex(input())))
     print(json.dumps(eval(sys.argv[2])))
 """
 
@@ -175,7 +175,7 @@ def test_capture_keeps_an_index_out() -> None:
 
     def kernel() -> dict[str, Any]:
         torch.set_default_device("cuda:1")
-        return inherited_state.capture().thread
+        return capture_inherited_state().thread
 
     assert _on_new_thread(kernel)["device"] == "cuda"
 
@@ -185,7 +185,7 @@ def test_capture_starts_no_accelerator() -> None:
 
     def kernel() -> dict[str, Any]:
         torch.set_default_device("cuda")
-        return inherited_state.capture().thread
+        return capture_inherited_state().thread
 
     assert _on_new_thread(kernel)["device"] == "cuda"
     assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

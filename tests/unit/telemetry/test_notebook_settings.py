@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.telemetry import notebook_settings
+from notebook_accelerate.telemetry.notebook_settings import apply_notebook_settings, capture_notebook_settings
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,10 @@ def _restored() -> Iterator[None]:
 
 def _elsewhere(code: str, setup: str = "") -> str:
     """Apply this process's settings in another one and run ``code`` there; return its output."""
-    script = f"from notebook_accelerate.telemetry import notebook_settings\nimport logging, sys, warnings\n{setup}\n"
-    script += f"data = bytes.fromhex({notebook_settings.capture().hex()!r})\n"
-    script += f"notebook_settings.apply(data)\nnotebook_settings.apply(data)\n{code}"
+    script = "from notebook_accelerate.telemetry.notebook_settings import apply_notebook_settings\n"
+    script += f"import logging, sys, warnings\n{setup}\n"
+    script += f"data = bytes.fromhex({capture_notebook_settings().hex()!r})\n"
+    script += f"apply_notebook_settings(data)\napply_notebook_settings(data)\n{code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 
@@ -108,7 +109,7 @@ def test_records_in_memory_are_not_sent() -> None:
     handler = logging.StreamHandler(sys.stderr)
     vars(handler)["records"] = [str(number) for number in range(1 << 18)]
     logging.root.handlers[:] = [handler]
-    assert len(notebook_settings.capture()) < 1 << 20
+    assert len(capture_notebook_settings()) < 1 << 20
     assert _elsewhere("logging.error('shown')") == "shown\n"
 
 
@@ -151,7 +152,7 @@ def test_a_warning_names_what_cannot_be_pickled(monkeypatch: pytest.MonkeyPatch)
     logging.root.handlers[:] = [handler]
     monkeypatch.setattr(logging, "_logRecordFactory", lambda *_, **__: lock)
     with pytest.warns(UserWarning, match="log without") as found:
-        notebook_settings.capture()
+        capture_notebook_settings()
     texts = [str(each.message) for each in found]
     assert len(texts) == 3
     assert any("formatter" in text and "Locked of the StreamHandler of the root logger" in text for text in texts)
@@ -159,7 +160,7 @@ def test_a_warning_names_what_cannot_be_pickled(monkeypatch: pytest.MonkeyPatch)
     assert any("without the log record factory: it cannot be pickled" in text for text in texts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        notebook_settings.capture()
+        capture_notebook_settings()
 
 
 def test_disabled_logging_and_warnings_in_the_log() -> None:
@@ -231,11 +232,11 @@ def test_equal_filters_of_two_loggers_stay_two(loggers: list[logging.Logger]) ->
     shared = _Seen()
     for each in loggers:
         each.addFilter(shared)
-    data = notebook_settings.capture()
+    data = capture_notebook_settings()
     for each in loggers:
         each.filters.clear()
     for _ in range(2):
-        notebook_settings.apply(data)
+        apply_notebook_settings(data)
     first, second = (each.filters for each in loggers)
     assert len(first) == len(second) == 2
     assert first[0] is not second[0]
@@ -246,4 +247,4 @@ def test_equal_filters_of_two_loggers_stay_two(loggers: list[logging.Logger]) ->
 def test_a_filter_that_cannot_be_sent_ends_no_launch(loggers: list[logging.Logger]) -> None:
     loggers[0].addFilter(_Locked())
     warnings.simplefilter("error")
-    assert notebook_settings.capture()
+    assert capture_notebook_settings()
