@@ -14,18 +14,19 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accelerate import checkpointing, collectives, tracking
-from notebook_accelerate.config.cluster import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-)
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
-from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler, ProfileKwargs
+from notebook_accelerate.config.kwargs_handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
 from notebook_accelerate.config.launch_config import takes_launch_arguments
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.data_loader import skip_first_batches
-from notebook_accelerate.hardware.batch_size_search import release_memory
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.scheduler import AcceleratedScheduler
@@ -42,9 +43,9 @@ from notebook_accelerate.worker.sanity_facts import SanityFacts
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
-    from notebook_accelerate.config.dynamo_plugin import TorchTensorParallelPlugin
     from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+    from notebook_accelerate.config.parallelism_config import TorchTensorParallelPlugin
     from notebook_accelerate.tracking import GeneralTracker
 
     Tracker: TypeAlias = str | LoggerType | GeneralTracker
@@ -610,6 +611,8 @@ class Accelerator(AcceleratorProperties):
         """
         self.strategy.clear()
         self.step = 0
+        from notebook_accelerate.hardware.batch_size_search import release_memory
+
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

@@ -7,24 +7,22 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from notebook_accelerate.config import constants
-from notebook_accelerate.config.cluster import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-)
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
-from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin, TorchTensorParallelPlugin
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
 )
 from notebook_accelerate.config.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-from notebook_accelerate.config.parallelism_config import ParallelismConfig
+from notebook_accelerate.config.parallelism_config import ParallelismConfig, TorchTensorParallelPlugin
 from notebook_accelerate.config.plain_values import check_whole_number
 from notebook_accelerate.widgets.forms import CHOICES
 

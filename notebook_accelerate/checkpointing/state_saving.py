@@ -23,7 +23,7 @@ from notebook_accelerate.checkpointing.rank_agreement import gather_results, rai
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import StateFile, returns_state_parts, saves_own_state
 from notebook_accelerate.collectives.communicator import wait_for_all_ranks
-from notebook_accelerate.config.cluster import ProjectConfiguration
+from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.hardware.versions import installed_version

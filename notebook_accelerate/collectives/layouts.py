@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from notebook_accelerate.config.cluster import TensorInformation
+from notebook_accelerate.config.kwargs_handlers import TensorInformation
 from notebook_accelerate.torch_internals import flatten_dense_tensors
 
 Nested = TypeVar("Nested")

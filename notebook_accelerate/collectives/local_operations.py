@@ -15,7 +15,7 @@ from notebook_accelerate.collectives.layouts import (
     map_children,
     recursively_apply,
 )
-from notebook_accelerate.config.cluster import TensorInformation
+from notebook_accelerate.config.kwargs_handlers import TensorInformation
 
 
 class CannotPadNestedTensorWarning(UserWarning):

@@ -18,8 +18,9 @@ from notebook_accelerate.state.warn_once import reset_warnings, warn_once
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
-    from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin, TorchTensorParallelPlugin
+    from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
     from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+    from notebook_accelerate.config.parallelism_config import TorchTensorParallelPlugin
 
 
 # The distributed type that a plugin implies.

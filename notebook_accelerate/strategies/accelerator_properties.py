@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from notebook_accelerate.config.cluster import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-)
 from notebook_accelerate.config.enums import DistributedType, FP8BackendType
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
 )
 from notebook_accelerate.config.low_precision import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.optimizer import AcceleratedOptimizer

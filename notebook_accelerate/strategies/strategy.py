@@ -24,7 +24,7 @@ from notebook_accelerate.strategies.module_queries import (
     without_wrappers,
 )
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.telemetry.events import ShardReport
+from notebook_accelerate.telemetry.sharding import ShardReport
 
 _Prepared = TypeVar("_Prepared", bound=Any)
 NOTHING: AbstractContextManager[None] = nullcontext()

@@ -21,7 +21,7 @@ from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.module_queries import ParameterReplacements, parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.strategy import Strategy, inner_optimizer
-from notebook_accelerate.telemetry.events import ShardReport
+from notebook_accelerate.telemetry.sharding import ShardReport
 
 
 class XLAOptimizer(AcceleratedOptimizer):

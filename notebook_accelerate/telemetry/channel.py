@@ -180,30 +180,11 @@ class Sender(Protocol):
         """Send events now; safe from any thread; raises ``ChannelClosedError`` when the rank has ended."""
 
 
-class Connection(Protocol):
-    """The methods of a socket that a channel needs."""
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-
-    def sendall(self, data: bytes, /) -> None:
-        """Send everything."""
-
-    def recv(self, size: int, flags: int, /) -> bytes:
-        """Return the available bytes, ``b""`` at the end; raise ``BlockingIOError`` when there are none."""
-
-    def shutdown(self, how: int, /) -> None:
-        """End the stream in one direction or both."""
-
-    def close(self) -> None:
-        """Close it."""
-
-
 class Channel:
     """One end of a duplex channel.
 
     Args:
-        connection: A connected stream socket, or an equivalent; the channel owns it from now on.
+        connection: A connected stream socket; the channel owns it from now on.
         max_bytes: Most bytes of a frame that it receives.
 
     Attributes:
@@ -213,7 +194,7 @@ class Channel:
             memory. A rank that is suspended must not block the threads of its kernel.
     """
 
-    def __init__(self, connection: Connection, max_bytes: int = sys.maxsize) -> None:
+    def __init__(self, connection: socket.socket, max_bytes: int = sys.maxsize) -> None:
         self._socket = connection
         self.descriptors: deque[int] | None = None
         self.queues = False
@@ -294,7 +275,6 @@ class Channel:
         return data
 
     def _receive_descriptors(self, received: deque[int]) -> bytes:
-        assert isinstance(self._socket, socket.socket)
         data, messages, _, _ = self._socket.recvmsg(READ_BYTES, _ANCILLARY, _WITHOUT_WAITING)
         for level, kind, content in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -321,7 +301,6 @@ class Channel:
                     self._send_queued(data)
                     return
                 if descriptors:
-                    assert isinstance(self._socket, socket.socket)
                     data = data[socket.send_fds(self._socket, [data], list(descriptors)) :]
                 self._socket.sendall(data)
             except (OSError, ValueError) as error:  # a closed socket has no descriptor to wait on
@@ -341,7 +320,6 @@ class Channel:
             threading.Thread(target=self._send_rest, name="notebook-accelerate-send", daemon=True).start()
 
     def _send_some(self) -> None:
-        assert isinstance(self._socket, socket.socket)
         try:
             while self._unsent:
                 sent = self._socket.send(self._unsent[0], socket.MSG_DONTWAIT)

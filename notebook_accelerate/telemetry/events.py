@@ -6,10 +6,9 @@ unpickles them. Every subclass of ``Event`` is part of the protocol.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
@@ -332,90 +331,10 @@ class ShardingEvent(Event):
     unit: str = "units"
 
 
-# How ranks share parameters, gradients and optimizer state.
-
-MAX_RANKS = 1 << 14
-"""Most ranks of a mesh; tables and drawings take time in proportion."""
-KINDS = ("parameters", "gradients", "optimizer state")
-
-
-@dataclass(frozen=True)
-class ShardSizes:
-    """One kind of tensors on one rank.
-
-    Attributes:
-        whole: Bytes of all shards: of the model, or of the rank's pipeline stage; None: unknown.
-        here: Bytes that this rank holds, padding included; None: unknown.
-        sharded: The axes of the mesh over which it is sharded; along the others all ranks hold the same.
-        offloaded: Where it is stored while unused: "cpu", "nvme"; "": on the device.
-        note: Additional information, as "gathered unit by unit".
-    """
-
-    whole: int | None
-    here: int | None
-    sharded: tuple[str, ...] = ()
-    offloaded: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class ShardReport:
-    """The shards of one rank.
-
-    Attributes:
-        strategy: The strategy's name.
-        variant: The strategy's variant, as FULL_SHARD or ZeRO-2; "" where it has one only.
-        axes: Sizes of the mesh of ranks by axis, outermost first; empty for one rank.
-        place: The rank's position on each axis.
-        held: Sizes by kind, in the order of ``KINDS``.
-        stages: The axis along which ranks have different layers; "": none.
-        units: Number of ``unit`` that the rank computes; 0: not counted.
-        unit: What ``units`` counts: units, layers.
-    """
-
-    strategy: str
-    variant: str
-    axes: dict[str, int]
-    place: dict[str, int]
-    held: dict[str, ShardSizes]
-    stages: str = ""
-    units: int = 0
-    unit: str = "units"
-
-    def event(self) -> ShardingEvent:
-        """Return the event that carries the report."""
-        return ShardingEvent(**asdict(self))
-
-
-def to_report(event: ShardingEvent) -> ShardReport | None:
-    """Return the report in a rank's event; None where the event is invalid: a rank may send anything."""
-    try:
-        axes = {str(name): int(size) for name, size in event.axes.items()}
-        place = {name: int(event.place[name]) for name in axes}
-        if not all(0 <= place[name] < size for name, size in axes.items()) or math.prod(axes.values()) > MAX_RANKS:
-            return None
-        held = {kind: _held(event.held[kind], axes) for kind in KINDS if kind in event.held}
-        stages = event.stages if event.stages in axes else ""
-        return ShardReport(
-            str(event.strategy), str(event.variant), axes, place, held, stages, int(event.units), str(event.unit)
-        )
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        return None
-
-
-def _held(given: Mapping[str, Any], axes: Mapping[str, int]) -> ShardSizes:
-    sharded = tuple(name for name in axes if name in given["sharded"])
-    whole, here = _bytes(given["whole"]), _bytes(given["here"])
-    return ShardSizes(whole, here, sharded, str(given["offloaded"]), str(given["note"]))
-
-
-def _bytes(given: Any) -> int | None:
-    return None if given is None else min(max(0, int(given)), 1 << 63)
-
-
-# Marks in a rank's standard streams: where in them a rich display belongs, which travels by the rank's channel.
+# ---- marks in a rank's standard streams
 #
-# A mark is an operating system command of ECMA-48, which a terminal ignores.
+# They say where in a stream a rich display belongs, which travels by the rank's channel. A mark is an operating system
+# command of ECMA-48, which a terminal ignores.
 
 BEGIN, END = b"\x1b]notebook_accelerate:", b"\x07"
 _MARK = re.compile(re.escape(BEGIN) + rb"(\d{1,15})" + END)

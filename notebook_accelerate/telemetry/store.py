@@ -39,11 +39,10 @@ from notebook_accelerate.telemetry.events import (
     ProgressEvent,
     ResourceEvent,
     ShardingEvent,
-    ShardReport,
     TraceEvent,
-    to_report,
 )
 from notebook_accelerate.telemetry.rank_devices import RankDevices
+from notebook_accelerate.telemetry.sharding import ShardReport, to_report
 from notebook_accelerate.telemetry.step_time import StepTimeEvent
 
 if TYPE_CHECKING:

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
         MegatronLMPlugin as MegatronLMPlugin,
         add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
     )
-    from notebook_accelerate.config.dynamo_plugin import *
     from notebook_accelerate.config.kwargs_handlers import ProfileKwargs as ProfileKwargs
     from notebook_accelerate.config.low_precision import BnbQuantizationConfig as BnbQuantizationConfig
-    from notebook_accelerate.config.cluster import *
+    from notebook_accelerate.config.parallelism_config import (
+        DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+        TorchContextParallelConfig as TorchContextParallelConfig,
+        TorchTensorParallelConfig as TorchTensorParallelConfig,
+        TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+    )
 
 reexport(__name__)

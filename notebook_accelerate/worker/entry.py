@@ -16,24 +16,20 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 
 # signal's own pthread_sigmask converts each of 60 signals into a member of an enum: 0.1 ms.
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.config.launch_config import set_launch_arguments
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.addresses import listen
-from notebook_accelerate.hardware.nvml import bare_uuid
 from notebook_accelerate.integrations import accelerate_alias, reporting
 from notebook_accelerate.telemetry import (
     Channel,
@@ -49,15 +45,16 @@ from notebook_accelerate.telemetry import (
     tracebacks,
 )
 from notebook_accelerate.telemetry.automatic_metrics import sampler
-from notebook_accelerate.telemetry.events import AgentFailedEvent, DeviceMemoryEvent
 from notebook_accelerate.telemetry.inherited_state import apply_inherited_state
 from notebook_accelerate.telemetry.notebook_settings import apply_notebook_settings
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
-from notebook_accelerate.telemetry.results import WorkerOrder, advice, dump_result
+from notebook_accelerate.telemetry.results import advice, dump_result
 from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute, class_name, describe_error, install_sources
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.worker import console, exit_handlers, plain_process
 from notebook_accelerate.worker.debug_agent import DebugAgent
+from notebook_accelerate.worker.device_reports import DeviceReports
 from notebook_accelerate.worker.exit_handlers import run_exit_handlers
 from notebook_accelerate.worker.plain_process import reset_inherited_state
 
@@ -65,6 +62,8 @@ Function = Callable[..., Any]
 Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 PR_SET_PDEATHSIG = 1
+_stores: list[Any] = []
+"""Keeps the store that this process serves until the process ends."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -313,6 +312,33 @@ def apply_order(order: WorkerOrder) -> None:
     serve_group_store()
 
 
+def serve_group_store() -> None:
+    """Serve the store of the process groups of a run on several machines, if this process is the rank that does.
+
+    It ends with the process. torch's own rank 0 listens on all interfaces, whatever MASTER_ADDR is; this one listens on
+    MASTER_ADDR only.
+
+    Raises:
+        OSError: The address or the port is not available.
+    """
+    where = os.environ.pop(environ.SERVED_STORE, "")
+    if not where:
+        return
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address, _, port = where.rpartition(":")
+    try:
+        listener = listen(address, int(port))
+    except OSError:  # a router translates the address (NAT)
+        listener = listen("", int(port))
+    _stores.append(
+        TCPStore(
+            address, int(port), is_master=True, wait_for_workers=False, multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+    )  # fmt: skip
+
+
 def returned(value: object, in_channel: int | None) -> Outcome:
     """Return the outcome of a function that has returned ``value``, which may be impossible to send."""
     what = f"the return value (a {type(value).__name__})"
@@ -382,110 +408,3 @@ def leave_process_group() -> None:
         with contextlib.suppress(Exception):
             if distributed.get_backend() != "gloo":
                 distributed.destroy_process_group()
-
-
-# Reports the memory that this rank holds on its devices, from the agent's thread.
-#
-# The rank itself counts it: NVML names processes by the host's pids, and in a container no rank finds its own.
-
-PERIOD = 1.0
-"""Seconds between two reports."""
-_COUNTERS = {"mps": ("current_allocated_memory", "driver_allocated_memory", "current_allocated_memory")}
-_TORCH_COUNTERS = ("memory_allocated", "memory_reserved", "max_memory_allocated")
-"""Functions of ``torch.<type>`` that count allocated, reserved and peak memory."""
-
-
-class DeviceReports:
-    """Sends a `DeviceMemoryEvent` for each device in which this process holds memory, once a second.
-
-    Args:
-        agent: The rank's agent.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._due = 0.0
-        self._used: set[str] = set()
-        self._failed = False
-        agent.every_tick(self._tick)
-
-    def send(self) -> None:
-        """Queue the reports now."""
-        if self._failed:
-            return
-        try:
-            for event in self._read():
-                self._agent.sink.emit(event)
-        except Exception as error:  # noqa: BLE001 - a vendor's module raises what it likes; training goes on
-            self._failed = True
-            text = f"the memory of its devices cannot be read: {describe_error(error, 200)}"
-            self._agent.sink.emit(AgentFailedEvent(text, ended=False))
-
-    def _tick(self) -> None:
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + PERIOD
-            self.send()
-
-    def _read(self) -> Iterator[DeviceMemoryEvent]:
-        for row in device_table.ROWS:
-            if _counts_memory(row) and row.is_initialized():
-                for index in range(row.call("device_count") or 0):
-                    yield from self._report(row, index)
-
-    def _report(self, row: device_table.DeviceRow, index: int) -> Iterator[DeviceMemoryEvent]:
-        device = f"{row.type}:{index}"
-        allocated, reserved, peak = (_count(row, name, index) for name in _COUNTERS.get(row.type, _TORCH_COUNTERS))
-        if allocated or reserved or peak or device in self._used:
-            self._used.add(device)
-            yield DeviceMemoryEvent(device, allocated, max(reserved, allocated), peak, *_identity(row, index))
-
-
-def _counts_memory(row: device_table.DeviceRow) -> bool:
-    module = getattr(sys.modules.get("torch"), row.type, None)
-    return row.is_accelerator and hasattr(module, _COUNTERS.get(row.type, _TORCH_COUNTERS)[0])
-
-
-def _count(row: device_table.DeviceRow, name: str, index: int) -> int:
-    arguments = () if row.type in _COUNTERS else (index,)
-    return int(row.call(name, *arguments) or 0)
-
-
-@lru_cache
-def _identity(row: device_table.DeviceRow, index: int) -> tuple[int, str, str]:
-    """Return the size, the model and the identity of a device, as far as torch knows them."""
-    if row.type == "mps":
-        return int(row.call("recommended_max_memory") or 0), "", ""
-    properties: Any = row.call("get_device_properties", index)
-    uuid = getattr(properties, "uuid", "")
-    return int(getattr(properties, "total_memory", 0)), str(getattr(properties, "name", "")), bare_uuid(uuid)
-
-
-# The store of the process groups of a run on several machines, served by rank 0.
-#
-# torch's own rank 0 listens on all interfaces, whatever MASTER_ADDR is; this one listens on MASTER_ADDR only.
-
-_stores: list[Any] = []
-
-
-def serve_group_store() -> None:
-    """Serve the store if this process is the rank that does; it ends with the process.
-
-    Raises:
-        OSError: The address or the port is not available.
-    """
-    where = os.environ.pop(environ.SERVED_STORE, "")
-    if not where:
-        return
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    address, _, port = where.rpartition(":")
-    try:
-        listener = listen(address, int(port))
-    except OSError:  # a router translates the address (NAT)
-        listener = listen("", int(port))
-    _stores.append(
-        TCPStore(
-            address, int(port), is_master=True, wait_for_workers=False, multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
-    )  # fmt: skip

@@ -12,9 +12,9 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size, states_per_parameter
+from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size
 from notebook_accelerate.telemetry.debug_protocol import memory_table
-from notebook_accelerate.telemetry.events import KINDS
+from notebook_accelerate.telemetry.sharding import KINDS, states_per_parameter
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 from notebook_accelerate.torch_internals import local_tensor
 from notebook_accelerate.worker.held_tensors import user_frames, variables_of

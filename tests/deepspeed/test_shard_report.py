@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, DeepSpeedPlugin
-from notebook_accelerate.telemetry.events import KINDS, ShardReport
+from notebook_accelerate.telemetry.sharding import KINDS, ShardReport
 from tests.parity.strategies.deepspeed_scripts import Wide
 from tests.support.ranks import run_ranks
 

@@ -14,9 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from notebook_accelerate.accelerator import Accelerator
-from notebook_accelerate.config.cluster import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.config.kwargs_handlers import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from notebook_accelerate.config.kwargs_handlers import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
 from notebook_accelerate.local_sgd import LocalSGD
 from notebook_accelerate.state import PartialState, reset_shared_state
 from tests.support.ranks import RankError, run_ranks

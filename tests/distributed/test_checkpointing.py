@@ -16,7 +16,7 @@ import torch
 from notebook_accelerate.checkpointing import checkpoint_writer, rank_agreement, wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.collectives import gather_object
-from notebook_accelerate.config.cluster import ProjectConfiguration
+from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from tests.support.background_saves import check_dead_rank_reported, check_ending_ranks_finish, disk_full
 from tests.support.ranks import RankError, run_ranks

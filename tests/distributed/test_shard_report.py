@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from notebook_accelerate.telemetry.events import KINDS, ShardReport
+from notebook_accelerate.telemetry.sharding import KINDS, ShardReport
 from tests.support.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.telemetry.events import KINDS, ShardReport
+from notebook_accelerate.telemetry.sharding import KINDS, ShardReport
 from tests.megatron.trainings import Case, place, prepared, steps
 from tests.support.ranks import run_ranks
 

@@ -14,7 +14,7 @@ import pytest
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
 from notebook_accelerate.checkpointing import wait_for_saves
 from notebook_accelerate.collectives import gather_object
-from notebook_accelerate.config.cluster import ProjectConfiguration
+from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.s3.conftest import store
 from tests.support.background_saves import pending_save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from notebook_accelerate.telemetry.events import KINDS, ShardReport, ShardSizes
+from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes
 
 MIB = 1 << 20
 Spec = tuple[float, tuple[str, ...]]

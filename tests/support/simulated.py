@@ -43,8 +43,8 @@ from notebook_accelerate.telemetry import (
 )
 from notebook_accelerate.telemetry.debug_protocol import HeartbeatEvent
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
-from notebook_accelerate.telemetry.results import WorkerOrder
 from notebook_accelerate.telemetry.step_time import PARTS
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.runs import devices
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from notebook_accelerate.launch.processes.spawn import PickledBackend, completed
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 START_SECONDS = 120.0
 """Seconds that a host has to start its ranks."""

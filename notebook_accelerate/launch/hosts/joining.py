@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.hosts.remote.stream import Stream
     from notebook_accelerate.telemetry import Event
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 RETRY_SECONDS = 0.3

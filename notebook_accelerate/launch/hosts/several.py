@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
     from notebook_accelerate.telemetry import Event
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher) -> Supervisor:

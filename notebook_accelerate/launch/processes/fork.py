@@ -21,7 +21,7 @@ from notebook_accelerate.launch.processes.rank_process import OwnChild, ProcessB
 from notebook_accelerate.worker import entry
 
 if TYPE_CHECKING:
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 RANKS_WORTH_COLLAPSING = 8

@@ -22,7 +22,7 @@ from notebook_accelerate.telemetry.channel import READ_BYTES, Sender
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 class RankListener(Protocol):

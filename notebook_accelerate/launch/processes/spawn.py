@@ -35,7 +35,7 @@ from notebook_accelerate.telemetry.tracebacks import cell_sources
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.call_arguments import Plain
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 class PickledFunction:

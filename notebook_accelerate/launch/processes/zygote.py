@@ -40,7 +40,7 @@ from notebook_accelerate.launch.state.rank_result import Exit
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 LENGTH = struct.Struct("!I")

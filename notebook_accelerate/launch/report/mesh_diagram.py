@@ -18,8 +18,8 @@ from notebook_accelerate.launch.report.markup import (
     svg_image,
     svg_text,
 )
-from notebook_accelerate.telemetry.events import KINDS, ShardReport, ShardSizes
 from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.state.run_state import RunView

@@ -27,7 +27,7 @@ from notebook_accelerate.launch.supervisor.rank_events import RankEventHandler
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
 from notebook_accelerate.telemetry import RankFailure, ResultEvent
-from notebook_accelerate.telemetry.results import CHANNEL_BYTES, WorkerOrder
+from notebook_accelerate.telemetry.worker_order import CHANNEL_BYTES, WorkerOrder
 
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accelerate.config.deepspeed_config import AUTO
-from notebook_accelerate.config.dynamo_plugin import DeepSpeedSequenceParallelConfig
+from notebook_accelerate.config.parallelism_config import DeepSpeedSequenceParallelConfig
 from notebook_accelerate.data_loader import SequenceLoader
 from notebook_accelerate.state import GradientState, process_group
 from notebook_accelerate.strategies.accelerator_arguments import Setup

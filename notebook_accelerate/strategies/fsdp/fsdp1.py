@@ -20,7 +20,7 @@ from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
 from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
 from notebook_accelerate.strategies.strategy import NOTHING, joint_norm, parameters_in
-from notebook_accelerate.telemetry.events import ShardReport
+from notebook_accelerate.telemetry.sharding import ShardReport
 from notebook_accelerate.torch_internals import flat_parameter_handle, flat_parameter_sizes, hybrid_zero2
 
 _HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_zero2()}

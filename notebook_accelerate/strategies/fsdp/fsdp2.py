@@ -36,7 +36,7 @@ from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
 from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.tensor_parallel import split_tensors
-from notebook_accelerate.telemetry.events import ShardReport
+from notebook_accelerate.telemetry.sharding import ShardReport
 from notebook_accelerate.torch_internals import refresh_parameters
 
 # By whether there are replicas of the shards, and whether parameters stay whole from forward to backward.

@@ -34,7 +34,7 @@ from notebook_accelerate.strategies.module_queries import without_wrappers
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
 from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind, inner_optimizer, kind_of
-from notebook_accelerate.telemetry.events import ShardReport, ShardSizes
+from notebook_accelerate.telemetry.sharding import ShardReport, ShardSizes
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.strategy import Strategy

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.hardware.batch_size_search import states_per_parameter
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.module_queries import is_dtensor
-from notebook_accelerate.telemetry.events import KINDS, ShardReport, ShardSizes
+from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes, states_per_parameter
 from notebook_accelerate.torch_internals import local_tensor
 
 _FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "dp_shard_cp": ("dp_shard", "cp")}

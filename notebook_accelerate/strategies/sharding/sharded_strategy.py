@@ -42,7 +42,7 @@ from notebook_accelerate.strategies.strategy import (
     joint_norm,
     parameters_in,
 )
-from notebook_accelerate.telemetry.events import ShardReport
+from notebook_accelerate.telemetry.sharding import ShardReport
 
 
 class ShardedStrategy(Strategy):

@@ -12,19 +12,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate.accelerator import Accelerator
-from notebook_accelerate.config.cluster import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-)
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DistributedType, FP8BackendType, PrecisionType
 from notebook_accelerate.config.kwargs_handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
 )
 from notebook_accelerate.config.low_precision import AORecipeKwargs
 from notebook_accelerate.optimizer import AcceleratedOptimizer

@@ -19,7 +19,7 @@ from torch import nn
 from notebook_accelerate import Accelerator, DataLoaderConfiguration, checkpointing
 from notebook_accelerate.checkpointing import state_saving
 from notebook_accelerate.checkpointing.manifest import read_manifest
-from notebook_accelerate.config.cluster import ProjectConfiguration
+from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from tests.support.trainings import Counter, Training, same, seed_everything
 

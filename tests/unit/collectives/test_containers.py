@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from notebook_accelerate import collectives
-from notebook_accelerate.config.cluster import TensorInformation
+from notebook_accelerate.config.kwargs_handlers import TensorInformation
 from notebook_accelerate.utils import operations
 
 

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.config.config_file import ClusterConfig, load_config_from_file
-from notebook_accelerate.config.dynamo_plugin import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
-from notebook_accelerate.config.parallelism_config import ParallelismConfig
+from notebook_accelerate.config.parallelism_config import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+)
 
 
 def test_all_degrees_are_one_by_default() -> None:

@@ -10,16 +10,16 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from notebook_accelerate.config.dynamo_plugin import (
+from notebook_accelerate.config.enums import CustomDtype
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
+from notebook_accelerate.config.low_precision import BnbQuantizationConfig
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+from notebook_accelerate.config.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from notebook_accelerate.config.enums import CustomDtype
-from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
-from notebook_accelerate.config.low_precision import BnbQuantizationConfig
-from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 
 
 def test_fsdp_reads_its_variables_and_writes_none(monkeypatch: pytest.MonkeyPatch) -> None:

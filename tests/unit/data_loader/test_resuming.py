@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
 from notebook_accelerate import Accelerator
-from notebook_accelerate.config.cluster import DataLoaderConfiguration
+from notebook_accelerate.config.kwargs_handlers import DataLoaderConfiguration
 from notebook_accelerate.data_loader.pass_order import expected_item, with_last_read
 from notebook_accelerate.state.warn_once import reset_warnings
 from tests.support.nightly import rest_nightly

@@ -17,7 +17,7 @@ from notebook_accelerate.launch.hosts.remote.listener import HostListener, conne
 from notebook_accelerate.launch.hosts.remote.stream import Stream, new_secret
 from notebook_accelerate.telemetry import Event
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
-from notebook_accelerate.telemetry.results import WorkerOrder
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.waiting import until
 
 

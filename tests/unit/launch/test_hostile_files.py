@@ -48,7 +48,7 @@ from notebook_accelerate.telemetry import (
     TraceEvent,
 )
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
-from notebook_accelerate.telemetry.events import ShardReport, ShardSizes
+from notebook_accelerate.telemetry.sharding import ShardReport, ShardSizes
 from notebook_accelerate.telemetry.store import Record
 from tests.support.odd_values import with_odd_values
 from tests.support.runs import START, make_run

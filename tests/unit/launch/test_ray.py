@@ -28,7 +28,7 @@ from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.launch.processes.spawn import adapt_to_machine
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
-from notebook_accelerate.telemetry.results import WorkerOrder
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.widgets.config_file_form import launch_cell
 from notebook_accelerate.widgets.config_panel import ConfigPanel
 from tests.support.simulated import Received

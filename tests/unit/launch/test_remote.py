@@ -38,7 +38,7 @@ from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.launch.processes.spawn import PickledBackend
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
-from notebook_accelerate.telemetry.results import WorkerOrder
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.simulated import Received
 from tests.support.waiting import until
 

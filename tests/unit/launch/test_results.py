@@ -22,7 +22,7 @@ import torch
 from notebook_accelerate import ResultsFreedError, Run, SerializationError, WorkerError
 from notebook_accelerate.launch.state import rank_result
 from notebook_accelerate.telemetry import ResultEvent, results
-from notebook_accelerate.telemetry.results import CHANNEL_BYTES
+from notebook_accelerate.telemetry.worker_order import CHANNEL_BYTES
 from tests.support.runs import METHODS, launch
 from tests.support.waiting import until
 

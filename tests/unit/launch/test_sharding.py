@@ -12,7 +12,7 @@ import pytest
 from notebook_accelerate.launch.report import mesh_diagram
 from notebook_accelerate.launch.report.markup import byte_size
 from notebook_accelerate.launch.report.run_report import Report
-from notebook_accelerate.telemetry.events import KINDS, ShardReport, ShardSizes
+from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes
 from tests.support.runs import feed, make_run
 from tests.support.shard_reports import MIB, hybrid, megatron, mesh_reports, zero
 

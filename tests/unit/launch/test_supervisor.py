@@ -24,7 +24,7 @@ from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent
 from notebook_accelerate.telemetry.channel import READ_BYTES
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
-from notebook_accelerate.telemetry.results import WorkerOrder
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.runs import plan_run, supervisor_of
 from tests.support.simulated import Received, SimulatedRank
 

@@ -20,7 +20,7 @@ from notebook_accelerate.launch.processes.fork import is_crowded
 from notebook_accelerate.launch.processes.spawn import to_file
 from notebook_accelerate.launch.processes.zygote import LENGTH, Zygote
 from notebook_accelerate.telemetry.inherited_state import InheritedState, capture_inherited_state
-from notebook_accelerate.telemetry.results import WorkerOrder
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")

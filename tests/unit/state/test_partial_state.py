@@ -207,7 +207,7 @@ class TestGradientState:
         assert not state.end_of_dataloader
 
     def test_other_settings_do_not_change_the_earlier_state(self) -> None:
-        from notebook_accelerate.config.cluster import GradientAccumulationPlugin
+        from notebook_accelerate.config.kwargs_handlers import GradientAccumulationPlugin
 
         first = GradientState(GradientAccumulationPlugin(num_steps=2))
         second = GradientState(GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False))

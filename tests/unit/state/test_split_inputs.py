@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from notebook_accelerate.state.partial_state import share_bounds, split_share
+from notebook_accelerate.state.rank_execution import share_bounds, split_share
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import nn, optim
 from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.telemetry import Channel, ShardingEvent, Sink, install_sink
-from notebook_accelerate.telemetry.events import KINDS, ShardSizes, to_report
+from notebook_accelerate.telemetry.sharding import KINDS, ShardSizes, to_report
 
 
 def _net() -> nn.Sequential:

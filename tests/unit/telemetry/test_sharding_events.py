@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.telemetry import Channel, Store
-from notebook_accelerate.telemetry.events import ShardingEvent, ShardReport, ShardSizes, to_report
+from notebook_accelerate.telemetry.events import ShardingEvent
+from notebook_accelerate.telemetry.sharding import ShardReport, ShardSizes, to_report
 from notebook_accelerate.telemetry.store import Record
 from tests.support.shard_reports import hybrid, megatron
 

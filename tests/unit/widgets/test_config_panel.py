@@ -12,14 +12,14 @@ import yaml
 
 import notebook_accelerate
 from notebook_accelerate import attach
-from notebook_accelerate.config.cluster import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-)
 from notebook_accelerate.config.config_file import ClusterConfig
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
-from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
+from notebook_accelerate.config.kwargs_handlers import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts

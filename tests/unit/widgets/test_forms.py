@@ -13,9 +13,9 @@ from typing import Any, Literal, Optional
 import ipywidgets
 import pytest
 
-from notebook_accelerate.config.cluster import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accelerate.config.kwargs_handlers import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
 from notebook_accelerate.widgets.fields import fields_of, summary
 from notebook_accelerate.widgets.forms import Form, FormDraft, code_of

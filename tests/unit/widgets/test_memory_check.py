@@ -12,10 +12,9 @@ from torch import nn
 from notebook_accelerate import FullyShardedDataParallelPlugin as Fsdp
 from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
-from notebook_accelerate.config.dynamo_plugin import TorchTensorParallelPlugin
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-from notebook_accelerate.config.parallelism_config import ParallelismConfig as Degrees
+from notebook_accelerate.config.parallelism_config import ParallelismConfig as Degrees, TorchTensorParallelPlugin
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.widgets.config_panel import ConfigPanel, configure

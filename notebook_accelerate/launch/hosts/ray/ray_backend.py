@@ -36,7 +36,7 @@ from notebook_accelerate.telemetry import Channel, Event
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 POLL_SECONDS = 0.2

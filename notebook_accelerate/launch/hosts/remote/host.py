@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.stream import Stream
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
     from notebook_accelerate.launch.state.rank_result import Exit
-    from notebook_accelerate.telemetry.results import WorkerOrder
     from notebook_accelerate.telemetry.store import Record
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 POLL_SECONDS = 0.1

@@ -21,7 +21,7 @@ from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.listener import IncomingHost
-    from notebook_accelerate.telemetry.results import WorkerOrder
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
 CLOCK_ROUNDS = 5

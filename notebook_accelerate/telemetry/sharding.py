@@ -1,0 +1,112 @@
+"""How ranks share parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from notebook_accelerate.telemetry.events import ShardingEvent
+
+MAX_RANKS = 1 << 14
+"""Most ranks of a mesh; tables and drawings take time in proportion."""
+KINDS = ("parameters", "gradients", "optimizer state")
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """One kind of tensors on one rank.
+
+    Attributes:
+        whole: Bytes of all shards: of the model, or of the rank's pipeline stage; None: unknown.
+        here: Bytes that this rank holds, padding included; None: unknown.
+        sharded: The axes of the mesh over which it is sharded; along the others all ranks hold the same.
+        offloaded: Where it is stored while unused: "cpu", "nvme"; "": on the device.
+        note: Additional information, as "gathered unit by unit".
+    """
+
+    whole: int | None
+    here: int | None
+    sharded: tuple[str, ...] = ()
+    offloaded: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """The shards of one rank.
+
+    Attributes:
+        strategy: The strategy's name.
+        variant: The strategy's variant, as FULL_SHARD or ZeRO-2; "" where it has one only.
+        axes: Sizes of the mesh of ranks by axis, outermost first; empty for one rank.
+        place: The rank's position on each axis.
+        held: Sizes by kind, in the order of ``KINDS``.
+        stages: The axis along which ranks have different layers; "": none.
+        units: Number of ``unit`` that the rank computes; 0: not counted.
+        unit: What ``units`` counts: units, layers.
+    """
+
+    strategy: str
+    variant: str
+    axes: dict[str, int]
+    place: dict[str, int]
+    held: dict[str, ShardSizes]
+    stages: str = ""
+    units: int = 0
+    unit: str = "units"
+
+    def event(self) -> ShardingEvent:
+        """Return the event that carries the report."""
+        return ShardingEvent(**asdict(self))
+
+
+def to_report(event: ShardingEvent) -> ShardReport | None:
+    """Return the report in a rank's event; None where the event is invalid: a rank may send anything."""
+    try:
+        axes = {str(name): int(size) for name, size in event.axes.items()}
+        place = {name: int(event.place[name]) for name in axes}
+        if not all(0 <= place[name] < size for name, size in axes.items()) or math.prod(axes.values()) > MAX_RANKS:
+            return None
+        held = {kind: _held(event.held[kind], axes) for kind in KINDS if kind in event.held}
+        stages = event.stages if event.stages in axes else ""
+        return ShardReport(
+            str(event.strategy), str(event.variant), axes, place, held, stages, int(event.units), str(event.unit)
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _held(given: Mapping[str, Any], axes: Mapping[str, int]) -> ShardSizes:
+    sharded = tuple(name for name in axes if name in given["sharded"])
+    whole, here = _bytes(given["whole"]), _bytes(given["here"])
+    return ShardSizes(whole, here, sharded, str(given["offloaded"]), str(given["note"]))
+
+
+def _bytes(given: Any) -> int | None:
+    return None if given is None else min(max(0, int(given)), 1 << 63)
+
+
+def states_per_parameter(optimizer: Any, group: Mapping[str, Any]) -> int | None:
+    """Return how many tensors of a parameter's shape an optimizer keeps for it; None for unknown optimizers.
+
+    Args:
+        optimizer: The optimizer.
+        group: One of its parameter groups.
+    """
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if "SGD" in names:
+        return int(bool(group.get("momentum")))
+    if "RMSprop" in names:
+        return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
+    for known, count in _STATES_PER_PARAMETER.items():
+        if known in names:
+            return count + bool(group.get("amsgrad"))
+    return None
+
+
+_STATES_PER_PARAMETER = {
+    "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "SparseAdam": 2, "FusedAdam": 2, "DeepSpeedCPUAdam": 2,
+    "Adadelta": 2, "Rprop": 2, "Adagrad": 1, "ASGD": 1, "Lion": 1, "DeepSpeedCPULion": 1, "DeepSpeedCPUAdagrad": 1,
+}  # fmt: skip
