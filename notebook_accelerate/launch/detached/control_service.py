@@ -19,7 +19,7 @@ from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_file import last_lines, thinned_frames
-from notebook_accelerate.launch.kept.journal_reader import JournalContents, read_journal
+from notebook_accelerate.launch.kept.journal_reader import JournalContents, read_header
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, Signal, dispatch
 from notebook_accelerate.launch.state.run_events import RunEnded, RunEvent
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
@@ -347,7 +347,7 @@ class RecordStream:
 
     def __init__(self, run: Run, wake: Callable[[], None]) -> None:
         self._run, self._wake = run, wake
-        header = {} if run.journal_file is None else read_journal(run.journal_file).header
+        header = {} if run.journal_file is None else read_header(run.journal_file)
         self._contents = JournalContents(journal=run.journal, header=header)
         self._waiting: list[Record] = []
         self._held: deque[tuple[int, bytes]] = deque()

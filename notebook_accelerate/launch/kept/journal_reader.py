@@ -72,17 +72,46 @@ def read_journal(path: Path, contents: JournalContents | None = None) -> Journal
     contents = JournalContents() if contents is None else contents
     with _open_journal(path) as file:
         contents.identity = _identity(file)
-        data = memoryview(file.read(MAX_READ_BYTES))
+        data = _frames_in(file, path)
+    with _reading(str(path)):
+        contents.feed(data)
+    contents.end += len(journal_format.MAGIC)
+    if not contents.header:
+        raise _no_header(path)
+    return contents
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return a journal's section about the launch, without decoding its events.
+
+    Args:
+        path: The file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        BrokenRunError: Its first frame is damaged or missing, or it is no journal.
+    """
+    with _open_journal(path) as file:
+        data = _frames_in(file, path)
+    with _reading(str(path)):
+        for frame, _ in journal_format.read_frames(data):
+            contents = JournalContents()
+            contents.add_frame(frame)
+            return contents.header
+    raise _no_header(path)
+
+
+def _frames_in(file: BinaryIO, path: Path) -> memoryview:
+    data = memoryview(file.read(MAX_READ_BYTES))
     if bytes(data[: len(journal_format.MAGIC)]) != journal_format.MAGIC:
         raise BrokenRunError(
             f"{path} is not a journal of a run: it does not begin with {journal_format.MAGIC.decode()}"
         )
-    with _reading(str(path)):
-        contents.feed(data[len(journal_format.MAGIC) :])
-    contents.end += len(journal_format.MAGIC)
-    if not contents.header:
-        raise BrokenRunError(f"{path} has no header: the process that wrote it ended before it had begun")
-    return contents
+    return data[len(journal_format.MAGIC) :]
+
+
+def _no_header(path: Path) -> BrokenRunError:
+    return BrokenRunError(f"{path} has no header: the process that wrote it ended before it had begun")
 
 
 def _open_journal(path: Path) -> BinaryIO:
@@ -180,7 +209,7 @@ class JournalContents:
         for frame, end in journal_format.read_frames(data):
             self.end = start + end
             self.last = bytes(data[max(0, end - _LAST_BYTES) : end])
-            self._take(frame)
+            self.add_frame(frame)
 
     def take_frames(self, data: bytes | memoryview) -> None:
         """Add frames that do not come from the file.
@@ -190,12 +219,13 @@ class JournalContents:
         """
         read = 0
         for frame, end in journal_format.read_frames(data):
-            self._take(frame)
+            self.add_frame(frame)
             read = end
         if read != len(data):
             raise ValueError("a frame is not complete")
 
-    def _take(self, frame: Frame) -> None:
+    def add_frame(self, frame: Frame) -> None:
+        """Add a frame: events, or a section."""
         content = frame.content
         if isinstance(content, list):
             self._take_rows(content)
