@@ -13,7 +13,7 @@ TRAIN = """
 import math, os, random, sys, time
 from notebook_accelerate import notebook_launcher, telemetry
 from notebook_accelerate.telemetry import MetricEvent, ProgressEvent, StepTimeEvent
-from notebook_accelerate.telemetry.events import KINDS, ShardSizes, ShardReport
+from notebook_accelerate.telemetry.sharding import KINDS, ShardSizes, ShardReport
 
 EVIL = "<img src=x onerror=alert(1)>"
 

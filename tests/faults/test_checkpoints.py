@@ -25,7 +25,7 @@ __all__ = ["fresh_state"]
 _SAVE = """
 import os, sys, torch
 from notebook_accelerate import Accelerator
-from notebook_accelerate.config.cluster import ProjectConfiguration
+from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 
 def saver(target, value, blocking=True):
     project = None

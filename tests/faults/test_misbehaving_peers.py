@@ -174,7 +174,7 @@ SOCKETS = {
     "launch/hosts/ray/ray_backend.py": test_a_driver_that_sends_anything_ends_its_launch,
     "launch/hosts/ray/ray_actor.py": test_a_foreign_peer_of_a_tunnel_is_dropped,
     "launch/hosts/ray/ray_driver.py": "the kernel is its parent; it passes on what an actor and the listener send",
-    "launch/detached/control_service.py": "tests/faults/test_detached_peers.py",
+    "launch/detached/control_protocol.py": "tests/faults/test_detached_peers.py",
     "launch/detached/control_client.py": "tests/faults/test_detached_peers.py",
     "launch/detached_process.py": OWN,
     "launch/attaching.py": OWN,

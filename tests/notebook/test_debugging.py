@@ -23,7 +23,7 @@ import notebook_accelerate.worker.debug_agent as agent
 import notebook_accelerate.debugging.sanity_checks as mistakes
 import notebook_accelerate.debugging.session as session
 import notebook_accelerate.launch.run_debugging as inspection
-import notebook_accelerate.launch.supervisor.rank_events as stall
+import notebook_accelerate.launch.supervisor.stall_detector as stall
 
 # Where the machine is busy, ranks may be slow to come to their debuggers, to answer, and to tell of their numbers.
 inspection.STOP_SECONDS = session.REPLY_SECONDS = mistakes.COMPARE_SECONDS = 60

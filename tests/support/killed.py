@@ -12,7 +12,7 @@ import torch._dynamo  # what each forked process would import with its first opt
 from tests.support import stores
 from notebook_accelerate import Accelerator, errors
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
-from notebook_accelerate.config.cluster import ProjectConfiguration
+from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 
 url, target, blocking, every = sys.argv[1], sys.argv[2], sys.argv[3] == "True", int(sys.argv[4])
 CHANGES = ("write_text", "upload", "copy_files", "unlink", "remove_files", "remove_tree")

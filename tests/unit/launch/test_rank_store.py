@@ -11,7 +11,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from notebook_accelerate.config import environ
 
-SERVE = "from notebook_accelerate.worker.entry import serve; serve(); print('served', flush=True); input()"
+SERVE = (
+    "from notebook_accelerate.worker.entry import serve_group_store; "
+    "serve_group_store(); print('served', flush=True); input()"
+)
 
 
 def test_the_store_is_served_at_the_address_of_the_master_only() -> None:
