@@ -92,9 +92,9 @@ folder = Path("devices")
 for slot in ("0000:41:00.0", "0000:51:00.0"):
     (folder / slot).mkdir(parents=True)
     (folder / slot / "local_cpulist").write_text(str(core) if slot.startswith("0000:5") else "4094-4095")
-numa.Path = lambda path: folder if path == "/sys/bus/pci/devices" else Path(path)
+process_group.Path = lambda path: folder if path == "/sys/bus/pci/devices" else Path(path)
 os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-numa.override_numa_affinity(0)
+process_group.override_numa_affinity(0)
 print(os.sched_getaffinity(0) == {core})
 """
     assert machine.run(code, **MACHINES["two T4s"]).splitlines()[-1] == "True"
