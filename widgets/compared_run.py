@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from notebook_accelerate.config.plain_values import format_setting, hide_credentials
+from notebook_accelerate.launch.report.curves import Source, shown_names
 from notebook_accelerate.launch.report.markup import number
 from notebook_accelerate.widgets.run_summary import duration, status
 
@@ -90,14 +91,9 @@ def state_of(run: ComparedRun) -> str:
     return status(known) if hasattr(run, "stall") else run.status
 
 
-def metric_names(runs: Iterable[ComparedRun]) -> list[str]:
-    """Return the metrics that the runs have logged; of runs that have logged none, the automatic ones."""
-    runs = list(runs)
-    names = dict.fromkeys(name for run in runs for name in run.store.metric_names())
-    for run in runs:
-        if not run.store.metric_names() and run.config.automatic_metrics:
-            names.update(dict.fromkeys(n for n in run.store.automatic.metric_names() if n.startswith("auto/")))
-    return list(names)
+def source_of(run: ComparedRun) -> Source:
+    """Return the curves of a run for a comparison with others: of each metric, the curve of the lowest rank."""
+    return Source(run.store, run.started, label_of(run), ranks=False, automatic=run.config.automatic_metrics)
 
 
 class BestValues:
@@ -108,13 +104,13 @@ class BestValues:
 
     def last(self, run: ComparedRun, name: str) -> float | None:
         """Return the last value; None where there is none."""
-        store = _store_of(run, name)
+        store = source_of(run).store_of(name)
         ranks = store.ranks_of(name)
         return store.last_value(name, ranks[0]) if ranks else None
 
     def best(self, run: ComparedRun, name: str) -> float | None:
         """Return the best finite value; None where there is none, or where neither high nor low is better."""
-        store, direction = _store_of(run, name), better(name)
+        store, direction = source_of(run).store_of(name), better(name)
         ranks = store.ranks_of(name)
         if not direction or not ranks:
             return None
@@ -155,7 +151,7 @@ def columns(runs: Sequence[ComparedRun], values: BestValues) -> list[Column]:
         found.append(Column("tags", "text", _tags, _tags))
     found += [_argument(name, runs) for name in _arguments(runs)[:MAX_ARGUMENTS]]
     found += [_setting(name) for name in _settings(runs)]
-    for name in metric_names(runs)[:MAX_METRICS]:
+    for name in shown_names([source_of(run) for run in runs])[:MAX_METRICS]:
         found.append(_metric(name, name, values.last))
         if better(name):
             found.append(_metric(f"best {name}", name, values.best))
@@ -235,7 +231,3 @@ def _metric(title: str, name: str, read: Callable[[ComparedRun, str], float | No
         return None if value is None or math.isnan(value) else value
 
     return Column(title, "number", text, order)
-
-
-def _store_of(run: ComparedRun, name: str) -> Store:
-    return run.store if name in run.store.metric_names() else run.store.automatic

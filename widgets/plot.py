@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import traitlets
 
-from notebook_accelerate.telemetry.curves import m4
+from notebook_accelerate.launch.report.curves import ENVELOPE, Curve, Series, Source
 from notebook_accelerate.widgets.feed import Feed
 from notebook_accelerate.widgets.panel_elements import asset, script
-
-if TYPE_CHECKING:
-    from notebook_accelerate.telemetry import Store
-    from notebook_accelerate.telemetry.curves import EnvelopeTail
-    from notebook_accelerate.widgets.compared_run import ComparedRun
 
 SCRIPTS = ("uPlot.iife.min.js", "feed.js", "looks.js", "plot.js")
 MAX_METRICS = 200
@@ -30,50 +23,10 @@ MAX_NEW_POINTS = 400
 """Points of one series in one update, after M4."""
 ENVELOPE_RANKS = 16
 """With more ranks the envelope is drawn: minimum, mean and maximum. Single ranks are drawn over it."""
-ENVELOPE_LABEL = "all ranks: min, mean, max"
 MAX_CHOSEN, MAX_OUTLIERS = 8, 2
 """Ranks drawn over an envelope: at most as many as there are colours if the user chose them, else the outliers."""
-ENVELOPE = -1
-"""Stands for the rank of an envelope."""
 REFRESH_SECONDS = 30.0
 """Seconds between messages with everything, after ``REFRESH_AGES``."""
-
-
-@dataclass
-class Source:
-    """A store whose metrics are drawn.
-
-    Attributes:
-        store: The metrics.
-        origin: Zero of the time axis, in seconds since the epoch.
-        label: Begins the name of each curve; the rank follows if ``ranks``.
-        ranks: Whether each rank has a curve; otherwise the first rank that logged a metric is drawn.
-        chosen: Ranks drawn over an envelope.
-    """
-
-    store: Store
-    origin: float
-    label: str = ""
-    ranks: bool = True
-    chosen: tuple[int, ...] = ()
-    cursors: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, repr=False)
-
-    def series(self, names: Sequence[str]) -> Iterator[tuple[str, int, str]]:
-        """Yield metric, rank and label of each curve; the rank of an envelope is `ENVELOPE`."""
-        for name in names:
-            ranks = self.store.ranks_of(name)
-            if self.ranks and len(ranks) > ENVELOPE_RANKS:
-                yield name, ENVELOPE, ENVELOPE_LABEL
-                ranks = [rank for rank in self.chosen if rank in ranks]
-            for rank in ranks if self.ranks else ranks[:1]:
-                own = f"rank {rank}" if self.ranks else ""
-                yield name, rank, " · ".join(part for part in (self.label, own) if part)
-
-
-def run_sources(run: ComparedRun) -> list[Source]:
-    """Return what a run's plot draws: the metrics that its ranks log, and the automatic ones."""
-    logged = Source(run.store, run.started)
-    return [logged, Source(run.store.automatic, run.started)] if run.config.automatic_metrics else [logged]
 
 
 def _fits(wanted: str, name: str) -> bool:
@@ -94,31 +47,19 @@ def chosen_ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-class _Packet:
-    """Collects series for one message."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[Any, ...]] = []
-        self._columns: list[np.ndarray] = []
-
-    def add(self, metric: str, label: str, tail: Any, origin: float, points: int) -> None:
-        kept = m4(tail.values, points)
-        times = tail.times[kept] - origin
-        # A metric logged without steps is drawn over time on both axes.
-        steps = np.where(tail.steps[kept] < 0, times, tail.steps[kept])
-        self.entries.append((metric, label, len(kept)))
-        self._columns += [steps, times, tail.values[kept]]
-
-    def add_envelope(self, metric: str, tail: EnvelopeTail, origin: float) -> None:
-        times = tail.times - origin
-        x = np.where(np.isnan(tail.steps), times, tail.steps)
-        first = float(x[0]) if math.isfinite(tail.cut) else None
-        self.entries.append((metric, ENVELOPE_LABEL, len(x), first))
-        self._columns += [x, times, tail.mean, tail.low, tail.high]
-
-    def message(self) -> dict[str, Any]:
-        data = np.concatenate(self._columns).astype("<f8").tobytes() if self._columns else b""
-        return {"series": self.entries, "data": data}
+def _message(drawn: Iterable[tuple[str, Curve]]) -> dict[str, Any]:
+    """Return a message with curves, each after the name of its metric; see ``static/plot.js``."""
+    entries: list[tuple[Any, ...]] = []
+    columns: list[np.ndarray] = []
+    for name, curve in drawn:
+        entry: tuple[Any, ...] = (name, curve.label, len(curve.x))
+        columns += [curve.x, curve.x if curve.seconds is None else curve.seconds, curve.y]
+        if curve.low is not None and curve.high is not None:
+            entry = (*entry, None if curve.whole else float(curve.x[0]))
+            columns += [curve.low, curve.high]
+        entries.append(entry)
+    data = np.concatenate(columns).astype("<f8").tobytes() if columns else b""
+    return {"series": entries, "data": data}
 
 
 class Plot(Feed):
@@ -144,6 +85,7 @@ class Plot(Feed):
         self._sources = list(sources)
         self._filter = ""
         self._outliers: tuple[int, ...] = ()
+        self._cursors: dict[tuple[str, str], tuple[int, int]] = {}
 
     def draw(self, sources: Sequence[Source]) -> None:
         """Draw other stores from now on.
@@ -186,52 +128,41 @@ class Plot(Feed):
             self._send_full(names)
 
     def _names(self) -> list[str]:
-        names = list(dict.fromkeys(name for source in self._sources for name in source.store.metric_names()))
+        names = list(dict.fromkeys(name for source in self._sources for name in source.names()))
         if len(names) > MAX_METRICS and self.wanted:
             names = [name for name in names if _fits(self.wanted, name)]
         self.hidden_metrics = max(0, len(names) - MAX_METRICS)
         return names[:MAX_METRICS]
 
-    def _send_full(self, names: Sequence[str]) -> None:
-        wanted = [(source, *series) for source in self._sources for series in source.series(names)]
-        points = max(100, min(MAX_SERIES_POINTS, MAX_BROWSER_POINTS // max(1, len(wanted))))
-        packet = _Packet()
-        for source in self._sources:
-            source.cursors.clear()
-        for source, name, rank, label in wanted:
-            if rank == ENVELOPE:
-                self._add_envelope(packet, source, name, (0, 0))
-                continue
-            tail = source.store.tail(name, rank)
-            source.cursors[name, rank] = tail.cursor
-            packet.add(name, label, tail, source.origin, points)
-        if packet.entries or self.full:
-            self._send_message("full", packet.message())
+    def _series(self, names: Sequence[str]) -> Iterator[Series]:
+        return (series for source in self._sources for series in source.series(names, ENVELOPE_RANKS))
 
-    def _add_envelope(self, packet: _Packet, source: Source, name: str, cursor: tuple[int, int]) -> None:
-        envelope = source.store.envelope(name, cursor)
-        assert envelope is not None, "the store keeps one for fewer ranks than ENVELOPE_RANKS"
-        source.cursors[name, ENVELOPE] = envelope.cursor
-        if len(envelope.times):
-            packet.add_envelope(name, envelope, source.origin)
+    def _send_full(self, names: Sequence[str]) -> None:
+        wanted = list(self._series(names))
+        points = max(100, min(MAX_SERIES_POINTS, MAX_BROWSER_POINTS // max(1, len(wanted))))
+        drawn = [(series.name, series.read(points)) for series in wanted]
+        self._cursors = {(name, curve.label): curve.cursor for name, curve in drawn}
+        drawn = [(name, curve) for name, curve in drawn if len(curve.x)]
+        if drawn or self.full:
+            self._send_message("full", _message(drawn))
 
     def _send_new(self, names: Sequence[str]) -> bool:
-        """Send the points since the last message; return False if the store has moved its points."""
-        packet = _Packet()
-        for source in self._sources:
-            for name, rank, label in source.series(names):
-                known = source.cursors.get((name, rank))
-                if rank == ENVELOPE:
-                    if known is None:  # each rank had a curve until now
-                        return False
-                    self._add_envelope(packet, source, name, known)
-                    continue
-                tail = source.store.tail(name, rank, known or (0, 0))
-                if known is not None and tail.whole and known[1]:
-                    return False
-                source.cursors[name, rank] = tail.cursor
-                if len(tail.values):
-                    packet.add(name, label, tail, source.origin, MAX_NEW_POINTS)
-        if packet.entries:
-            self._send_message("delta", packet.message())
+        """Send the points since the last message; return False if everything has to be sent again.
+
+        This is so if the store has moved its points, or if an envelope takes the place of single ranks.
+        """
+        drawn = []
+        for series in self._series(names):
+            key, is_envelope = (series.name, series.label), series.rank == ENVELOPE
+            known = self._cursors.get(key)
+            if known is None and is_envelope:
+                return False
+            curve = series.read(MAX_NEW_POINTS, known or (0, 0))
+            if curve.whole and known is not None and known[1] and not is_envelope:
+                return False
+            self._cursors[key] = curve.cursor
+            if len(curve.x):
+                drawn.append((series.name, curve))
+        if drawn:
+            self._send_message("delta", _message(drawn))
         return True

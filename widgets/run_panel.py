@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.launch.report.rank_rows import MANY
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import rank_table, run_panel_html
@@ -31,7 +32,7 @@ from notebook_accelerate.widgets.feed import Feed
 from notebook_accelerate.widgets.front_end import front_end, kernel_state
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import card, row, script, widget_bundle, with_classes
-from notebook_accelerate.widgets.plot import Plot, run_sources
+from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.profile_panel import PROFILE, ProfileSection
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
@@ -78,7 +79,8 @@ class RunPanel(LivePanel):
         self._head, self._progress, self._strip = (ipywidgets.HTML() for _ in range(3))
         self._ranks, self._devices = (ipywidgets.HTML() for _ in range(2))
         self._times, self._sharding, self._errors, self._setup = (ipywidgets.HTML() for _ in range(4))
-        self.plot = Plot(run_sources(self.run), "No metrics yet: accelerator.log({...}) draws curves here.")
+        metrics = Source(self.run.store, self.run.started, automatic=self.run.config.automatic_metrics)
+        self.plot = Plot([metrics], "No metrics yet: accelerator.log({...}) draws curves here.")
         self.logs = LogView(self.run)
         self.buttons = with_classes(ActionRows(self._act), "na-toolbar")
         self.attention = with_classes(ActionRows(self._act, "What needs you"), "na-attention")

@@ -14,6 +14,7 @@ import traitlets
 from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.report import svg_curves
+from notebook_accelerate.launch.report.curves import shown_names
 from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, text_table
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
@@ -21,7 +22,7 @@ from notebook_accelerate.widgets.compared_run import BestValues, label_of
 from notebook_accelerate.widgets.front_end import front_end
 from notebook_accelerate.widgets.panel_elements import asset, card, problem, script, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
-from notebook_accelerate.widgets.plot import Plot, Source, run_sources
+from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 
@@ -95,11 +96,7 @@ class RunsTable(CellView):
         """Draw the latest runs, in colours that the table repeats."""
         self._overlaid = self.runs[-MAX_OVERLAID:]
         self.plot.order = [label_of(run) for run in self._overlaid]
-        self.plot.draw([
-            Source(source.store, source.origin, label_of(run), ranks=False)
-            for run in self._overlaid
-            for source in run_sources(run)
-        ])  # fmt: skip
+        self.plot.draw([compared_run.source_of(run) for run in self._overlaid])
 
     def _follow(self, run: ComparedRun) -> None:
         """Render at the end of a run of this kernel; others end unnoticed until the next tick."""
@@ -270,16 +267,8 @@ def _picked(chosen: Sequence[ComparedRun | int] | None) -> list[ComparedRun]:
 
 def _overlays(chosen: Sequence[ComparedRun]) -> Markup:
     """Return an image per metric with a curve of each run."""
-    images = []
-    for name in compared_run.metric_names(chosen)[:MAX_IMAGES]:
-        tracks, descriptions = [], []
-        for run in chosen:
-            for store in (run.store, run.store.automatic):
-                if name in store.metric_names():
-                    first = svg_curves.tracks_of(store, name)[0]
-                    tracks.append(svg_curves.Curve(label_of(run), first.x, first.y))
-                    descriptions.append(f"{label_of(run)}: {svg_curves.description(store.series(name))}")
-        images.append(svg_curves.image(name, tracks, "; ".join(descriptions)))
+    sources = [compared_run.source_of(run) for run in chosen]
+    images = [svg_curves.metric_image(sources, name) for name in shown_names(sources)[:MAX_IMAGES]]
     return element("div", join(images, " ")) if images else Markup()
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import ipywidgets
 
+from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.widgets.plot import Plot, Source
+from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.benchmarks.bench import Figure, alternate, compared, row
 from tests.support.kernel import Kernel

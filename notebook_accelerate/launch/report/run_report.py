@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.report import mesh_diagram, rank_rows, svg_curves
+from notebook_accelerate.launch.report.curves import Source, shown_names
 from notebook_accelerate.launch.report.markup import Markup, Rows, byte_size, element, html_table, join, text_table
 from notebook_accelerate.launch.report.rank_rows import findings
 from notebook_accelerate.launch.state import failures
@@ -173,14 +174,12 @@ class Report:
 
     def _curves_html(self) -> Markup:
         """Return the curves of what the run has logged; of a run that has logged nothing, the automatic ones."""
-        store, failed = self.run.store, [failure.rank for failure in self.run.failures]
-        names = store.metric_names()
-        if not names and self.run.config.automatic_metrics:
-            store = store.automatic
-            names = [name for name in store.metric_names() if name.startswith("auto/")]
+        run, failed = self.run, [failure.rank for failure in self.run.failures]
+        source = Source(run.store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
+        names = shown_names([source])
         if not names:
             return Markup()
-        images = element("div", join([svg_curves.metric_image(store, n, failed) for n in names[:MAX_CURVES]], " "))
+        images = element("div", join([svg_curves.metric_image([source], name) for name in names[:MAX_CURVES]], " "))
         more = len(names) - MAX_CURVES
         return join([images, element("p", f"{more} more metrics are in the table below.")]) if more > 0 else images
 

@@ -9,22 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.launch.report.curves import Curve, Source
 from notebook_accelerate.launch.report.markup import Markup, element, join, number, svg_drawing, svg_image, svg_text
-from notebook_accelerate.telemetry.curves import m4
+from notebook_accelerate.telemetry import Store
+from notebook_accelerate.telemetry.curves import FEW_RANKS
+from notebook_accelerate.telemetry.store import SeriesTail
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
 
-    from notebook_accelerate.telemetry import MetricSeries, Store
+    from notebook_accelerate.telemetry import MetricSeries
 
 
 WIDTH, HEIGHT = 460, 210
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 30, 26
 DIGIT = 6.4
 """Width of a digit of a label."""
-MAX_TRACKS = 8
-"""With more ranks the envelope is drawn, and at most four single ranks: more curves cannot be told apart."""
 POINTS = 400
 ALONE = 2.6
 """Radius of a point without a neighbour, which no line shows."""
@@ -33,68 +34,40 @@ COLOURS = ("#3b82d6", "#d9662b", "#2a9a68", "#a85fd0", "#c4881c", "#1b98a6", "#d
 INK, GRID = "#7a7a7a", "#808080"
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One line of an image.
-
-    Attributes:
-        label: Its name in the legend.
-        x: Steps or seconds, float64, shape (n,).
-        y: Values, float64, shape (n,); values that are not finite are gaps.
-        low: Lower edge of the envelope around the line, float64, shape (n,); None: no envelope.
-        high: Upper edge.
-    """
-
-    label: str
-    x: np.ndarray
-    y: np.ndarray
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
-
-
-def tracks_of(store: Store, name: str, chosen: Sequence[int] = ()) -> list[Curve]:
-    """Return one downsampled track per rank that logged ``name``; with many ranks their envelope.
-
-    Args:
-        store: The metrics.
-        name: The metric.
-        chosen: Ranks to draw over the envelope, at most four.
-    """
-    ranks, tracks = store.ranks_of(name), []
-    envelope = store.envelope(name) if len(ranks) > MAX_TRACKS else None
-    if envelope is not None:
-        x = envelope.times - envelope.times[0] if math.isnan(envelope.steps[0]) else envelope.steps
-        label = f"mean and range of {len(ranks)} ranks"
-        tracks.append(Curve(label, x, envelope.mean, envelope.low, envelope.high))
-        ranks = [rank for rank in chosen if rank in ranks][: MAX_TRACKS // 2]
-    for rank in ranks:
-        tail = store.tail(name, rank)
-        x = tail.times - tail.times[0] if tail.steps[0] < 0 else tail.steps.astype(float)
-        kept = m4(tail.values, POINTS)
-        tracks.append(Curve(f"rank {rank}", x[kept], tail.values[kept]))
-    return tracks
-
-
-def image(title: str, tracks: Sequence[Curve], alt: str) -> Markup:
+def image(title: str, curves: Sequence[Curve], alt: str) -> Markup:
     """Return the drawing as an ``img`` element.
 
     Args:
         title: Shown above the curves.
-        tracks: The lines.
+        curves: The lines.
         alt: The alternative text.
     """
-    return svg_image(svg(title, tracks), WIDTH, HEIGHT, alt)
+    return svg_image(svg(title, curves), WIDTH, HEIGHT, alt)
 
 
-def metric_image(store: Store, name: str, chosen: Sequence[int] = ()) -> Markup:
+def metric_image(sources: Sequence[Source], name: str) -> Markup:
     """Return the curves of one metric as an ``img`` element, described in its alternative text.
 
     Args:
-        store: The metrics.
+        sources: The runs to draw.
         name: The metric.
-        chosen: Ranks to draw over the envelope.
     """
-    return image(name, tracks_of(store, name, chosen), description(store.series(name)))
+    texts = []
+    for source in sources:
+        if (store := source.store_of(name)).ranks_of(name):
+            run = f"{source.label}: " if source.label else ""
+            texts.append(run + description(store.series(name)))
+    return image(name, curves_of(sources, name), "; ".join(texts))
+
+
+def curves_of(sources: Sequence[Source], name: str) -> list[Curve]:
+    """Return the downsampled curves of one metric.
+
+    Args:
+        sources: The runs to draw.
+        name: The metric.
+    """
+    return [series.read(POINTS) for source in sources for series in source.series([name], FEW_RANKS)]
 
 
 def description(series: MetricSeries) -> str:
@@ -141,28 +114,28 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def svg(title: str, tracks: Sequence[Curve]) -> Markup:
+def svg(title: str, curves: Sequence[Curve]) -> Markup:
     """Return the drawing as SVG source.
 
     Args:
         title: Shown above the curves.
-        tracks: The lines.
+        curves: The lines.
     """
-    frame = _Frame(tracks)
+    frame = _Frame(curves)
     heading = svg_text(frame.left, 16, _shortened(title, 34), INK, font_weight=600, font_size=12.5)
-    coloured = [(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
-    envelopes = [frame.envelope(track, colour) for track, colour in coloured]
-    lines = [frame.line(track, colour, **_dashes(index)) for index, (track, colour) in enumerate(coloured)]
-    return svg_drawing(WIDTH, HEIGHT, heading, *_legend(tracks), *frame.axes(), *envelopes, *lines)
+    coloured = [(curve, COLOURS[index % len(COLOURS)]) for index, curve in enumerate(curves)]
+    envelopes = [frame.envelope(curve, colour) for curve, colour in coloured]
+    lines = [frame.line(curve, colour, **_dashes(index)) for index, (curve, colour) in enumerate(coloured)]
+    return svg_drawing(WIDTH, HEIGHT, heading, *_legend(curves), *frame.axes(), *envelopes, *lines)
 
 
 class _Frame:
     """The mapping from values to coordinates."""
 
-    def __init__(self, tracks: Sequence[Curve]) -> None:
-        self.x0, self.x1 = _bounds([track.x for track in tracks], 0.0)
-        edges = [edge for track in tracks for edge in (track.low, track.high) if edge is not None]
-        self.y0, self.y1 = _bounds([*(track.y for track in tracks), *edges], 0.06)
+    def __init__(self, curves: Sequence[Curve]) -> None:
+        self.x0, self.x1 = _bounds([curve.x for curve in curves], 0.0)
+        edges = [edge for curve in curves for edge in (curve.low, curve.high) if edge is not None]
+        self.y0, self.y1 = _bounds([*(curve.y for curve in curves), *edges], 0.06)
         rows = ticks(self.y0, self.y1, 4)
         self.rows = list(zip(rows, labels(rows), strict=True))
         self.left = max(LEFT, 10 + math.ceil(DIGIT * max((len(label) for _, label in self.rows), default=0)))
@@ -186,18 +159,18 @@ class _Frame:
         columns = ticks(self.x0, self.x1, 5)
         return parts + [svg_text(self.x(value), below, f"{value:,.10g}", INK, "middle") for value in columns]
 
-    def envelope(self, track: Curve, colour: str) -> Markup:
-        if track.low is None or track.high is None:
+    def envelope(self, curve: Curve, colour: str) -> Markup:
+        if curve.low is None or curve.high is None:
             return Markup()
-        edges = zip(track.x.tolist(), track.low.tolist(), track.high.tolist(), strict=True)
+        edges = zip(curve.x.tolist(), curve.low.tolist(), curve.high.tolist(), strict=True)
         inside = [(x, low, high) for x, low, high in edges if math.isfinite(low) and math.isfinite(high)]
         above, below = [(x, high) for x, _, high in inside], [(x, low) for x, low, _ in reversed(inside)]
         path = self._path(above + below) + "Z"
         return element("path", d=path, fill=colour, fill_opacity=".22") if inside else Markup()
 
-    def line(self, track: Curve, colour: str, **attributes: str) -> Markup:
+    def line(self, curve: Curve, colour: str, **attributes: str) -> Markup:
         pieces: list[list[tuple[float, float]]] = [[]]
-        for x, y in zip(track.x.tolist(), track.y.tolist(), strict=True):
+        for x, y in zip(curve.x.tolist(), curve.y.tolist(), strict=True):
             if math.isfinite(y):
                 pieces[-1].append((x, y))
             elif pieces[-1]:
@@ -227,7 +200,7 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
 
 
 def _dashes(index: int) -> dict[str, str]:
-    """Return how the line of a track is dashed: the colours repeat after the eighth."""
+    """Return how the line of a curve is dashed: the colours repeat after the eighth."""
     return {"stroke_dasharray": "5 3"} if index // len(COLOURS) % 2 else {}
 
 
@@ -235,21 +208,21 @@ MAX_NAMED = 8
 """Lines that the legend names: more names have no room beside the title."""
 
 
-def _legend(tracks: Sequence[Curve]) -> list[Markup]:
-    enveloped = any(track.low is not None for track in tracks)
-    if len(tracks) < 2 and not enveloped:
+def _legend(curves: Sequence[Curve]) -> list[Markup]:
+    enveloped = any(curve.low is not None for curve in curves)
+    if len(curves) < 2 and not enveloped:
         return []
-    if len(tracks) > MAX_NAMED:
-        return [svg_text(WIDTH - RIGHT, 16, f"{len(tracks)} runs", INK, "end")]
+    if len(curves) > MAX_NAMED:
+        return [svg_text(WIDTH - RIGHT, 16, f"{len(curves)} runs", INK, "end")]
     parts, right = [], float(WIDTH - RIGHT)
-    for index in reversed(range(len(tracks))):
-        label = _shortened("mean, range" if tracks[index].low is not None else tracks[index].label, 12)
+    for index in reversed(range(len(curves))):
+        label = _shortened("mean, range" if curves[index].low is not None else curves[index].label, 12)
         label = label if enveloped else label.removeprefix("rank ")
         right -= 6.2 * len(label)
         parts.append(svg_text(right, 16, label, INK))
         parts.append(element("circle", cx=right - 8, cy=12, r=3.5, fill=COLOURS[index % len(COLOURS)]))
         right -= 20
-    if not enveloped and all(track.label.startswith("rank ") for track in tracks):
+    if not enveloped and all(curve.label.startswith("rank ") for curve in curves):
         parts.append(svg_text(right + 2, 16, "rank", INK, "end"))
     return parts
 
@@ -301,7 +274,7 @@ def plot(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
     if not several:
         raise ValueError("there is no metric to plot: log one with accelerator.log({...}, step=step)")
     if importlib.util.find_spec("matplotlib") is None and ax is None:
-        images = [image(each.name, tracks(each), description(each)) for each in several]
+        images = [image(each.name, _curves(each), description(each)) for each in several]
         return CurveImages(element("div", join(images, " ")), "\n".join(map(description, several)))
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     if ax is not None or len(several) == 1:
@@ -319,10 +292,12 @@ def plot(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
 
 
 def _draw(series: MetricSeries, ax: Axes) -> Axes:
-    for track, colour in zip(tracks(series), COLOURS, strict=False):
-        if track.low is not None and track.high is not None:
-            ax.fill_between(track.x, track.low, track.high, color=colour, alpha=0.22, linewidth=0)
-        ax.plot(track.x, track.y, color=colour, linewidth=1.4, label=track.label)
+    for curve, colour in zip(_curves(series), COLOURS, strict=False):
+        label = curve.label
+        if curve.low is not None and curve.high is not None:
+            label = f"mean and range of {len(set(series.ranks.tolist()))} ranks"
+            ax.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
+        ax.plot(curve.x, curve.y, color=colour, linewidth=1.4, label=label)
     ax.set_title(series.name, loc="left", fontsize="medium")
     ax.set_xlabel("step" if _has_steps(series) else "seconds")
     ax.grid(alpha=0.3, linewidth=0.6)
@@ -332,29 +307,19 @@ def _draw(series: MetricSeries, ax: Axes) -> Axes:
     return ax
 
 
-def tracks(series: MetricSeries) -> list[Curve]:
-    """Return one downsampled track per rank of a series; with more than eight ranks, their mean and range.
+def _curves(series: MetricSeries) -> list[Curve]:
+    """Return the curves of a series, which may be a selection by the user.
 
-    Args:
-        series: One metric.
+    If a point has no step, all points are drawn over the seconds since the first one.
     """
     import numpy as np
 
-    places = series.steps.astype(float) if _has_steps(series) else series.times - series.times.min(initial=math.inf)
-    ranks = np.unique(series.ranks).tolist()
-    if len(ranks) > MAX_TRACKS:
-        x, where = np.unique(places, return_inverse=True)
-        low, high = np.full(len(x), np.inf), np.full(len(x), -np.inf)
-        np.minimum.at(low, where, series.values)
-        np.maximum.at(high, where, series.values)
-        mean = np.bincount(where, series.values) / np.bincount(where)
-        return [Curve(f"mean and range of {len(ranks)} ranks", x, mean, low, high)]
-    found = []
-    for rank in ranks:
-        own = series.ranks == rank
-        kept = m4(series.values[own], POINTS)
-        found.append(Curve(f"rank {rank}", places[own][kept], series.values[own][kept]))
-    return found
+    store, origin = Store(), float(series.times.min(initial=math.inf))
+    steps = series.steps if _has_steps(series) else np.full_like(series.steps, -1)
+    points = SeriesTail(steps, series.times, series.values, (0, 0), whole=True)
+    for rank in np.unique(series.ranks).tolist():
+        store.add_points(series.name, rank, points.where(series.ranks == rank))
+    return curves_of([Source(store, origin)], series.name)
 
 
 def _has_steps(series: MetricSeries) -> bool:

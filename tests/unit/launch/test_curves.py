@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from notebook_accelerate.launch.report import svg_curves
+from notebook_accelerate.launch.report.curves import Curve, Source
 from notebook_accelerate.launch.report.markup import number
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
@@ -29,7 +30,7 @@ def _store(name: str = "loss", ranks: int = 2, steps: int = 1000) -> Store:
 
 
 def _picture(name: str, store: Store) -> ET.Element:
-    html = svg_curves.metric_image(store, name)
+    html = svg_curves.metric_image([Source(store, 100.0)], name)
     data = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
     assert data is not None
     return ET.fromstring(base64.b64decode(data[1]))
@@ -46,7 +47,7 @@ def test_an_image_has_a_line_per_rank_and_a_legend() -> None:
 
 def test_names_are_escaped_in_image_and_alt_text() -> None:
     store = _store(EVIL)
-    html = svg_curves.metric_image(store, EVIL)
+    html = svg_curves.metric_image([Source(store, 100.0)], EVIL)
     assert "<script>" not in html
     assert "script" not in {element.tag.rpartition("}")[2] for element in _picture(EVIL, store).iter()}
 
@@ -60,7 +61,7 @@ def test_the_alt_text_describes_the_curve() -> None:
 
 @pytest.mark.parametrize("values", [[0.001, 0.00099], [-123456.5, -123456.0], [0.0, 1.0], [1e300, 2e300]])
 def test_labels_fit_left_of_the_axis(values: list[float]) -> None:
-    track = svg_curves.Curve("rank 0", np.arange(2.0), np.array(values))
+    track = Curve("rank 0", np.arange(2.0), np.array(values))
     root = ET.fromstring(str(svg_curves.svg("lr", [track])))
     found = [text for text in root.iter() if text.tag.endswith("text") and text.get("text-anchor") == "end"]
     assert len(found) >= 2
@@ -92,11 +93,11 @@ def test_a_single_point_is_a_dot() -> None:
 
 def test_with_many_ranks_the_envelope_and_the_chosen_ranks_are_drawn() -> None:
     store = _store(ranks=20, steps=10)
-    envelope, *others = svg_curves.tracks_of(store, "loss", chosen=[3, 17, 99])
-    assert [track.label for track in others] == ["rank 3", "rank 17"]
+    envelope, *others = svg_curves.curves_of([Source(store, 100.0, chosen=[3, 17, 99])], "loss")
+    assert [curve.label for curve in others] == ["rank 3", "rank 17"]
     assert envelope.low is not None
     assert envelope.high is not None
-    single = svg_curves.tracks_of(store, "loss", chosen=[0, 19])[1:]
+    single = svg_curves.curves_of([Source(store, 100.0, chosen=[0, 19])], "loss")[1:]
     assert (envelope.low == single[0].y).all()
     assert (envelope.high == single[1].y).all()
     drawing = svg_curves.svg("loss", [envelope, *others])
@@ -108,7 +109,7 @@ def test_with_many_ranks_the_envelope_and_the_chosen_ranks_are_drawn() -> None:
 def test_two_hundred_thousand_points_make_a_small_image_quickly() -> None:
     store = _store(ranks=4, steps=49_000)
     begin = time.thread_time()  # processor time: test machines are busy
-    html = svg_curves.image("loss", svg_curves.tracks_of(store, "loss"), "")
+    html = svg_curves.image("loss", svg_curves.curves_of([Source(store, 100.0)], "loss"), "")
     assert time.thread_time() - begin < 10
     assert len(html) < 60_000
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.report.curves import ENVELOPE_LABEL
 from notebook_accelerate.launch.report.rank_rows import MANY, SHOWN_RANKS
 from notebook_accelerate.launch.state.run_events import RankExited
 from notebook_accelerate.telemetry import (
@@ -20,7 +21,7 @@ from notebook_accelerate.telemetry import (
     StepTimeEvent,
 )
 from notebook_accelerate.telemetry.step_time import PARTS
-from notebook_accelerate.widgets.plot import ENVELOPE_LABEL, chosen_ranks
+from notebook_accelerate.widgets.plot import chosen_ranks
 from notebook_accelerate.widgets.rank_table import FOLDED_SECONDS
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.support.runs import START, Clock, devices, end, feed, make_run

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.widgets.plot import MAX_METRICS, MAX_NEW_POINTS, MAX_SERIES_POINTS, Plot, Source
+from notebook_accelerate.widgets.plot import MAX_METRICS, MAX_NEW_POINTS, MAX_SERIES_POINTS, Plot
 
 
 def _log(store: Store, steps: range, name: str = "loss", rank: int = 0) -> None:
