@@ -123,7 +123,8 @@ def _acting_as_rank(run: InlineContext) -> Iterator[None]:
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
-        reporting.connect_libraries(run.config.report_from)
+        with deferred_interrupts():  # a library that an interrupt left out would report nothing of later runs either
+            reporting.connect_libraries(run.config.report_from)
         sampler.start(enabled=run.config.automatic_metrics)
         with (
             isolated_state(),

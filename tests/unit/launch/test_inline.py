@@ -18,6 +18,7 @@ import torch
 import notebook_accelerate
 from notebook_accelerate import Accelerator, Run, WorkerError, hardware, notebook_launcher, runs, telemetry
 from notebook_accelerate.telemetry import MetricEvent, current_sink, install_sink
+from tests.support.interpreters import InterpreterServer
 
 
 def test_it_is_this_process_with_a_ranks_environment_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +146,40 @@ def test_an_interrupt_before_the_function_gives_everything_back(press: Callable[
         notebook_launcher(int)
     assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
     assert (dict(os.environ), (sys.stdout, sys.stderr), current_sink()) == (before, streams, None)
+
+
+_INTERRUPTED_AS_TORCH_IS_CONNECTED = """
+import signal
+import sys
+
+import torch
+
+from notebook_accelerate import notebook_launcher
+from notebook_accelerate.integrations.import_hooks import when_imported
+
+def press(frame, event, _):
+    if frame.f_code is when_imported.__code__ and frame.f_locals["name"] == "torch.optim.optimizer":
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+
+def train():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    optimizer.step()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.setprofile(press)
+try:
+    notebook_launcher(train)
+except KeyboardInterrupt:
+    print("interrupted")
+print(*notebook_launcher(train).automatic_metrics)
+"""
+
+
+def test_an_interrupt_while_libraries_are_connected_leaves_none_out(interpreters: InterpreterServer) -> None:
+    """A process connects each library once; this one has connected torch already."""
+    done = interpreters.run("-c", _INTERRUPTED_AS_TORCH_IS_CONNECTED, env=os.environ)
+    assert done.stdout == "interrupted\nauto/lr\n", done.stderr
 
 
 @pytest.mark.usefixtures("interruptible")
