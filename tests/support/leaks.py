@@ -31,6 +31,7 @@ class Snapshot:
     sockets: frozenset[str]
     environment: frozenset[tuple[str, str]]
     handlers: frozenset[str]
+    optimizer_hooks: frozenset[str]
     process_group: bool
 
 
@@ -42,6 +43,7 @@ def take() -> Snapshot:
         sockets=_sockets(),
         environment=frozenset(item for item in os.environ.items() if not item[0].startswith(_ENVIRONMENT_NOISE)),
         handlers=frozenset(f"{number.name}: {signal.getsignal(number)}" for number in _SIGNALS),
+        optimizer_hooks=_optimizer_hooks(),
         process_group=_process_group(),
     )
 
@@ -69,6 +71,9 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
     changed = sorted(before.environment ^ after.environment)
     lines += [f"environment variable: {name}={value!r}" for name, value in changed]
     lines += [f"signal handler: {entry}" for entry in sorted(after.handlers - before.handlers)]
+    # The first run in this process adds hooks, which count the steps of all later ones.
+    removed = sorted(before.optimizer_hooks - after.optimizer_hooks)
+    lines += [f"hook on all optimizers, which was removed: {entry}" for entry in removed]
     if after.process_group and not before.process_group:
         lines.append("torch process group: still initialised")
     return lines
@@ -142,6 +147,14 @@ def _of_cuda() -> set[str]:
         lines = Path("/proc/net/unix").read_text().splitlines()
         return {f"socket:[{line.split()[6]}]" for line in lines if "cuda-uvmfd" in line}
     return set()
+
+
+def _optimizer_hooks() -> frozenset[str]:
+    optimizer = sys.modules.get("torch.optim.optimizer")
+    if optimizer is None:
+        return frozenset()
+    tables = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    return frozenset(f"{hook} ({number})" for table in tables for number, hook in table.items())
 
 
 def _process_group() -> bool:

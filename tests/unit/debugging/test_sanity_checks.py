@@ -182,10 +182,13 @@ class RecordingSink:
 def sink() -> Iterator[RecordingSink]:
     """Return a sink that records this process's facts."""
     listener = RecordingSink()
+    hooks = dict(_global_optimizer_post_hooks)  # of an earlier run in this process: they count the steps of later ones
+    _global_optimizer_post_hooks.clear()
     telemetry.install_sink(listener)  # type: ignore[arg-type]
     yield listener
     telemetry.install_sink(None)
     _global_optimizer_post_hooks.clear()
+    _global_optimizer_post_hooks.update(hooks)
 
 
 class _Prepared:
