@@ -162,7 +162,8 @@ def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
     until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
     with ExitStack() as connections:
         _fill_queue(_socket_of(run), connections)
-        (found,) = runs()  # a connection without a limit would wait until the supervisor is resumed
+        listed = runs()  # a connection without a limit would wait until the supervisor is resumed
+        (found,) = (each for each in listed if each.config.detach)
         assert found.name == "asleep"
         assert f"process {supervisor.pid}" in found.commands.refusal
         with pytest.warns(UserWarning, match=rf"process {supervisor.pid} .*kill -CONT {supervisor.pid}"):
