@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from notebook_accelerate import launch
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.config.settings import help_texts
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.zygote import warm_up
@@ -49,8 +51,21 @@ def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapped
 
 
+def _documented(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Add the texts of LaunchConfig's fields to a launcher's docstring, before its parameter ``resume``."""
+    texts = help_texts(LaunchConfig)
+    names = [name for name in inspect.signature(launcher).parameters if name in texts and name != "resume"]
+    lines = [
+        textwrap.fill(f"{name}: {texts[name]}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        for name in names
+    ]
+    launcher.__doc__ = (launcher.__doc__ or "").replace("        resume:", "\n".join([*lines, "        resume:"]))
+    return launcher
+
+
+@_documented
 @_defaults_from_config
-def notebook_launcher(
+def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the settings
     function: Callable[..., Any],
     args: Iterable[Any] = (),
     num_processes: int | None = None,
@@ -89,44 +104,8 @@ def notebook_launcher(
     Args:
         function: The function that every rank runs; it may be defined in a cell.
         args: Its positional arguments.
-        num_processes: Ranks on this machine; None: one per accelerator, or one where there is none.
-        mixed_precision: "no", "fp16", "bf16" or "fp8", for every ``Accelerator()`` that sets no precision of its own.
-        use_port: Port of the process group; if it is taken, another free one is used; 0: any free port.
-        master_addr: Address of the machine with rank 0.
-        node_rank: Index of this notebook among the notebooks of the run.
-        num_nodes: Notebooks that run this cell together, on one machine or several; each starts its own ranks.
-        rdzv_backend: "static" (each notebook passes its ``node_rank``) or "c10d" (numbered in the order they join).
-        rdzv_endpoint: host:port of the rendezvous; empty means master_addr:use_port.
-        rdzv_conf: Settings of the rendezvous by torch's names, in seconds: "join_timeout" (600), "last_call_timeout"
-            (30), "keep_alive_interval" (5; a notebook is lost after "keep_alive_max_attempt" (3) of them), ...; and
-            "secret": a text that all notebooks share (or the variable NOTEBOOK_ACCELERATE_SECRET), which lets the
-            first notebook show the ranks of all.
-        rdzv_id: Name of the run in the rendezvous.
-        max_restarts: How often the whole group is restarted after a failure.
-        monitor_interval: Seconds between two checks of the ranks on systems that do not report the end of a process.
-        log_line_prefix_template: Label of every line; ${role_name}, ${rank} and ${local_rank} are filled in.
-        block: Whether to return when the run has ended, or as soon as it has started.
-        start_method: "auto", "inline", "fork", "zygote" or "spawn".
-        panel: Whether the launch shows a panel in the cell: "auto", True or False.
-        timeout: Seconds for the whole run.
-        hang_timeout: Seconds without output, metric or progress from any rank before the run is ended.
-        env: Environment variables for the ranks, over the kernel's.
-        debug: Whether the ranks of a failed run are kept, so that ``debug()`` opens at the failing line.
-        min_nodes: Smallest number of notebooks that continue: when others are lost, the group restarts with the
-            remaining ones (needs "c10d" and ``max_restarts``), and again when one joins late; None: ``num_nodes``.
-        on: Where the ranks run: None (this machine), "ray" (the cluster that this machine belongs to, or the notebook's
-            own ``ray.init()``), "ray://host:port", or a ``RayCluster``; the variable NOTEBOOK_ACCELERATE_ON replaces
-            None. ``num_processes`` then counts the ranks on the whole cluster.
-        name: Name of the run; None: the function's name and the run's number.
-        save: Folder of runs in which the run is kept, as "runs": in a folder of its own, written while the run goes on,
-            for `open_run` and `runs`; None: the folder of the variable NOTEBOOK_ACCELERATE_RUNS, if it is set.
-        detach: Whether the run goes on without this kernel: it has a process of its own, is kept in a folder (that of
-            ``save``, else one of the user's), and `attach` opens it in any later kernel; ``block`` is then False.
         resume: A run that has ended: go on with its training from its newest complete checkpoint, as one history. The
             function must load it: ``if notebook_accelerate.resumed_checkpoint(): accelerator.load_state(...)``.
-        output: Where the text that ranks write is shown: "cell" (under the launch, and in the panel) or "panel" (there
-            only); figures and other displays stay under the launch.
-        tags: Words by which the table of runs finds this run.
         config: All of the above, except ``resume``, in one object; an argument passed here wins over its field.
 
     Returns:

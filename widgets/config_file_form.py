@@ -18,6 +18,7 @@ from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.config.settings import settings_of
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.launch.report.markup import Markup, element
 from notebook_accelerate.widgets.forms import FormDraft, code_of, shown_code
@@ -28,10 +29,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch import LaunchPlan
 
 
-# Fields of a LaunchConfig that a configuration file contains, too.
-_IN_FILE = {
-    "num_processes", "mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes", "rdzv_backend", "cpu",
-}  # fmt: skip
+_IN_FILE = {entry.launch for entry in settings_of(ClusterConfig).values() if entry.launch}
+"""Fields of a LaunchConfig that a configuration file contains, too."""
 
 _ONE_PER_DEVICE = ClusterConfig.num_processes
 """A file's number of processes that was not chosen: a launch from a notebook starts one per accelerator."""
@@ -145,8 +144,8 @@ def settings_not_in_file(launch: LaunchConfig, training: TrainingOptions, cluste
 _WIDTH = 88
 RUN_VARIABLE = "run"
 """The variable that the cell assigns the run to."""
-# Fields of LaunchConfig that are not parameters of notebook_launcher.
-ONLY_IN_CONFIG = ("cpu", "accelerator", "as_accelerate", "report_from", "automatic_metrics")
+ONLY_IN_CONFIG = tuple(entry.name for entry in settings_of(LaunchConfig).values() if not entry.parameter)
+"""Fields of a LaunchConfig that are not parameters of notebook_launcher."""
 
 
 def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: bool = False) -> str:

@@ -44,7 +44,6 @@ from notebook_accelerate.widgets.config_file_form import (
 from notebook_accelerate.widgets.forms import (
     INPUT_WIDTH,
     LABEL_WIDTH,
-    LAUNCH_CHOICES,
     LAUNCH_GROUPS,
     TRAINING_GROUPS,
     Form,
@@ -112,7 +111,6 @@ class ConfigPanel(CellView):
             LaunchConfig,
             config.changed(accelerator=None),
             title="Launch",
-            choices=LAUNCH_CHOICES,
             groups=LAUNCH_GROUPS,
             names=[name for _, names in LAUNCH_GROUPS for name in names],
             on_change=self._changed,

@@ -5,21 +5,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
-import inspect
-import itertools
-import re
 import sys
-import textwrap
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-_SECTIONS = re.compile(r"^(Args|Arguments|Attributes|Parameters):\s*$")
-_ENTRY = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s+(.*)$")
+from notebook_accelerate.config.settings import help_texts, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +52,8 @@ def fields_of(
 
     Args:
         cls: The dataclass.
-        choices: Allowed values by field name, for types that do not list them; ``metadata={"choices": ...}`` of the
-            field is read too.
+        choices: Allowed values by field name, for types that do not list them; None: as in the class's settings, and
+            in ``metadata={"choices": ...}`` of its fields.
         names: Only these; None: all.
 
     Raises:
@@ -74,10 +68,20 @@ def fields_of(
     return tuple(_field(cls, known[name], (choices or {}).get(name)) for name in wanted)
 
 
+def groups_of(cls: type[Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the groups of a class's settings: titles, and names of fields."""
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in settings_of(cls).values():
+        if entry.group is not None:
+            found[entry.group] = (*found.get(entry.group, ()), entry.name)
+    return tuple(found.items())
+
+
 def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any] | None) -> Field:
     members = _members(cls, entry.name)
     optional = type(None) in members or entry.default is None
-    allowed = choices or entry.metadata.get("choices") or ()
+    known = settings_of(cls).get(entry.name)
+    allowed = choices or (known.choices if known is not None else entry.metadata.get("choices")) or ()
     kind = _kind([member for member in members if member is not type(None)], allowed)
     return Field(
         name=entry.name,
@@ -170,53 +174,10 @@ def _flat(annotation: Any) -> list[Any]:
 # ---- help
 
 
-def help_texts(cls: type[Any]) -> dict[str, str]:
-    """Return the help texts of a class's fields: string literals after them, else its docstring's Args."""
-    if cls in _HELP:
-        return _HELP[cls]
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            texts |= _docstring_entries(inspect.getdoc(base) or "") | _literals_after_fields(base)
-    return _HELP.setdefault(cls, texts)
-
-
-_HELP: weakref.WeakKeyDictionary[type[Any], dict[str, str]] = weakref.WeakKeyDictionary()
-
-
 def summary(cls: type[Any]) -> str:
     """Return the first paragraph of a class's docstring; "" for one that ``dataclasses`` generated."""
     text = (vars(cls).get("__doc__") or "").strip()
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split("\n\n")[0].split())
-
-
-def _docstring_entries(docstring: str) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    inside, name = False, ""
-    for line in docstring.splitlines():
-        if not line.startswith(" ") and line.strip():
-            inside, name = bool(_SECTIONS.match(line)), ""
-        elif inside and (found := _ENTRY.match(line.strip())) and len(line) - len(line.lstrip()) <= 4:
-            name = found[1]
-            texts[name] = found[2]
-        elif inside and name and line.strip():
-            texts[name] += f" {line.strip()}"
-    return texts
-
-
-def _literals_after_fields(cls: type[Any]) -> dict[str, str]:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):  # a class without source
-        return {}
-    body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
-    texts = {}
-    for entry, after in itertools.pairwise(body):
-        if not (isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)):
-            continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            texts[entry.target.id] = " ".join(str(after.value.value).split())
-    return texts
 
 
 # ---- text formats

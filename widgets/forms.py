@@ -16,10 +16,19 @@ from typing import Any
 import ipywidgets
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.launch_config import MIXED_PRECISIONS, OUTPUTS, RDZV_BACKENDS, START_METHODS
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.plain_values import shown_value
 from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table
-from notebook_accelerate.widgets.fields import TEXT_FORMATS, Field, FieldError, fields_of, parse, summary, text_of
+from notebook_accelerate.widgets.fields import (
+    TEXT_FORMATS,
+    Field,
+    FieldError,
+    fields_of,
+    groups_of,
+    parse,
+    summary,
+    text_of,
+)
 from notebook_accelerate.widgets.panel_elements import SharedModels, alert, style_widget, widget_bundle, with_classes
 
 LABEL_WIDTH, INPUT_WIDTH = "16em", "34em"
@@ -386,32 +395,7 @@ def _with_code(text: str) -> Markup:
 
 # ---- the order of the fields in the config panel
 
-LAUNCH_CHOICES = {
-    "start_method": START_METHODS,
-    "mixed_precision": MIXED_PRECISIONS,
-    "rdzv_backend": RDZV_BACKENDS,
-    "on": ("ray",),
-    "panel": ("auto", True, False),
-    "output": OUTPUTS,
-}
-LAUNCH_GROUPS = (
-    ("", ("num_processes", "mixed_precision", "start_method", "on", "cpu", "block", "detach")),
-    ("Limits and restarts", ("timeout", "hang_timeout", "max_restarts", "monitor_interval")),
-    (
-        "Environment and output",
-        (
-            "env", "log_line_prefix_template", "panel", "output", "tags", "debug", "as_accelerate", "report_from",
-            "automatic_metrics", "name", "save",
-        ),
-    ),
-    (
-        "Several machines, ports",
-        (
-            "num_nodes", "node_rank", "master_addr", "use_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
-            "rdzv_id", "min_nodes",
-        ),
-    ),
-)  # fmt: skip
+LAUNCH_GROUPS = groups_of(LaunchConfig)
 TRAINING_GROUPS = (
     ("", ("batch_size", "gradient_accumulation_steps")),
     (

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from notebook_accelerate.config.enums import (
     SageMakerDistributedType,
 )
 from notebook_accelerate.config.plain_values import check_one_of
+from notebook_accelerate.config.settings import metadata, setting, settings_of
 
 
 def cache_folder() -> Path:
@@ -44,8 +45,8 @@ class BaseConfig:
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType
-    mixed_precision: str
-    use_cpu: bool
+    mixed_precision: str = field(metadata=metadata(launch="mixed_precision"))
+    use_cpu: bool = field(metadata=metadata(launch="cpu"))
     debug: bool
 
     distributed_types: ClassVar[type[Enum]] = DistributedType
@@ -162,14 +163,14 @@ _SECTIONS = (
 class ClusterConfig(BaseConfig):
     """Configuration of a training on one or several machines."""
 
-    num_processes: int = -1
+    num_processes: int = setting(-1, launch="num_processes")
     """Total number of ranks on all machines."""
-    machine_rank: int = 0
-    num_machines: int = 1
+    machine_rank: int = setting(0, launch="node_rank")
+    num_machines: int = setting(1, launch="num_nodes")
     gpu_ids: str | None = None
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    rdzv_backend: str | None = "static"
+    main_process_ip: str | None = setting(launch="master_addr")
+    main_process_port: int | None = setting(launch="use_port")
+    rdzv_backend: str | None = setting("static", launch="rdzv_backend")
     same_network: bool | None = False
     main_training_function: str = "main"
     enable_cpu_affinity: bool = False
@@ -212,15 +213,11 @@ class ClusterConfig(BaseConfig):
                 f"num_processes={self.num_processes} is not a multiple of num_machines={machines}; write the number of "
                 f"all processes, such as num_processes: {machines * (self.num_processes // machines + 1)}"
             )
-        given: dict[str, Any] = {
+        same = settings_of(ClusterConfig).values()
+        given: dict[str, Any] = {each.launch: getattr(self, each.name) for each in same if each.launch} | {
             "num_processes": self.num_processes // machines if self.num_processes > 0 else None,
-            "mixed_precision": self.mixed_precision,
             "use_port": str(self.main_process_port) if self.main_process_port else None,
-            "master_addr": self.main_process_ip,
-            "node_rank": self.machine_rank,
             "num_nodes": machines,
-            "rdzv_backend": self.rdzv_backend,
-            "cpu": self.use_cpu,
             "env": self.rank_variables() or None,
         }
         return {name: value for name, value in given.items() if value is not None}

@@ -95,6 +95,21 @@ def integer(name: str, default: int | None = None) -> int | None:
         raise ValueError(f"environment variable {name}={value!r} is not a whole number") from None
 
 
+def number(name: str, default: float | None = None) -> float | None:
+    """Return the variable ``name`` as a number, or ``default`` if it is unset or empty.
+
+    Raises:
+        ValueError: The variable is not a number.
+    """
+    value = _get(name)
+    if not value:
+        return default
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"environment variable {name}={value!r} is not a number") from None
+
+
 def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str | None:
     """Return the variable ``name`` in lower case, ``default`` where it is unset or empty.
 

@@ -22,6 +22,7 @@ from notebook_accelerate.config.plain_values import (
     shown_repr,
     shown_value,
 )
+from notebook_accelerate.config.settings import setting
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,6 +36,7 @@ REPORT_SOURCES = (
     "accelerate", "lightning", "mlflow", "pytorch_accelerated", "rich", "tensorboard", "torch", "tqdm", "transformers",
     "wandb",
 )  # fmt: skip
+_LIMITS, _OUTPUT, _MACHINES = "Limits and restarts", "Environment and output", "Several machines, ports"
 
 
 @dataclass(kw_only=True, frozen=True, repr=False)
@@ -45,69 +47,90 @@ class LaunchConfig:
         ValueError: A field has a value that is not allowed; the message says which are.
     """
 
-    num_processes: int | None = None
+    num_processes: int | None = setting()
     """Ranks that this notebook starts; None: one per accelerator, or one where there is none."""
-    mixed_precision: str = "no"
+    mixed_precision: str = setting("no", choices=MIXED_PRECISIONS)
     """Precision of every ``Accelerator()`` in the ranks that sets none of its own: no, fp16, bf16 or fp8."""
-    use_port: str | int = "29500"
+    use_port: str | int = setting("29500", group=_MACHINES)
     """Port of the process group's rendezvous; on one machine another free one is used when it is taken; 0: any."""
-    master_addr: str = "127.0.0.1"
+    master_addr: str = setting("127.0.0.1", group=_MACHINES)
     """Address of the machine with rank 0."""
-    node_rank: int = 0
+    node_rank: int = setting(0, group=_MACHINES)
     """Index of this notebook among ``num_nodes``; with c10d, 0 means the order in which the notebooks join."""
-    num_nodes: int = 1
-    """Notebooks that run this cell together, on one machine or several."""
-    rdzv_backend: str = "static"
+    num_nodes: int = setting(1, group=_MACHINES)
+    """Notebooks that run this cell together, on one machine or several; each starts its own ranks."""
+    rdzv_backend: str = setting("static", choices=RDZV_BACKENDS, group=_MACHINES)
     """How several notebooks find each other: static (each has its node_rank) or c10d (in the order they join)."""
-    rdzv_endpoint: str = ""
+    rdzv_endpoint: str = setting("", group=_MACHINES)
     """host:port of the rendezvous; empty means master_addr:use_port."""
-    rdzv_conf: Mapping[str, Any] | None = None
-    """Settings of the rendezvous: join_timeout, last_call_timeout, keep_alive_interval (seconds), ..., and secret."""
-    rdzv_id: str = "none"
+    rdzv_conf: Mapping[str, Any] | None = setting(group=_MACHINES)
+    """Settings of the rendezvous: join_timeout, last_call_timeout, keep_alive_interval (seconds), ..., and secret.
+
+    By torch's names: join_timeout (600), last_call_timeout (30), keep_alive_interval (5; a notebook is lost after
+    keep_alive_max_attempt (3) of them). secret is a text that all notebooks share (or the variable
+    NOTEBOOK_ACCELERATE_SECRET), which lets the first notebook show the ranks of all.
+    """
+    rdzv_id: str = setting("none", group=_MACHINES)
     """Name of the run in the rendezvous."""
-    max_restarts: int = 0
+    max_restarts: int = setting(0, group=_LIMITS)
     """How often the whole group is restarted after a failure."""
-    monitor_interval: float = 0.1
+    monitor_interval: float = setting(0.1, group=_LIMITS)
     """Seconds between two checks of the ranks on systems that do not report the end of a process (Linux does)."""
-    log_line_prefix_template: str | None = None
+    log_line_prefix_template: str | None = setting(group=_OUTPUT)
     """Label of every line, with ${role_name}, ${rank} and ${local_rank}; None: "[rank N] "."""
-    block: bool = True
+    block: bool = setting(True)
     """Whether the call returns when the run has ended (True) or has started (False)."""
-    start_method: str = "auto"
+    start_method: str = setting("auto", choices=START_METHODS)
     """auto, inline (this process), fork (from the kernel), zygote (from a clean server process) or spawn."""
-    panel: bool | str = "auto"
+    panel: bool | str = setting("auto", choices=("auto", True, False), group=_OUTPUT)
     """Whether the launch shows a panel in the cell: auto (in a notebook), True or False."""
-    timeout: float | None = None
+    timeout: float | None = setting(group=_LIMITS)
     """Seconds for the whole run; None: no limit."""
-    hang_timeout: float | None = None
+    hang_timeout: float | None = setting(group=_LIMITS)
     """Seconds without output, metric or progress from any rank before the run is ended; None: no limit."""
-    env: Mapping[str, str] | None = None
+    env: Mapping[str, str] | None = setting(group=_OUTPUT)
     """Environment variables for the ranks, over the kernel's."""
-    debug: bool = False
+    debug: bool = setting(False, group=_OUTPUT)
     """Whether the ranks of a failed run are kept, so that ``debug()`` opens at the failing line."""
-    cpu: bool = False
+    cpu: bool = setting(False, parameter=False)
     """Whether the ranks use the CPU only."""
-    min_nodes: int | None = None
-    """Smallest number of notebooks that continue when others are lost; None: ``num_nodes``."""
-    on: str | RayCluster | None = None
-    """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster."""
-    accelerator: Mapping[str, Any] | None = None
+    min_nodes: int | None = setting(group=_MACHINES)
+    """Smallest number of notebooks that continue when others are lost; None: ``num_nodes``.
+
+    The group restarts with the remaining ones (needs c10d and ``max_restarts``), and again when one joins late.
+    """
+    on: str | RayCluster | None = setting(choices=("ray",))
+    """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster.
+
+    With ray it is the cluster that this machine belongs to, or the notebook's own ``ray.init()``, and ``num_processes``
+    counts the ranks on the whole cluster. The variable NOTEBOOK_ACCELERATE_ON replaces None.
+    """
+    accelerator: Mapping[str, Any] | None = setting(group=None, parameter=False)
     """Arguments for every ``Accelerator()`` in the ranks, where the function passes none: plugins, handlers, ..."""
-    as_accelerate: bool = False
+    as_accelerate: bool = setting(False, group=_OUTPUT, parameter=False)
     """Whether the ranks serve this package to other libraries as ``accelerate``; see ``as_accelerate``."""
-    report_from: Sequence[str] = REPORT_SOURCES
+    report_from: Sequence[str] = setting(REPORT_SOURCES, group=_OUTPUT, parameter=False)
     """Libraries whose losses, steps, progress and scalars the ranks report to the run, beside the Accelerator's own."""
-    name: str | None = None
+    name: str | None = setting(group=_OUTPUT)
     """Name of the run: letters, digits and . _ -; None: the function's name and the run's number."""
-    save: str | os.PathLike[str] | None = None
-    """Folder of runs in which the run is kept; None: NOTEBOOK_ACCELERATE_RUNS where it is set, else the run is not."""
-    detach: bool = False
-    """Whether the run goes on without this kernel, under a process of its own; ``block`` is then False."""
-    automatic_metrics: bool = True
+    save: str | os.PathLike[str] | None = setting(group=_OUTPUT)
+    """Folder that keeps the run, for `open_run` and `runs`; None: the variable NOTEBOOK_ACCELERATE_RUNS, if it is set.
+
+    Each run gets a subfolder, which is written while it runs.
+    """
+    detach: bool = setting(False)
+    """Whether a separate process supervises the run, which then survives this kernel; ``block`` is then False.
+
+    The run is kept in ``save`` or, without it, in a folder of the user; `attach` opens it in any later kernel.
+    """
+    automatic_metrics: bool = setting(True, group=_OUTPUT, parameter=False)
     """Whether panels show curves of what is not logged: the loss given to ``backward``, learning rate, memory, ..."""
-    output: str = "cell"
-    """Where the text that ranks write is shown: cell (under the launch, and in the panel) or panel (there only)."""
-    tags: Sequence[str] = ()
+    output: str = setting("cell", choices=OUTPUTS, group=_OUTPUT)
+    """Where the text that ranks write is shown: cell (under the launch, and in the panel) or panel (there only).
+
+    Figures and other displays stay under the launch.
+    """
+    tags: Sequence[str] = setting((), group=_OUTPUT)
     """Words by which the table of runs finds this run."""
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import notebook_accelerate
 from notebook_accelerate import errors
-from notebook_accelerate.widgets.fields import help_texts
+from notebook_accelerate.config.settings import help_texts
 from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
 from tests.parity.random_programs.plans import APART
 from tests.parity.surface import compare

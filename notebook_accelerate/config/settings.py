@@ -1,0 +1,282 @@
+"""Settings: fields of dataclasses that are also variables, options, keys of files, questions, and rows of forms.
+
+    @dataclass
+    class Plugin:
+        settings: ClassVar[Section] = Section("plugin_config", option="plugin_", variable="PLUGIN_")
+
+        depth: int | None = setting(unset=1, question=Question("How deep?", 2))
+        \"\"\"Number of layers.\"\"\"
+
+If `depth` is None, it is read from the variable PLUGIN_DEPTH. It is the option ``--plugin_depth`` of ``launch`` and the
+key plugin_depth of a configuration file, and ``config`` asks for it. Its text is the literal below the field.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import linecache
+import re
+import textwrap
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from notebook_accelerate.config import environ
+
+Answers = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Where the settings of a class are found; the class attribute ``settings``.
+
+    Attributes:
+        key: Section of a configuration file; "": its top level.
+        option: How the names of options begin.
+        variable: How the names of variables begin.
+    """
+
+    key: str = ""
+    option: str = ""
+    variable: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """The part of a variable's name before the option in capitals."""
+        return self.variable.removesuffix(self.option.upper())
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of the command ``config``.
+
+    Attributes:
+        text: The question.
+        default: The answer of an empty line; a function of the answers so far, or a value.
+        choices: The answers that are offered; None: the setting's.
+        when: Whether to ask, from the answers so far by option.
+    """
+
+    text: str
+    default: Any = None
+    choices: tuple[Any, ...] | None = None
+    when: Callable[[Answers], bool] = lambda _: True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The names, choices and conversions of one field.
+
+    Attributes:
+        name: The field.
+        default: Its default.
+        kind: The type of its texts in variables and options: bool, int, float or str.
+        group: Title of its group in a form; None: the form leaves it out.
+        launch: The field of ``LaunchConfig`` with the same meaning (fields of a configuration file).
+        choices: The values that a form offers.
+        variable: The variable that is read where the field is None; None: no variable is.
+        unset: The value where this variable is not set either.
+        read: Reads the variable, given its name and ``unset``; None: a function of `environ` for ``kind``.
+        option: Its name on the command line and in a configuration file; None: in neither.
+        preset: The value where neither the command line nor the file gives one.
+        parse: Converts the option's text; None: as ``kind``.
+        switch: Whether the option has no text.
+        closed: Whether the command line refuses values that are not among ``choices``.
+        question: The question of ``config``; None: it asks none.
+        parameter: Whether ``notebook_launcher`` has a parameter of this name (fields of ``LaunchConfig``).
+    """
+
+    name: str = ""
+    default: Any = None
+    kind: type[Any] = str
+    group: str | None = ""
+    launch: str = ""
+    choices: Sequence[Any] = ()
+    variable: str | None = ""
+    unset: Any = None
+    read: Callable[[str, Any], Any] | None = None
+    option: str | None = ""
+    preset: Any = None
+    parse: Callable[[str], Any] | None = None
+    switch: bool = False
+    closed: bool = False
+    question: Question | None = None
+    parameter: bool = True
+
+    @property
+    def source(self) -> str:
+        """A sentence on the variable and the value without it; "" without a variable."""
+        if self.variable is None:
+            return ""
+        return f" Read from {self.variable}{'' if self.unset is None else f'; default: {self.unset}'}."
+
+
+def setting(default: Any = None, **known: Any) -> Any:
+    """Return the field of a setting.
+
+    Args:
+        default: The field's default.
+        known: Attributes of its `Setting`. Names of variable and option follow from the class's `Section`.
+    """
+    return dataclasses.field(default=default, metadata=metadata(**known))
+
+
+def metadata(**known: Any) -> dict[str, Setting]:
+    """Return the metadata of a field that is a setting without a default, as `setting` has it."""
+    return {"setting": Setting(**known)}
+
+
+def settings_of(cls: type[Any]) -> dict[str, Setting]:
+    """Return the settings of a dataclass by field, in the fields' order; other fields are left out.
+
+    Args:
+        cls: The dataclass, with a class attribute ``settings`` if it has options or variables.
+    """
+    if cls not in _SETTINGS:
+        entries = [entry for entry in dataclasses.fields(cls) if "setting" in entry.metadata]
+        section = getattr(cls, "settings", None)
+        _SETTINGS[cls] = {entry.name: _completed(entry, section) for entry in entries}
+    return _SETTINGS[cls]
+
+
+_SETTINGS: weakref.WeakKeyDictionary[type[Any], dict[str, Setting]] = weakref.WeakKeyDictionary()
+_KINDS = {"bool": bool, "int": int, "float": float}
+
+
+def _completed(entry: dataclasses.Field[Any], section: Section | None) -> Setting:
+    found: Setting = entry.metadata["setting"]
+    first_type = re.match(r"\w*", str(entry.type))
+    kind = _KINDS.get(first_type[0] if first_type else "", str)
+    found = replace(found, name=entry.name, default=entry.default, kind=kind)
+    if section is None:
+        return replace(found, option=found.option or None, variable=found.variable or None)
+    name = entry.name.removeprefix(section.option)
+    option = section.option + name if found.option == "" else found.option
+    variable = section.variable + name.upper() if found.variable == "" and section.variable else found.variable
+    return replace(found, option=option, variable=variable or None)
+
+
+# ---- variables
+
+_READERS: dict[type[Any], Callable[[str, Any], Any]] = {
+    bool: environ.flag, int: environ.integer, float: environ.number, str: environ.text,
+}  # fmt: skip
+
+
+def from_environment(owner: type[Any], name: str) -> Any:
+    """Return the value of a field's variable, or ``unset`` if the variable is not set.
+
+    Args:
+        owner: The dataclass.
+        name: The field.
+
+    Raises:
+        ValueError: The variable is not of the field's type.
+    """
+    found = settings_of(owner)[name]
+    return found.unset if found.variable is None else (found.read or _READERS[found.kind])(found.variable, found.unset)
+
+
+def fill_unset(instance: Any, *names: str) -> None:
+    """Set those fields that are None from their variables.
+
+    Args:
+        instance: An instance of a dataclass.
+        names: The fields; none: all that have a variable.
+
+    Raises:
+        ValueError: A variable is not of the field's type.
+    """
+    known = settings_of(type(instance))
+    for name in names or [each.name for each in known.values() if each.variable is not None]:
+        if getattr(instance, name) is None:
+            setattr(instance, name, from_environment(type(instance), name))
+
+
+# ---- texts
+
+
+def help_texts(cls: type[Any]) -> dict[str, str]:
+    """Return the texts of a class's fields: string literals after them, else its docstring's Args.
+
+    Args:
+        cls: The dataclass.
+
+    Returns:
+        One line by field; the line of a setting ends with its variable.
+    """
+    known = settings_of(cls) if dataclasses.is_dataclass(cls) else {}
+    lines = {name: " ".join(text.split()) for name, text in _texts(cls).items()}
+    return {name: f"{text}{known[name].source if name in known else ''}" for name, text in lines.items()}
+
+
+def short_help(cls: type[Any], name: str) -> str:
+    """Return the first paragraph of a field's text.
+
+    Args:
+        cls: The dataclass.
+        name: The field.
+    """
+    return " ".join(_texts(cls).get(name, "").partition("\n\n")[0].split())
+
+
+def _texts(cls: type[Any]) -> dict[str, str]:
+    if cls not in _TEXTS:
+        texts: dict[str, str] = {}
+        for base in reversed(cls.__mro__):
+            if dataclasses.is_dataclass(base):
+                texts |= _docstring_entries(inspect.getdoc(base) or "") | _literals_after_fields(base)
+        _TEXTS[cls] = texts
+    return _TEXTS[cls]
+
+
+_TEXTS: weakref.WeakKeyDictionary[type[Any], dict[str, str]] = weakref.WeakKeyDictionary()
+_DOCSTRING_SECTIONS = re.compile(r"^(Args|Arguments|Attributes|Parameters):\s*$")
+_DOCSTRING_ENTRY = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s+(.*)$")
+
+
+def _docstring_entries(docstring: str) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    inside, name = False, ""
+    for line in docstring.splitlines():
+        if not line.startswith(" ") and line.strip():
+            inside, name = bool(_DOCSTRING_SECTIONS.match(line)), ""
+        elif inside and (found := _DOCSTRING_ENTRY.match(line.strip())) and len(line) - len(line.lstrip()) <= 4:
+            name = found[1]
+            texts[name] = found[2]
+        elif inside and name and line.strip():
+            texts[name] += f" {line.strip()}"
+    return texts
+
+
+def _literals_after_fields(cls: type[Any]) -> dict[str, str]:
+    try:
+        tree = ast.parse(_source_of_fields(cls))
+    except (OSError, TypeError, SyntaxError):  # a class without source
+        return {}
+    body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
+    texts = {}
+    for entry, after in itertools.pairwise(body):
+        if not (isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            texts[entry.target.id] = inspect.cleandoc(str(after.value.value))
+    return texts
+
+
+def _source_of_fields(cls: type[Any]) -> str:
+    """Return the source of a class; of one with settings, which is this package's, up to its first method.
+
+    `inspect.getsource` parses the whole file, which takes ten times longer.
+    """
+    if not settings_of(cls):
+        return textwrap.dedent(inspect.getsource(cls))
+    lines = linecache.getlines(inspect.getsourcefile(cls) or "")
+    head = re.compile(rf"class {cls.__name__}\b")
+    body = itertools.dropwhile(lambda line: not head.match(line), lines)
+    first = list(itertools.islice(body, 1))
+    return "".join([*first, *itertools.takewhile(re.compile(r"\s(?!   (def|@))").match, body)])

@@ -1,0 +1,95 @@
+"""The table of settings: what follows from a field, and what agrees with it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import pytest
+
+from notebook_accelerate import LaunchConfig, notebook_launcher
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.config_file import ClusterConfig
+from notebook_accelerate.config.settings import (
+    Section,
+    fill_unset,
+    from_environment,
+    help_texts,
+    setting,
+    settings_of,
+    short_help,
+)
+
+
+@dataclass
+class Plugin:
+    """Settings of an example."""
+
+    settings: ClassVar[Section] = Section("plugin_config", option="plugin_", variable="PLUGIN_")
+
+    depth: int | None = setting(unset=1)
+    """Number of layers.
+
+    More than one is slow.
+    """
+    plugin_kind: str | None = setting(unset="flat", choices=("flat", "deep"))
+    """flat or deep."""
+    rate: float | None = setting()
+    """A rate."""
+    fast: bool | None = setting(variable="FAST", option="plugin_is_fast", unset=False)
+    """Whether it is fast."""
+    derived: int = 0
+    """Not a setting."""
+
+
+def test_names_follow_from_the_section() -> None:
+    found = settings_of(Plugin)
+    assert {name: (each.option, each.variable, each.kind) for name, each in found.items()} == {
+        "depth": ("plugin_depth", "PLUGIN_DEPTH", int),
+        "plugin_kind": ("plugin_kind", "PLUGIN_KIND", str),
+        "rate": ("plugin_rate", "PLUGIN_RATE", float),
+        "fast": ("plugin_is_fast", "FAST", bool),
+    }
+    assert [entry.default for entry in fields(Plugin)] == [None, None, None, None, 0]
+
+
+def test_unset_fields_are_read_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLUGIN_DEPTH", "3")
+    monkeypatch.setenv("PLUGIN_RATE", "0.5")
+    plugin = Plugin(plugin_kind="deep")
+    fill_unset(plugin)
+    assert plugin == Plugin(3, "deep", 0.5, False)
+    with environ.ignored():
+        assert from_environment(Plugin, "depth") == 1
+    monkeypatch.setenv("PLUGIN_RATE", "fast")
+    with pytest.raises(ValueError, match="environment variable PLUGIN_RATE='fast' is not a number"):
+        fill_unset(Plugin(), "rate")
+
+
+def test_texts_name_the_variable() -> None:
+    texts = help_texts(Plugin)
+    assert texts["depth"] == "Number of layers. More than one is slow. Read from PLUGIN_DEPTH; default: 1."
+    assert texts["rate"] == "A rate. Read from PLUGIN_RATE."
+    assert texts["derived"] == "Not a setting."
+    assert short_help(Plugin, "depth") == "Number of layers."
+
+
+def test_the_launcher_has_the_fields_of_its_configuration() -> None:
+    parameters = inspect.signature(notebook_launcher).parameters
+    known = settings_of(LaunchConfig)
+    assert list(known) == [entry.name for entry in fields(LaunchConfig)]
+    for entry in fields(LaunchConfig):
+        parameter = parameters.get(entry.name)
+        assert (parameter is not None) == known[entry.name].parameter, entry.name
+        if parameter is not None:
+            assert (parameter.default, parameter.annotation) == (entry.default, entry.type), entry.name
+    own = {"function", "args", "resume", "config"}
+    assert set(parameters) - set(known) == own
+    described = [line.strip() for line in (notebook_launcher.__doc__ or "").splitlines()]
+    assert all(any(line.startswith(f"{name}: ") for line in described) for name in parameters)
+
+
+def test_settings_in_a_file_are_fields_of_a_launch() -> None:
+    same = {each.launch for each in settings_of(ClusterConfig).values() if each.launch}
+    assert same <= {entry.name for entry in fields(LaunchConfig)}
