@@ -13,6 +13,7 @@ import traitlets
 from notebook_accelerate import launch
 from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.report import rank_rows
+from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.resumption import newest_complete_checkpoint
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry.rank_devices import rank_names
@@ -22,28 +23,6 @@ from notebook_accelerate.widgets.run_summary import duration
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.widgets.front_end import KernelState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Action:
-    """A button.
-
-    Attributes:
-        id: What a click sends.
-        label: The text of the button.
-        hint: What a click does.
-        tone: "bad" or "first" for another colour; "": the usual one.
-        enabled: Whether it can be clicked.
-        interrupts: Whether a click interrupts the cell that blocks the kernel, through the notebook's server. Where
-            the browser does not reach that, the button is disabled.
-    """
-
-    id: str
-    label: str
-    hint: str
-    tone: str = ""
-    enabled: bool = True
-    interrupts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

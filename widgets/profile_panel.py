@@ -12,10 +12,11 @@ import numpy as np
 import traitlets
 
 from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
 from notebook_accelerate.profiling.timeline import Timeline
-from notebook_accelerate.widgets.actions import Action, ActionRow, ActionRows
+from notebook_accelerate.widgets.actions import ActionRow, ActionRows
 from notebook_accelerate.widgets.front_end import front_end, no_widgets
 from notebook_accelerate.widgets.live_panel import close_all
 from notebook_accelerate.widgets.panel_elements import asset, card, script, style_widget, with_classes

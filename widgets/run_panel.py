@@ -12,6 +12,7 @@ import ipywidgets
 
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.report.curves import Source
+from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.report.rank_rows import MANY
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import rank_table, run_panel_html
@@ -19,7 +20,6 @@ from notebook_accelerate.widgets.actions import (
     DEBUG,
     PAUSE,
     RESUME,
-    Action,
     ActionRow,
     ActionRows,
     ResumeOffer,

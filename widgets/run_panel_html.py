@@ -6,28 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report import mesh_diagram, rank_rows
-from notebook_accelerate.launch.report.markup import Markup, byte_size, element, html_table, join, percent
+from notebook_accelerate.launch.report import mesh_diagram, rank_rows, rendering, run_report
+from notebook_accelerate.launch.report.markup import Markup, element, html_table, join
 from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title
-from notebook_accelerate.launch.report.run_report import (
-    config_rows,
-    environment_rows,
-    errors_html,
-    launch_rows,
-)
+from notebook_accelerate.launch.report.rendering import badge, state, swatch
+from notebook_accelerate.launch.report.run_report import errors_html, trace_table
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets import rank_table
 from notebook_accelerate.widgets.run_summary import HELD, duration
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.launch.report.mesh_diagram import ShardingRow, ShardReports
+    from notebook_accelerate.launch.report.mesh_diagram import ShardReports
     from notebook_accelerate.widgets.rank_table import TableRow
     from notebook_accelerate.widgets.run_summary import Progress, RankSnapshot, RunSnapshot
 
 
-MAX_TRACES = 256
-"""Profiler traces that are listed."""
 SLOWEST_RANKS, SLOWEST_NODES = 8, 8
 """Of many ranks, the number of bars with step times, besides the mean."""
 NUMBER = {"class_": "na-num"}
@@ -47,11 +41,6 @@ def head(run: Run, now: RunSnapshot) -> Markup:
         *([element("span", f"{now.dropped:,} messages dropped")] if now.dropped else []),
         class_="na-head",
     )
-
-
-def state(status: str) -> Markup:
-    """Return a state as a word with a mark of its own shape and colour."""
-    return element("span", status.capitalize(), class_=f"na-state na-state-{status.replace(' ', '-')}")
 
 
 def bar(now: RunSnapshot) -> Markup:
@@ -123,21 +112,11 @@ def ranks(now: RunSnapshot, loss: str) -> Markup:
 
 def devices(now: RunSnapshot) -> Markup:
     """Return the table of the ranks' devices; "" before a rank has used one."""
-    rows = rank_rows.device_rows(now.ranks, {rank.rank: rank.devices for rank in now.ranks})
-    if len(rows) < 2:
-        return Markup()
-    titles, *found = rows
-    table = html_table(
-        titles,
-        found,
-        caption="Devices: allocated, reserved and peak are the rank's own; use and in use are of all processes",
-        columns=[NUMBER if title in _DEVICE_NUMBERS else {} for title in titles],
-        class_="na-table",
-    )
-    return element("div", table, class_="na-scroll")
+    caption = "Devices: allocated, reserved and peak count the rank's own memory; use and in use count all processes"
+    table = rank_rows.device_table(now.ranks, {rank.rank: rank.devices for rank in now.ranks}, caption)
+    return rendering.html(table, inline=False)
 
 
-_DEVICE_NUMBERS = {"devices", "use", "mean use", "allocated", "reserved", "peak", "highest peak", *rank_rows.IN_USE}
 _CLASSES = {"late": "na-late", "dead": "na-dead", "": ""}
 
 
@@ -148,16 +127,6 @@ def _is_node(row: TableRow) -> bool:
 def _cells(row: TableRow) -> list[str]:
     name = join([row.name, badge(row.badge)])
     return [name, row.state if _is_node(row) else state(row.state), *row.cells]
-
-
-def badge(text: str) -> Markup:
-    """Return a mark beside a name; "" for no text."""
-    return element("span", text, class_="na-badge") if text else Markup()
-
-
-def swatch(part: int) -> Markup:
-    """Return the colour of a part in a legend."""
-    return element("span", class_="na-swatch", style=f"background:var(--na-part-{part})")
 
 
 def step_times(now: RunSnapshot) -> Markup:
@@ -179,12 +148,7 @@ def step_times(now: RunSnapshot) -> Markup:
 
 def traces(run: Run) -> Markup:
     """Return the list of profiler traces that ranks have written; "" without any."""
-    items = [
-        element("li", f"rank {rank}: ", element("code", path), f" ({byte_size(count)})")
-        for rank, path, count in run.store.traces()[:MAX_TRACES]
-    ]
-    title = element("p", "Profiler traces (Chrome trace format)", class_="na-sub")
-    return join([title, element("ul", *items)]) if items else Markup()
+    return rendering.html(trace_table(run.store), inline=False)
 
 
 @dataclass(frozen=True)
@@ -244,16 +208,7 @@ def errors(run: Run) -> Markup:
 
 def setup(run: Run) -> Markup:
     """Return how the run was launched, its configuration and its environment."""
-    tables = (
-        ("Launch", launch_rows(run)),
-        ("Configuration", config_rows(run)),
-        ("Environment", environment_rows(run)),
-    )
-    return join([
-        html_table((), rows[1:], caption=caption, class_="na-table na-wrap")
-        for caption, rows in tables
-        if len(rows) > 1
-    ])  # fmt: skip
+    return join([rendering.html(table, inline=False) for table in run_report.setup(run)])
 
 
 # ---- the sharding page
@@ -296,33 +251,9 @@ def sharding_page(reports: ShardReports) -> Markup:
     """
     if not reports:
         return element("p", _NO_SHARDS, class_="na-empty")
-    rows = mesh_diagram.sharding_rows(reports)
-    table = html_table(
-        mesh_diagram.HEAD,
-        [_sharding_cells(row) for row in rows],
-        caption=element("caption", mesh_diagram.CAPTION, class_="na-hidden"),
-        columns=[{}, {}, NUMBER, NUMBER, {}, {}],
-        row_classes=["" if row.kind in _PARTS else "na-sum" for row in rows],
-        class_="na-table na-shards",
-    )
     return join([
         element("p", mesh_diagram.summary(reports), class_="na-verdict"),
         element("div", mesh_diagram.svg(reports), class_="na-scroll na-mesh"),
         element("p", _SHARDS_NOTE, class_="na-note"),
-        element("div", table, class_="na-scroll"),
+        rendering.html(mesh_diagram.sharding_table(reports), inline=False),
     ])  # fmt: skip
-
-
-_PARTS = {"parameters": 1, "gradients": 0, "optimizer state": 3}
-
-
-def _sharding_cells(row: ShardingRow) -> list[str]:
-    part = _PARTS.get(row.kind)
-    kind = row.kind if part is None else join([swatch(part), row.kind])
-    meter = Markup()
-    if row.share is not None:
-        fill = "var(--na-muted-ink)" if part is None else f"var(--na-part-{part})"
-        style = f"width:{min(100.0, 100 * row.share):.1f}%;background:{fill}"
-        meter = element("span", element("i", style=style), class_="na-meter")
-    share = element("span", meter, element("span", percent(row.share)), class_="na-share")
-    return [row.ranks, kind, row.total, row.per_rank, share, element("span", row.layout, class_="na-muted")]

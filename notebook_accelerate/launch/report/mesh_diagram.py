@@ -9,6 +9,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from notebook_accelerate.launch.report.document import Cell, Column, Group, Row, Table, table_of
 from notebook_accelerate.launch.report.markup import (
     Markup,
     byte_size,
@@ -18,6 +19,7 @@ from notebook_accelerate.launch.report.markup import (
     svg_image,
     svg_text,
 )
+from notebook_accelerate.launch.report.rendering import text
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 ShardReports = Mapping[int, ShardReport]
 
 CAPTION = "Sharding"
-HEAD = ("ranks", "tensors", "total", "per rank", "share", "layout")
 MAX_GROUPS = 6
 """More groups of ranks are merged, and their bytes shown as a range."""
 
@@ -65,14 +66,36 @@ def summary(reports: ShardReports) -> str:
     return " · ".join(parts)
 
 
-def report_rows(reports: ShardReports) -> list[list[str]]:
-    """Return the table as rows of text, the head first; only the head before the first report.
+def sharding_table(reports: ShardReports) -> Table:
+    """Return what each group of ranks holds.
 
     Args:
         reports: By rank.
     """
-    rows = sharding_rows(reports)
-    return [list(HEAD), *([*row[:4], percent(row.share), row.layout] for row in rows)]
+    return Table(
+        key="shards",
+        label=CAPTION,
+        columns=_COLUMNS,
+        groups=(Group(rows=tuple(map(_table_row, sharding_rows(reports)))),),
+    )
+
+
+_COLUMNS = (
+    Column(title="ranks"),
+    Column(title="tensors"),
+    Column(title="total", numeric=True),
+    Column(title="per rank", numeric=True),
+    Column(title="share"),
+    Column(title="layout", muted=True),
+)
+_PARTS = {"parameters": 1, "gradients": 0, "optimizer state": 3}
+"""The parts of a step whose colours the kinds of tensors have."""
+
+
+def _table_row(row: ShardingRow) -> Row:
+    part = _PARTS.get(row.kind, -1)
+    kind, share = Cell(text=row.kind, part=part), Cell(text=percent(row.share), part=part, meter=row.share)
+    return Row(cells=(row.ranks, kind, row.total, row.per_rank, share, row.layout), tone="sum" if part < 0 else "")
 
 
 class ShardingRow(NamedTuple):
@@ -214,6 +237,12 @@ def groups(reports: ShardReports) -> list[EqualRanks]:
 
 
 # ---- the mesh
+
+
+def mesh_text(reports: ShardReports) -> str:
+    """Return the summary and the mesh as text; "" before the first report."""
+    rows = mesh_rows(reports)
+    return "\n\n".join(filter(None, [summary(reports), text(table_of("mesh", rows)) if len(rows) > 1 else ""]))
 
 
 def mesh_rows(reports: ShardReports) -> list[list[str]]:

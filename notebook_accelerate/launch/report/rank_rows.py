@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from notebook_accelerate.launch.report.markup import Rows, byte_size
+from notebook_accelerate.launch.report.document import Rows, Table, table_of
+from notebook_accelerate.launch.report.markup import byte_size
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.telemetry.step_time import PARTS
 
@@ -22,12 +23,16 @@ SLOWEST = 8
 """Of many ranks, the step times of this many are listed."""
 
 
-def rank_tables(run: RunView) -> list[tuple[str, Rows]]:
-    """Return the tables of the ranks, with their captions."""
+def rank_tables(run: RunView) -> list[Table]:
+    """Return the tables of the ranks."""
     infos = run.ranks
     if len(infos) <= MANY:
-        return [("Ranks", _rank_rows(run, infos))]
-    return [("Nodes", _node_rows(run, infos)), (f"{len(infos):,} ranks, by state", _state_rows(run, infos))]
+        return [table_of("ranks", _rank_rows(run, infos), caption="Ranks")]
+    by_state = f"{len(infos):,} ranks, by state"
+    return [
+        table_of("nodes", _node_rows(run, infos), caption="Nodes"),
+        table_of("ranks", _state_rows(run, infos), caption=by_state),
+    ]
 
 
 def _rank_rows(run: RunView, infos: Sequence[RankInfo]) -> Rows:
@@ -84,8 +89,8 @@ def _range(steps: Iterable[int | None]) -> str:
 # ---- step times
 
 
-def step_time_rows(run: RunView) -> Rows:
-    """Return, per rank, milliseconds per step and the share of each part; only the head before the first event.
+def step_time_table(run: RunView) -> Table:
+    """Return, per rank, milliseconds per step and the share of each part.
 
     Of many ranks: the mean of all, and the ranks whose own work takes longest.
     """
@@ -98,7 +103,8 @@ def step_time_rows(run: RunView) -> Rows:
         shown = sorted(measured, key=lambda rank: -own[rank])[:SLOWEST]
         together = {part: sum(parts[part] for parts, _ in measured.values()) for part in PARTS}
         rows.append(_step_time_row(f"all {len(measured):,}", together, sum(steps for _, steps in measured.values())))
-    return rows + [_step_time_row(str(rank), *measured[rank]) for rank in shown]
+    rows += [_step_time_row(str(rank), *measured[rank]) for rank in shown]
+    return table_of("times", rows, caption="Step time")
 
 
 def _step_time_row(name: str, seconds: dict[str, float], steps: int) -> list[str]:
@@ -130,7 +136,20 @@ UUID_CHARS = 8
 _ACTIVE = ("starting", "running")
 
 
-def device_rows(ranks: Sequence[RankOnNode], devices: Mapping[int, Sequence[RankDevice]]) -> Rows:
+def device_table(
+    ranks: Sequence[RankOnNode], devices: Mapping[int, Sequence[RankDevice]], caption: str = "Devices"
+) -> Table:
+    """Return a row per rank and device, or with many ranks one per node; see `_device_rows`.
+
+    Args:
+        ranks: The ranks.
+        devices: The devices of each rank.
+        caption: The caption of the table.
+    """
+    return table_of("devices", _device_rows(ranks, devices), caption=caption)
+
+
+def _device_rows(ranks: Sequence[RankOnNode], devices: Mapping[int, Sequence[RankDevice]]) -> Rows:
     """Return a row per rank and device, or with many ranks one per node, below their titles; only the titles without.
 
     Columns of which nothing is known are left out, such as those of the present after the run.

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.hardware.versions import installed_version
-from notebook_accelerate.launch.report import mesh_diagram, rank_rows, svg_curves
+from notebook_accelerate.launch.report import mesh_diagram, rank_rows, rendering, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
-from notebook_accelerate.launch.report.markup import Markup, Rows, byte_size, element, html_table, join, text_table
+from notebook_accelerate.launch.report.document import Drawing, Node, Rows, Section, Table, Text, table_of
+from notebook_accelerate.launch.report.markup import Markup, byte_size, element, join
 from notebook_accelerate.launch.report.rank_rows import findings
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry.rank_devices import rank_names
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 
 MAX_CURVES = 24
 """Further metrics are listed in the table only: a saved notebook stores every image."""
-METRICS = "Metrics"
-_FOLDED = ("Configuration", "Environment", "Launch")
-"""The captions of the tables behind a closed fold while the run goes on, too: an update would close what is opened."""
+MAX_TRACES = 256
+"""Profiler traces that are listed."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
 _PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
@@ -59,18 +59,57 @@ class Report:
     @property
     def text(self) -> str:
         """The report as plain text."""
-        return self._text(self._tables())
+        return rendering.text(self.document())
 
     @property
     def html(self) -> str:
         """The report as HTML without scripts or external references."""
-        return self._html(self._tables())
+        return _page(self.document())
 
     @property
     def bundle(self) -> dict[str, str]:
         """The report as a MIME bundle: HTML and text of the same state."""
-        tables = self._tables()
-        return {"text/html": self._html(tables), "text/plain": self._text(tables)}
+        document = self.document()
+        return {"text/html": _page(document), "text/plain": rendering.text(document)}
+
+    def document(self) -> Section:
+        """Return the run's present state: what happened, its curves, and tables behind folds."""
+        run = self.run
+        devices = {info.rank: run.store.devices.of_rank(info.rank) for info in run.ranks}
+        folds = [
+            *(self._fold(table) for table in rank_rows.rank_tables(run)),
+            self._fold(rank_rows.device_table(run.ranks, devices)),
+            self._fold(metric_table(run)),
+            self._sharding(),
+            self._fold(rank_rows.step_time_table(run)),
+            self._fold(trace_table(run.store)),
+            self._fold(attempt_table(run)),
+            *(self._fold(table, is_setup=True) for table in setup(run)),
+        ]
+        nodes: tuple[Node, ...] = (
+            _head(run),
+            Drawing(html=errors_html(run)),
+            Text(lines=tuple(findings(run)), tone="list"),
+            Drawing(html=_curves_html(run)),
+            *folds,
+            Drawing(text=_error_text(run)),
+        )
+        return Section(key="report", nodes=nodes)
+
+    def _fold(self, table: Table, *, is_setup: bool = False) -> Section:
+        """Return a table behind a fold. While the run lasts, updates close what the user opens: most are open then."""
+        is_open = self.run.ended is None and not is_setup
+        return Section(key=table.key, title=table.caption, nodes=(replace(table, caption=""),), open=is_open)
+
+    def _sharding(self) -> Section:
+        reports = mesh_diagram.latest_reports(self.run)
+        title = f"{mesh_diagram.CAPTION}: {mesh_diagram.summary(reports)}"
+        nodes = (
+            Drawing(text=mesh_diagram.mesh_text(reports)),
+            mesh_diagram.sharding_table(reports),
+            Drawing(html=element("div", mesh_diagram.image(reports))) if reports else Drawing(),
+        )
+        return Section(key="sharding", title=title, nodes=nodes, open=self.run.ended is None)
 
     def error_lines(self, error: WorkerError) -> list[str]:
         """Return the lines that a failed cell shows: the failures at their cell lines, then the error's first line.
@@ -82,107 +121,6 @@ class Report:
         text = f"{type(error).__name__}: {error}"
         return [*lines, "", text.partition("\n")[0]] if lines else [text]
 
-    def _head(self) -> tuple[str, str]:
-        run = self.run
-        first = f"run {run.id} · {run.function_name} · {run.status} · {run.elapsed:.1f} s"
-        return first, run.plan.sentence() if run.plan is not None else ""
-
-    def _tables(self) -> list[tuple[str, Rows]]:
-        attempts, ranks, devices = self._attempt_rows(), self.run.ranks, self.run.store.devices
-        tables = [
-            *rank_rows.rank_tables(self.run),
-            ("Devices", rank_rows.device_rows(ranks, {rank.rank: devices.of_rank(rank.rank) for rank in ranks})),
-            (METRICS, self._metric_rows()),
-            (mesh_diagram.CAPTION, mesh_diagram.report_rows(mesh_diagram.latest_reports(self.run))),
-            ("Step time", rank_rows.step_time_rows(self.run)),
-            ("Profiler traces (Chrome trace format)", trace_rows(self.run.store)),
-            ("Attempts", attempts if len(attempts) > 2 else []),
-            ("Configuration", config_rows(self.run)),
-            ("Environment", environment_rows(self.run)),
-        ]
-        return [(caption, rows) for caption, rows in tables if len(rows) > 1]
-
-    def _metric_rows(self) -> Rows:
-        rows = [["metric", "points", "first", "last", "min", "max", "curve"]]
-        for name, series in self.run.metrics.items():
-            values = series.values
-            if not len(values):
-                continue
-            numbers = [values[0], values[-1], values.min(), values.max()]
-            curve = sparkline(series.rank(int(series.ranks.min())).values)
-            rows.append([name, str(len(values)), *(f"{number:.4g}" for number in numbers), curve])
-        return rows
-
-    def _attempt_rows(self) -> Rows:
-        rows = [["attempt", "started", "seconds", "outcome"]]
-        for attempt in self.run.attempts:
-            started = datetime.fromtimestamp(attempt.started).strftime("%H:%M:%S")
-            seconds = f"{(attempt.ended or attempt.started) - attempt.started:.1f}"
-            rows.append([str(attempt.number + 1), started, seconds, attempt.outcome])
-        return rows
-
-    # ---- text
-
-    def _text(self, tables: list[tuple[str, Rows]]) -> str:
-        blocks = [" · ".join(filter(None, self._head())), *self.run.notes, "\n".join(findings(self.run))]
-        blocks += [self._text_table(caption, rows) for caption, rows in tables]
-        if self.run.failures:
-            blocks.append("\n".join(failures.failure_lines(self.run.failures)))
-        elif self.run.error is not None:
-            blocks.append(str(self.run.error))
-        return "\n\n".join(block for block in blocks if block)
-
-    def _text_table(self, caption: str, rows: Rows) -> str:
-        table = text_table(rows, rule=True)
-        if caption != mesh_diagram.CAPTION:
-            return table
-        reports = mesh_diagram.latest_reports(self.run)
-        mesh = mesh_diagram.mesh_rows(reports)
-        parts = [mesh_diagram.summary(reports), text_table(mesh, rule=True) if len(mesh) > 1 else "", table]
-        return "\n\n".join(filter(None, parts))
-
-    # ---- HTML
-
-    def _html(self, tables: list[tuple[str, Rows]]) -> str:
-        run, (_, plan) = self.run, self._head()
-        state = element(
-            "span", run.status.capitalize(), style=_STATE.format(_STATE_COLOURS.get(run.status, _OTHER_STATES))
-        )
-        name = f" {run.function_name} · run {run.id} · {run.elapsed:.1f} s"
-        parts: list[str] = [_PRINT_STYLE, element("p", state, element("strong", name))]
-        parts += [element("p", plan)] if plan else []
-        parts += [errors_html(run), self._findings_html()]
-        parts.append(self._curves_html())
-        launch = launch_rows(run)
-        parts += [self._folded_table(caption, rows) for caption, rows in [*tables, ("Launch", launch)] if len(rows) > 1]
-        return element("div", *parts, class_="notebook-accelerate-report")
-
-    def _folded_table(self, caption: str, rows: Rows) -> Markup:
-        inside = []
-        is_open = self.run.ended is None and caption not in _FOLDED
-        if caption == METRICS and len(rows) <= MAX_CURVES:  # their pictures are shown
-            rows = [row[:-1] for row in rows]
-        if caption == mesh_diagram.CAPTION:
-            reports = mesh_diagram.latest_reports(self.run)
-            caption = f"{caption}: {mesh_diagram.summary(reports)}"
-            inside.append(element("div", mesh_diagram.image(reports)))
-        return element("details", element("summary", caption), _report_table(rows), *inside, open=is_open)
-
-    def _findings_html(self) -> Markup:
-        found = findings(self.run)
-        return element("ul", *(element("li", text) for text in found)) if found else Markup()
-
-    def _curves_html(self) -> Markup:
-        """Return the curves of what the run has logged; of a run that has logged nothing, the automatic ones."""
-        run, failed = self.run, [failure.rank for failure in self.run.failures]
-        source = Source(run.store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
-        names = shown_names([source])
-        if not names:
-            return Markup()
-        images = element("div", join([svg_curves.metric_image([source], name) for name in names[:MAX_CURVES]], " "))
-        more = len(names) - MAX_CURVES
-        return join([images, element("p", f"{more} more metrics are in the table below.")]) if more > 0 else images
-
     def _repr_html_(self) -> str:
         return self.html
 
@@ -190,18 +128,91 @@ class Report:
         return self.text
 
 
+def _page(document: Section) -> Markup:
+    return element("div", rendering.html(document), class_="notebook-accelerate-report")
+
+
+def _head(run: RunView) -> Drawing:
+    plan = run.plan.sentence() if run.plan is not None else ""
+    first = f"run {run.id} · {run.function_name} · {run.status} · {run.elapsed:.1f} s"
+    style = _STATE.format(_STATE_COLOURS.get(run.status, _OTHER_STATES))
+    state = element("span", run.status.capitalize(), style=style)
+    name = element("strong", f" {run.function_name} · run {run.id} · {run.elapsed:.1f} s")
+    parts = [_PRINT_STYLE, element("p", state, name), *([element("p", plan)] if plan else [])]
+    return Drawing(html=join(parts), text=" · ".join(filter(None, (first, plan))))
+
+
+def _error_text(run: RunView) -> str:
+    """Return the failures, or the error of a run without any, as the last lines of the text: next to the prompt."""
+    if run.failures:
+        return "\n".join(failures.failure_lines(run.failures))
+    return str(run.error) if run.error is not None else ""
+
+
+def _curves_html(run: RunView) -> Markup:
+    """Return the curves of the logged metrics; if nothing was logged, those of the automatic metrics."""
+    failed = [failure.rank for failure in run.failures]
+    source = Source(run.store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
+    names = shown_names([source])
+    if not names:
+        return Markup()
+    images = element("div", join([svg_curves.metric_image([source], name) for name in names[:MAX_CURVES]], " "))
+    more = len(names) - MAX_CURVES
+    return join([images, element("p", f"{more} more metrics are in the table below.")]) if more > 0 else images
+
+
+# ---- tables
+
+
+def metric_table(run: RunView) -> Table:
+    """Return the metrics: their numbers of points, their first and last values, and their range."""
+    rows = [["metric", "points", "first", "last", "min", "max", "curve"]]
+    for name, series in run.metrics.items():
+        values = series.values
+        if not len(values):
+            continue
+        numbers = [values[0], values[-1], values.min(), values.max()]
+        curve = sparkline(series.rank(int(series.ranks.min())).values)
+        rows.append([name, str(len(values)), *(f"{number:.4g}" for number in numbers), curve])
+    table = table_of("metrics", rows, caption="Metrics")
+    if len(rows) > MAX_CURVES + 1:
+        return table
+    *columns, curve_column = table.columns
+    return replace(table, columns=(*columns, replace(curve_column, text_only=True)))  # HTML shows the images
+
+
+def attempt_table(run: RunView) -> Table:
+    """Return the attempts of a run, if there was more than one."""
+    rows = [["attempt", "started", "seconds", "outcome"]]
+    for attempt in run.attempts if len(run.attempts) > 1 else ():
+        started = datetime.fromtimestamp(attempt.started).strftime("%H:%M:%S")
+        seconds = f"{(attempt.ended or attempt.started) - attempt.started:.1f}"
+        rows.append([str(attempt.number + 1), started, seconds, attempt.outcome])
+    return table_of("attempts", rows, caption="Attempts")
+
+
+def trace_table(store: Store) -> Table:
+    """Return rank, path and size of each profiler trace."""
+    rows = [[str(rank), path, byte_size(size)] for rank, path, size in store.traces()[:MAX_TRACES]]
+    return table_of("traces", [["rank", "trace", "size"], *rows], caption="Profiler traces (Chrome trace format)")
+
+
+def setup(run: RunView) -> tuple[Table, Table, Table]:
+    """Return how the run was launched, its configuration and its environment."""
+    return (
+        table_of("launch", launch_rows(run), caption="Launch", pairs=True),
+        table_of("configuration", config_rows(run), caption="Configuration", pairs=True),
+        table_of("environment", environment_rows(run), caption="Environment", pairs=True),
+    )
+
+
 def launch_rows(run: RunView) -> Rows:
     """Return the plan of a run, and the remarks of its launch."""
     rows = [["launch", "value"]]
     if (plan := run.plan) is not None:
-        rows.append(
-            [
-                "ranks",
-                f"{plan.num_processes} of {plan.world_size}"
-                if plan.node or plan.world_size != plan.num_processes
-                else str(plan.num_processes),
-            ]
-        )
+        is_part = plan.node or plan.world_size != plan.num_processes
+        ranks = str(plan.num_processes)
+        rows.append(["ranks", f"{ranks} of {plan.world_size}" if is_part else ranks])
         rows.append(["device", plan.where or plan.accelerator])
         rows.append(["start method", f"{plan.start_method}: {plan.reason}" if plan.reason else plan.start_method])
         rows += [["backend", plan.backend]] if plan.backend else []
@@ -215,11 +226,6 @@ def config_rows(run: RunView) -> Rows:
     for name, value in run.config.non_default().items():
         rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else format_setting(value)])
     return rows
-
-
-def trace_rows(store: Store) -> Rows:
-    """Return rank, path and size of each profiler trace; only the head without any."""
-    return [["rank", "trace", "size"], *([str(rank), path, byte_size(size)] for rank, path, size in store.traces())]
 
 
 @functools.cache
@@ -291,14 +297,3 @@ def sparkline(values: Sequence[float] | np.ndarray) -> str:
     # Half of each: the span of numbers near the largest float64 would overflow.
     scale = (len(_SPARK) - 1) / (high / 2 - low / 2) if high > low else 0.0
     return "".join(_SPARK[round(float((mean / 2 - low / 2) * scale))] for mean in means)
-
-
-_NUMBER = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( ?(%|B|[KMGT]iB))?|-?inf|nan")
-
-
-def _report_table(rows: Rows) -> Markup:
-    """Return a table with numbers aligned to the right, texts to the left."""
-    head, *body = rows
-    numeric = [all(not cell or _NUMBER.fullmatch(cell) for cell in column) for column in zip(*body, strict=True)]
-    columns = [{"style": f"text-align:{'right' if right else 'left'}"} for right in numeric]
-    return html_table(head, body, columns=columns)
