@@ -14,7 +14,8 @@ StrategyFactory = Callable[[Setup], Strategy]
 
 
 def _fsdp(setup: Setup) -> Strategy:
-    """Choose the version; it is imported here because torch.distributed.fsdp takes a second to import."""
+    """Return the strategy for the plugin's version of FSDP."""
+    # The versions are imported only when they are used: torch.distributed.fsdp takes a second to import.
     if setup.state.num_processes == 1:
         warn_once("fsdp_plugin has no effect in a world of one process: there are no ranks to shard over")
         return SingleStrategy(setup)
@@ -73,22 +74,22 @@ STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.XLA.value: _xla,
     DistributedType.MEGATRON_LM.value: _megatron_lm,
 }
-"""The factory of each strategy by `DistributedType`, or TP, EP and PP: Accelerate has no type for ranks that only split
-tensors, experts or layers."""
+"""The factory of each strategy, by `DistributedType`, or by "TP", "EP" and "PP": Accelerate has no type for ranks that
+split only tensors, experts or layers."""
 
 
 def register_strategy(kind: str, factory: StrategyFactory) -> None:
-    """Add a row, or replace one.
+    """Register a strategy, replacing the one that was registered for the same kind.
 
     Args:
-        kind: The `DistributedType` it serves.
-        factory: Called with the settings of an `Accelerator`.
+        kind: The `DistributedType` that the strategy serves.
+        factory: A function that creates the strategy from the settings of an `Accelerator`.
     """
     STRATEGIES[kind] = factory
 
 
 def make_strategy(setup: Setup) -> Strategy:
-    """Create the strategy for a world.
+    """Create the strategy for the world of an `Accelerator`.
 
     Args:
         setup: The settings of the `Accelerator`.
@@ -97,7 +98,7 @@ def make_strategy(setup: Setup) -> Strategy:
         The strategy.
 
     Raises:
-        ValueError: There is no strategy for this kind of world, or it is not available.
+        ValueError: No strategy is registered for this kind of world, or the strategy is not available.
     """
     kind = str(getattr(setup.state.distributed_type, "value", setup.state.distributed_type))
     layout = setup.state.parallelism_config

@@ -1,4 +1,4 @@
-"""Resolves the arguments of an `Accelerator`: defaults, contradictions, handlers, and the settings for its strategy."""
+"""Resolve the arguments of an `Accelerator`: defaults, contradictions, handlers, and the settings for its strategy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.state.warn_once import warn_once
 
 UNSET: Any = object()
-"""The default of a deprecated argument."""
+"""Marks a deprecated argument that was not given."""
 
 
 @dataclass(kw_only=True)
@@ -38,37 +38,37 @@ class Setup:
     """The settings of one `Accelerator`, as its strategy needs them."""
 
     state: AcceleratorState
-    """The ranks and plugins."""
+    """The ranks and the plugins."""
     gradient_state: GradientState
-    """The position of training in a window of accumulation."""
+    """The position of training in an accumulation window."""
     precision: Precision
-    """The precision of models."""
+    """The precision that models compute in."""
     scaler: torch.amp.GradScaler | None
-    """The scaler of losses; None in precisions without one."""
+    """The loss scaler, or None if the precision does not need one."""
     device: torch.device
-    """The device of this rank, as it was when the `Accelerator` was made."""
+    """The device that this rank had when the `Accelerator` was created."""
     dynamo_plugin: Any = None
-    """How models are compiled (`TorchDynamoPlugin`); None: they are not."""
+    """How models are compiled (`TorchDynamoPlugin`), or None if they are not compiled."""
     device_placement: bool = True
-    """Whether models, batches and optimizer states move to the device of the rank."""
+    """Whether models, batches and optimizer states are moved to the rank's device."""
     dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
-    """How loaders are shared between ranks."""
+    """How the batches of loaders are divided among ranks."""
     rng_types: list[Any] | None = None
-    """Random generators that are synchronized at the start of each pass; None means the strategy's choice."""
+    """The random generators that are synchronized at the start of each pass; None means the strategy's choice."""
     step_scheduler_with_optimizer: bool = True
     """Whether schedulers step only when optimizers do."""
     ddp_handler: DistributedDataParallelKwargs | None = None
-    """Settings of DDP; None means torch's defaults."""
+    """The settings of DDP; None means torch's defaults."""
 
 
 def check_type(name: str, value: Any, allowed: type | tuple[type, ...], what: str) -> None:
     """Check the type of an argument.
 
     Args:
-        name: The function or argument.
-        value: The value.
-        allowed: The allowed types.
-        what: The types as text, or the line to type.
+        name: The function or argument, for the message.
+        value: The value to check.
+        allowed: The allowed type or types.
+        what: The allowed types as text, or the line to type, for the message.
 
     Raises:
         ValueError: The value has another type.
@@ -78,13 +78,13 @@ def check_type(name: str, value: Any, allowed: type | tuple[type, ...], what: st
 
 
 def check_loss(loss: Any) -> None:
-    """Check that a loss which is no tensor has a method `backward`.
+    """Check that a loss that is not a tensor has a method `backward`.
 
     Args:
-        loss: The argument of `backward`.
+        loss: The argument of `Accelerator.backward`.
 
     Raises:
-        ValueError: It has no method `backward`.
+        ValueError: The loss has no method `backward`.
     """
     if callable(getattr(loss, "backward", None)):
         return
@@ -97,16 +97,16 @@ def check_loss(loss: Any) -> None:
 
 
 def generators(kinds: Any) -> list[Any]:
-    """Return the random generators that are synchronized over ranks.
+    """Return the kinds of random generators that are synchronized across ranks.
 
     Args:
         kinds: The argument `rng_types`.
 
     Returns:
-        The kinds; the loader's own generator by default.
+        The kinds; by default only the loader's own generator.
 
     Raises:
-        ValueError: It is no list, or has an unknown generator.
+        ValueError: `kinds` is not a list, or names an unknown generator.
     """
     if kinds is None:
         return ["generator"]
@@ -120,11 +120,11 @@ def generators(kinds: Any) -> list[Any]:
 def project_configuration(
     config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Return the folders of a project.
+    """Return the configuration of a project's folders.
 
     Args:
         config: The argument `project_config`.
-        project_dir: The argument `project_dir`; used if the configuration has no folder.
+        project_dir: The argument `project_dir`, used if `config` has no folder.
 
     Returns:
         The configuration.
@@ -143,7 +143,7 @@ def loader_configuration(config: DataLoaderConfiguration | None, split_batches: 
 
     Args:
         config: The argument `dataloader_config`.
-        split_batches: The deprecated argument; UNSET by default.
+        split_batches: The deprecated argument `split_batches`, or UNSET.
 
     Returns:
         The configuration.
@@ -165,7 +165,8 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
 
     Args:
         plugin: The argument `gradient_accumulation_plugin`.
-        steps: The argument `gradient_accumulation_steps`; ACCELERATE_GRADIENT_ACCUMULATION_STEPS has priority.
+        steps: The argument `gradient_accumulation_steps`. The environment variable
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides it.
 
     Returns:
         The plugin.
@@ -187,14 +188,14 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
 
 
 def dynamo(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
-    """Return the plugin for compiling models.
+    """Return the plugin that configures the compilation of models.
 
     Args:
         plugin: The argument `dynamo_plugin`.
         backend: The argument `dynamo_backend`.
 
     Returns:
-        The plugin; None keeps the one of the state.
+        The plugin, or None to keep the plugin of the state.
 
     Raises:
         ValueError: Both were given.
@@ -204,21 +205,22 @@ def dynamo(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None
         return TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
     if plugin is not None:
         check_type("dynamo_plugin", plugin, TorchDynamoPlugin, "TorchDynamoPlugin(...)")
-    # A later Accelerator without the argument keeps what the first one read from the environment.
+    # An Accelerator that is created later without the argument keeps the plugin that the first one read from the
+    # environment.
     return plugin if plugin is not None or AcceleratorState._shared_state else TorchDynamoPlugin()
 
 
 def either(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """Return the value of two arguments of which at most one may be given.
+    """Return the value of the argument that was given, out of two that exclude each other.
 
     Args:
-        name: Name of the first.
-        value: Its value; None if it was not given.
-        other_name: Name of the second.
-        other: Its value.
+        name: The name of the first argument.
+        value: Its value, or None if it was not given.
+        other_name: The name of the second argument.
+        other: Its value, or None if it was not given.
 
     Returns:
-        The value, or None.
+        The value, or None if neither was given.
 
     Raises:
         ValueError: Both were given.
@@ -244,7 +246,7 @@ _FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | UnionType, str], ...] = (
 
 @dataclass(kw_only=True)
 class Handlers:
-    """At most one handler of each kind; None for kinds without one."""
+    """The handlers of an `Accelerator` by kind; a kind without a handler is None."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs | None = None
@@ -255,7 +257,7 @@ class Handlers:
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
-    """Sort handlers by kind.
+    """Assign handlers to their kinds.
 
     Args:
         handlers: The argument `kwargs_handlers`.
@@ -264,7 +266,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         The handlers by kind.
 
     Raises:
-        ValueError: An object is no handler, or there are two of a kind.
+        ValueError: An object is not a handler, or two handlers have the same kind.
     """
     if isinstance(handlers, KwargsHandler):
         raise ValueError(f"kwargs_handlers takes a list; write kwargs_handlers=[{type(handlers).__name__}(...)]")
@@ -283,15 +285,15 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
 
 
 def check_handler(name: str, handler: _Handler | None, kind: type[_Handler]) -> _Handler | None:
-    """Return a handler that is assigned to an attribute of an `Accelerator`.
+    """Return a handler after checking that it may be assigned to an attribute of an `Accelerator`.
 
     Args:
-        name: The attribute.
-        handler: The new value.
-        kind: The class of its values.
+        name: The name of the attribute.
+        handler: The value to assign.
+        kind: The class of handlers that the attribute accepts.
 
     Raises:
-        ValueError: The value has another type.
+        ValueError: The value is neither None nor an instance of `kind`.
     """
     check_type(name, handler, (kind, type(None)), f"{kind.__name__}(...) or None")
     return handler

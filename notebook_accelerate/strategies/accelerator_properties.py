@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that lower rooms use: its attributes and properties."""
+"""The attributes and properties of `Accelerator`, for packages that must not import `Accelerator` itself."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ _Recipe = TypeVar("_Recipe", bound=Fp8Recipe)
 
 
 class AcceleratorProperties(RankExecution):
-    """The attributes and properties of `Accelerator`, for annotations in rooms that must not import it.
+    """The attributes and properties of `Accelerator`.
 
-    The lists with a leading underscore have Accelerate's names, which libraries on top of it read.
+    Packages that `accelerator.py` imports use this class in annotations. The lists with a leading underscore keep
+    Accelerate's names because libraries built on Accelerate read them.
     """
 
     state: AcceleratorState
@@ -69,22 +70,22 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of world."""
+        """How the ranks train together."""
         return self.state.distributed_type
 
     @property
     def num_processes(self) -> int:  # type: ignore[override]
-        """Number of ranks."""
+        """The number of ranks."""
         return self.state.num_processes
 
     @property
     def process_index(self) -> int:  # type: ignore[override]
-        """This rank, from 0."""
+        """The number of this rank, counted from 0."""
         return self.state.process_index
 
     @property
     def local_process_index(self) -> int:  # type: ignore[override]
-        """This rank's index on its machine."""
+        """The index of this rank on its machine."""
         return self.state.local_process_index
 
     @property
@@ -99,23 +100,23 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def multi_device(self) -> bool:
-        """Whether several accelerators train by data parallelism."""
+        """Whether several GPUs or other accelerators train by data parallelism."""
         return self.use_distributed and self.distributed_type.value.startswith("MULTI_") and self._device.type != "cpu"
 
     @property
     def mixed_precision(self) -> str:
-        """The precision of models prepared here: no, fp16, bf16 or fp8."""
+        """The precision of the models that this object prepares: no, fp16, bf16 or fp8."""
         return self._precision.name
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The parallel layout; None: data parallel only."""
+        """The parallel layout, or None if ranks use data parallelism only."""
         layout: ParallelismConfig | None = self.state.parallelism_config
         return layout
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of ranks of the parallel layout; None without one."""
+        """The mesh of ranks of the parallel layout, or None if there is no layout."""
         mesh: DeviceMesh | None = self.state.device_mesh
         return mesh
 
@@ -126,17 +127,17 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The active DeepSpeed plugin; None without one."""
+        """The active DeepSpeed plugin, or None if DeepSpeed is not used."""
         return self.state.deepspeed_plugin
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """The wrapper of DeepSpeed's engine, once a model was prepared; None in other worlds."""
+        """The wrapper of DeepSpeed's engine, or None before a model is prepared and without DeepSpeed."""
         return getattr(self.strategy, "deepspeed_engine_wrapped", None)
 
     @property
     def native_amp(self) -> bool:
-        """Whether `autocast`, and models that are prepared from now on, compute under torch's autocast."""
+        """Whether `autocast`, and the models prepared from now on, use torch's autocast."""
         return self._precision.native_amp
 
     @native_amp.setter
@@ -145,17 +146,17 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8; `FP8BackendType.NO` in other precisions."""
+        """The library that computes in fp8, or `FP8BackendType.NO` in any other precision."""
         return getattr(self._precision, "backend", FP8BackendType.NO)
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether the sharding of models combines with other parallel dimensions."""
+        """Whether the sharding of models can be combined with other parallel dimensions."""
         return self.is_fsdp2
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank writes when a model is saved: rank 0, or all ranks where models are sharded."""
+        """Whether this rank writes when a model is saved: all ranks if models are sharded, otherwise rank 0."""
         return self.strategy.all_ranks_save or self.state.is_main_process
 
     def _mesh_rank(self, *names: str) -> int:
@@ -216,7 +217,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def split_batches(self) -> bool:
-        """Whether each batch of a loader is split over the ranks."""
+        """Whether each batch of a loader is split among the ranks."""
         return self.dataloader_config.split_batches
 
     @property
@@ -226,7 +227,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def even_batches(self) -> bool:
-        """Whether all ranks get the same number of batches, by repeated samples at the end."""
+        """Whether samples are repeated at the end so that all ranks get the same number of batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -235,12 +236,12 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether a sampler with its own seed shuffles."""
+        """Whether loaders shuffle with a sampler that has its own seed."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
+        """Whether batches are copied to the device asynchronously."""
         return self.dataloader_config.non_blocking
 
     @property
@@ -250,22 +251,22 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def project_dir(self) -> str | None:
-        """Folder of checkpoints."""
+        """The folder of checkpoints."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Folder of logs."""
+        """The folder of logs."""
         return self.project_configuration.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next automatically named checkpoint."""
+        """The number of the next automatically named checkpoint."""
         return self.project_configuration.iteration
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches per optimizer step."""
+        """The number of batches per optimizer step."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -274,7 +275,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this batch completes a window: gradients are exchanged and optimizers step."""
+        """Whether this batch completes an accumulation window, so that gradients are exchanged and optimizers step."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -286,11 +287,11 @@ class AcceleratorProperties(RankExecution):
         """Whether an optimizer skipped its last step because of infinite gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    # ---- kwargs_handlers, each None if it was not given; libraries assign them before they call prepare
+    # ---- kwargs_handlers: None if not given. They can be assigned because libraries do so before they call prepare().
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """Settings of autocast."""
+        """The settings of autocast."""
         return self._precision.autocast_handler
 
     @autocast_handler.setter
@@ -299,7 +300,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """Settings of DDP."""
+        """The settings of DDP."""
         return self.strategy.setup.ddp_handler
 
     @ddp_handler.setter
@@ -308,7 +309,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """Settings of the loss scaler; a new value has no effect on a scaler that exists."""
+        """The settings of the loss scaler; a new value does not change a scaler that exists already."""
         return self._precision.scaler_handler
 
     @scaler_handler.setter
@@ -317,7 +318,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """Settings of the process group; a new value has no effect on a group that exists."""
+        """The settings of the process group; a new value does not change a group that exists already."""
         return self._handlers.init
 
     @init_handler.setter
@@ -326,7 +327,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """Settings of the profiler."""
+        """The settings of the profiler."""
         return self._handlers.profile
 
     @profile_handler.setter
@@ -370,11 +371,11 @@ class AcceleratorProperties(RankExecution):
         self._set_recipe("fp8_recipe_handler", recipe, FP8RecipeKwargs)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's full state dict; every rank must call this.
+        """Return the full state dict of a model; every rank must call this.
 
         Args:
             model: A prepared model.
-            unwrap: Remove the wrappers that `prepare` added to the model.
+            unwrap: Whether to remove the wrappers that `prepare` added to the model.
 
         Returns:
             The state dict.
@@ -386,7 +387,10 @@ class AcceleratorProperties(RankExecution):
         return recipe if type(recipe) is kind else None
 
     def _set_recipe(self, name: str, recipe: _Recipe | None, kind: type[_Recipe]) -> None:
-        """Replace the fp8 recipe by one for the same library; None is allowed if there is no recipe of that kind."""
+        """Replace the fp8 recipe with one for the same library.
+
+        None is allowed only if no recipe of that kind is set.
+        """
         if recipe is None and self._recipe(kind) is None:
             return
         if recipe is None or fp8_library(self.device.type, recipe) != self.fp8_backend.value:

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole model, and the backward pass averages gradients."""
+"""Data parallelism: every rank has the whole model, and the backward pass averages the gradients."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from notebook_accelerate.torch_internals import recorded_static_graph
 
 
 class DDPStrategy(Strategy):
-    """torch's DistributedDataParallel, on gloo, NCCL or any other back end."""
+    """Trains with torch's `DistributedDataParallel`, on gloo, NCCL or any other back end."""
 
     name: ClassVar[str] = "ddp"
     _wraps: bool = False
-    """Whether a model was wrapped."""
+    """Whether this strategy has wrapped a model."""
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap a model that has parameters to train.
+        """Wrap a model that has trainable parameters.
 
         Args:
             model: The model, on its device and in its precision.
 
         Returns:
-            The DDP module; the model itself if no parameter requires a gradient.
+            The DDP module, or the model itself if no parameter requires a gradient.
 
         Raises:
-            ValueError: The model is spread over several devices.
+            ValueError: A device map spreads the model over several devices.
         """
         if is_on_several_devices(model):
             raise ValueError(
@@ -47,7 +47,7 @@ class DDPStrategy(Strategy):
             return model
         handler = self.setup.ddp_handler
         device = self.setup.device
-        # DDP rejects devices without an index (the CPU, and types with one device per process).
+        # Devices without an index (the CPU, and types with one device per process) are left out: DDP rejects them.
         placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         keep_group_for(wrapped.process_group, wrapped.reducer, wrapped.logger)
@@ -75,10 +75,10 @@ class DDPStrategy(Strategy):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Let ranks without batches join the others' collectives; see `Accelerator.join_uneven_inputs`.
+        """Let ranks that have run out of batches join the others' collectives; see `Accelerator.join_uneven_inputs`.
 
         Raises:
-            ValueError: An object is neither a model nor can it be joined.
+            ValueError: An object is not a model and does not support joining.
         """
         if isinstance(joinables, torch.nn.Module):
             raise ValueError("join_uneven_inputs takes a list: accelerator.join_uneven_inputs([model])")
@@ -91,11 +91,11 @@ class DDPStrategy(Strategy):
 
 
 def _joinable(item: Any) -> Joinable | None:
-    """Return the object to join; None for a plain model, which exchanges nothing in its passes."""
+    """Return the object to join, or None for a plain model, whose passes exchange nothing."""
     for candidate in (item, ddp_inside(item), getattr(item, "optimizer", None)):
         if isinstance(candidate, Joinable):
             return candidate
-    if isinstance(item, torch.nn.Module):  # a moving average of the weights is evaluated like the model
+    if isinstance(item, torch.nn.Module):  # for example a moving average of the weights, evaluated like the model
         warn_once(f"join_uneven_inputs() has no effect on {type(item).__name__}: it is not a model from prepare()")
         return None
     raise ValueError(
@@ -104,11 +104,11 @@ def _joinable(item: Any) -> Joinable | None:
 
 
 class Unsynchronised:
-    """A context in which the backward pass of DDP models does not exchange gradients.
+    """A context that keeps the backward pass of DDP models from exchanging gradients.
 
-    Equals `DistributedDataParallel.no_sync` for several models, at a tenth of a generator's cost. torch records a
-    static graph in a backward pass that exchanges gradients, and fails an assertion otherwise: that pass exchanges
-    them, and the gradients of a window are the same.
+    Equivalent to `DistributedDataParallel.no_sync` for several models, at a tenth of the cost of a generator. Models
+    with a static graph still exchange gradients in one pass: torch records the graph in a backward pass that
+    exchanges gradients, and fails an assertion otherwise. The gradients of a window do not change.
 
     Args:
         models: The DDP modules.
@@ -134,7 +134,10 @@ _outputs: WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = WeakK
 
 
 def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> None:
-    """Keep references to the graph of a forward that will not exchange gradients, without the outputs' memory."""
+    """Keep references to the graph of a forward pass that will not exchange gradients.
+
+    The references are empty slices, so that the memory of the outputs can be freed.
+    """
     kept: list[torch.Tensor] = []
     if torch.is_grad_enabled() and not model.require_backward_grad_sync:
         dense = [tensor for tensor in leaves_of(output) if tensor.requires_grad and tensor.layout == torch.strided]
@@ -144,16 +147,16 @@ def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> No
 
 @contextmanager
 def synchronised_backward(model: Any) -> Iterator[None]:
-    """Make the next backward pass exchange gradients although the forward ran under `no_sync`.
+    """Make the next backward pass exchange gradients although the forward pass ran under `no_sync`.
 
     Args:
-        model: A prepared model; any other is not changed.
+        model: A prepared model; a model that DDP does not wrap is left as it is.
 
     Yields:
         Nothing.
 
     Raises:
-        ValueError: Parameters may be unused, and the model's last forward did not run under `no_sync`.
+        ValueError: DDP looks for unused parameters, and the model's last forward pass did not run under `no_sync`.
     """
     wrapped = ddp_inside(model)
     if wrapped is None:
@@ -161,7 +164,7 @@ def synchronised_backward(model: Any) -> Iterator[None]:
         return
     before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
-    # DDP's own forward does this if gradients will be exchanged.
+    # DDP's forward pass does this itself when gradients will be exchanged.
     wrapped.reducer.prepare_for_backward(_outputs_to_search(wrapped))
     try:
         yield
@@ -170,7 +173,7 @@ def synchronised_backward(model: Any) -> Iterator[None]:
 
 
 def _outputs_to_search(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """Return the outputs from which DDP finds unused parameters; none if it does not look for them."""
+    """Return the outputs that DDP searches for unused parameters, or an empty list if it does not search."""
     if not model.find_unused_parameters or model.static_graph:
         return []
     outputs = _outputs.get(model)

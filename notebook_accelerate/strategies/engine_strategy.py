@@ -1,4 +1,4 @@
-"""Base classes of the strategies whose library trains with its own engine: DeepSpeed and Megatron-LM."""
+"""Base classes for the strategies of libraries that train with their own engine: DeepSpeed and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy
 
 PREPARE_TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-"""The line to type, for messages."""
+"""The line to type, for error messages."""
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """An engine's optimizer: it steps through the engine, which also clears the gradients.
+    """An engine's optimizer: its steps are the engine's steps, which also clear the gradients.
 
     Args:
         optimizer: The engine's optimizer.
-        engine: An object whose `step` takes the engine's step; None: `step` does nothing.
+        engine: An object whose `step` takes the engine's step. If None, the optimizer's `step` does nothing.
     """
 
     library: ClassVar[str] = ""
-    """Name of the engine's library, for messages."""
+    """The name of the engine's library, for messages."""
 
     def __init__(self, optimizer: Any, engine: Any = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
@@ -41,7 +41,7 @@ class EngineOptimizer(AcceleratedOptimizer):
             self.engine.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine clears gradients.
+        """Do nothing, because the engine clears the gradients.
 
         Args:
             set_to_none: Not used.
@@ -49,17 +49,17 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class EngineScheduler(AcceleratedScheduler):
-    """An engine's schedule: the engine steps it, and saves it in its own checkpoint.
+    """A schedule that the engine steps, and saves in its own checkpoint.
 
     Args:
         scheduler: The engine's schedule.
-        optimizers: The prepared optimizer, or optimizers.
+        optimizers: The prepared optimizer or optimizers.
     """
 
     saved_by_strategy = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine steps the schedule.
+        """Do nothing, because the engine steps the schedule.
 
         Args:
             args: Not used.
@@ -68,22 +68,22 @@ class EngineScheduler(AcceleratedScheduler):
 
 
 class EngineStrategy(Strategy):
-    """Makes one engine of a model and its optimizer, which scales losses, clips and steps.
+    """Creates one engine from a model and its optimizer. The engine scales losses, clips gradients and takes steps.
 
     Attributes:
-        models: The engine, once a model was prepared.
-        engine: The object that takes its steps; None before.
+        models: The engine, once a model is prepared.
+        engine: The object that takes the engine's steps, or None before a model is prepared.
     """
 
     library: ClassVar[str] = ""
-    """Name of the engine's library, for messages."""
+    """The name of the engine's library, for messages."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.engine: Any = None
-        setup.scaler = None  # the engine scales losses
+        setup.scaler = None  # The engine scales losses itself.
         if setup.state.mixed_precision != "fp8":
-            setup.precision.native_amp = False  # the engine casts to half precision
+            setup.precision.native_amp = False  # The engine casts to half precision itself.
 
     def _is_prepared_optimizer(self, optimizer: Any) -> bool:
         return any(optimizer is prepared for prepared in self.optimizers)
@@ -93,17 +93,17 @@ class EngineStrategy(Strategy):
         return [at for at in indices["optimizer"] if not self._is_prepared_optimizer(objects[at])]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Return an optimizer that was prepared with its model.
+        """Return an optimizer that was prepared together with its model.
 
         Args:
             optimizer: The optimizer.
-            device_placement: Not used: the engine places its state.
+            device_placement: Not used, because the engine places the optimizer's state.
 
         Returns:
             The prepared optimizer.
 
         Raises:
-            ValueError: It was not prepared with its model.
+            ValueError: The optimizer was not prepared together with its model.
         """
         if self._is_prepared_optimizer(optimizer):
             return optimizer  # type: ignore[no-any-return]
@@ -118,7 +118,7 @@ class EngineStrategy(Strategy):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Warn that the call has no effect: with an engine, a rank without a batch would miss a collective.
+        """Warn that the call has no effect: a rank without a batch would miss the engine's collectives.
 
         Args:
             joinables: Not used.
@@ -134,17 +134,19 @@ class EngineStrategy(Strategy):
         return NOTHING
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Take the step with gradients scaled to a norm of at most `max_norm`; every rank must call this.
+        """Take the engine's step with gradients clipped to a norm of `max_norm`; every rank must call this.
 
-        The engine clips inside its step, so the step is taken here, and `optimizer.step()` does nothing afterwards.
+        The engine clips inside its step. The step is therefore taken here, and the `optimizer.step()` that follows
+        does nothing.
 
         Args:
-            parameters: Not used: the norm is that of all the engine's parameters.
-            max_norm: The largest norm allowed; a number in the plugin or its configuration has precedence.
-            norm_type: 2, the only norm of engines.
+            parameters: Not used, because the engine computes the norm over all of its parameters.
+            max_norm: The largest norm allowed. A number in the plugin or its configuration has precedence.
+            norm_type: 2, the only norm that engines support.
 
         Returns:
-            The norm before clipping, over all ranks; the norm of the last step, where no window is complete.
+            The norm over all ranks before clipping. If the accumulation window is not complete, the norm of the last
+            step.
 
         Raises:
             ValueError: `norm_type` is not 2.
@@ -159,15 +161,15 @@ class EngineStrategy(Strategy):
         return self._step_clipped(max_norm)
 
     def _configured_norm(self) -> tuple[float | None, str]:
-        """Return the configured norm, which has precedence, or None; and how to use the argument instead."""
+        """Return the configured norm, which has precedence, or None, and the advice for a warning about it."""
         raise NotImplementedError
 
     def _step_clipped(self, max_norm: float) -> torch.Tensor:
-        """Take the step with clipped gradients; return their norm before."""
+        """Take the step with clipped gradients, and return their norm before clipping."""
         raise NotImplementedError
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """Raise an error: engines cannot clip single gradients.
+        """Raise an error, because engines cannot clip gradients one by one.
 
         Args:
             parameters: Not used.

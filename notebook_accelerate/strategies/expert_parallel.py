@@ -1,8 +1,8 @@
 """Expert parallelism: ranks with the same data share the experts of mixture-of-experts layers.
 
-Every rank has an equal share of each layer's experts and computes the tokens that are routed to them; the sum over the
-ranks is the layer's output. Accelerate's `ep_size` (accelerate#4202) creates the mesh, and leaves the experts to the
-model.
+Every rank has an equal share of each layer's experts and computes the tokens that are routed to them. The layer's
+output is the sum over the ranks. Accelerate's `ep_size` (accelerate#4202) only creates the mesh, and leaves the
+splitting of experts to the model.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from notebook_accelerate.strategies.sharding.sharded_strategy import SplitLayers
 from notebook_accelerate.torch_internals import Dropout
 
 MINIMUM = "2.10"
-"""The oldest torch for expert parallelism: torch 2.9 gathers experts that FSDP 2 shards unevenly with rows missing."""
+"""The oldest torch version for expert parallelism: torch 2.9 loses rows when it gathers experts that FSDP 2 has sharded
+unevenly."""
 
 
 def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
-    """Split the experts of a model, in place.
+    """Split the experts of a model in place.
 
-    A layer of experts is a module named `experts` as in transformers 5: the first dimension of its parameters is that
-    of the experts, and it is called with hidden states, and with the indices and weights of the chosen experts.
+    A layer of experts is a module named `experts` as in transformers 5. The first dimension of its parameters counts
+    the experts. It is called with the hidden states, and with the indices and weights of the chosen experts.
 
     Args:
         model: A model with equal weights on every rank.
-        ranks: All ranks; those along its dimension "ep" share experts. Nothing is done without that dimension.
+        ranks: The mesh of all ranks. Ranks along the dimension "ep" share the experts; without that dimension, nothing
+            is done.
 
     Raises:
-        ValueError: There is no such layer, the number of experts is no multiple of the number of ranks, a layer uses
-            dropout, or parameters are split already.
+        ValueError: The model has no such layer, the number of experts is not a multiple of the number of ranks, a layer
+            uses dropout, or parameters are split already.
     """
     if ranks is None or "ep" not in (ranks.mesh_dim_names or ()):
         return
@@ -102,7 +104,7 @@ _CALL = "_expert_parallel_call"
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer: the tokens of its rows, and the attributes that it changed."""
+    """One call of a layer: the token that each row belongs to, and the attributes that the call replaced."""
 
     group: dist.ProcessGroup
     shape: torch.Size
@@ -119,9 +121,9 @@ def _check_call(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _select_own(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Keep the pairs of token and expert whose expert this rank has; each becomes a row with one chosen expert."""
+    """Select the (token, expert) pairs of this rank's experts; each pair becomes a row with one chosen expert."""
     _check_call(layer, inputs)
-    # FSDP has gathered its shards at this point: what remains is the split over "ep".
+    # FSDP has gathered its shards by now, so any DTensor that remains is split over "ep".
     parts = {name: part for name, part in layer.named_parameters(recurse=False) if isinstance(part, DTensor)}
     mesh = next(iter(parts.values())).device_mesh
     own: dict[str, Any] = {name: part.to_local() for name, part in parts.items()}
@@ -130,21 +132,23 @@ def _select_own(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor
     chosen = inputs[1].flatten(0, -2) - count * mesh.get_local_rank()
     tokens, places = torch.where((chosen >= 0) & (chosen < count))
     none = not len(tokens) and len(chosen) > 0
-    if none:  # one row of weight 0: parameters need gradients on every rank, because clipping sums their norms
+    if none:
+        # Compute one row of weight 0. The parameters need gradients on every rank, because clipping sums their norms.
         tokens, places = tokens.new_zeros(1), places.new_zeros(1)
     shares = weights.flatten(0, -2)[tokens, places]
     rows, experts = hidden.flatten(0, -2)[tokens], chosen[tokens, places].clamp(0, count - 1)
     if "num_experts" in layer.__dict__:
         own["num_experts"] = count
     replaced = {name: layer.__dict__[name] for name in own if name in layer.__dict__}
-    # Attributes of the instance are found before parameters, whose registration does not change.
+    # Python finds an attribute in the instance's __dict__ before it asks Module.__getattr__ for a parameter. The layer
+    # therefore computes with the local tensors while its parameters stay registered.
     layer.__dict__.update(own)
     layer.__dict__[_CALL] = _Call(mesh.get_group(), inputs[0].shape, tokens, {**dict.fromkeys(own), **replaced})
     return rows, experts[:, None], (shares * 0 if none else shares)[:, None]
 
 
 def _sum_outputs(layer: nn.Module, _: object, output: torch.Tensor | None) -> torch.Tensor | None:
-    """Add this rank's rows to their tokens, and sum over the ranks; after an exception, restore the layer only."""
+    """Add this rank's rows to their tokens, and sum over the ranks. After an exception, only restore the layer."""
     call: _Call | None = layer.__dict__.pop(_CALL, None)
     if call is None:
         return None
@@ -167,9 +171,9 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _SumGradients(torch.autograd.Function):
-    """Returns its tensors; sums their gradients, of which every rank computes a part.
+    """Returns its tensors, and sums their gradients, since every rank computes only a part of each gradient.
 
-    One function takes all of them: the order of its collectives is that of the layers, on every rank.
+    A single function handles all tensors of a layer, so that every rank runs the collectives in the order of layers.
     """
 
     @staticmethod
@@ -184,7 +188,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _SumOutputs(torch.autograd.Function):
-    """Sums a tensor over ranks; its gradient is equal on all of them, and passes unchanged."""
+    """Sums a tensor over ranks. The gradient is the same on all ranks, so it is passed on unchanged."""
 
     @staticmethod
     def forward(_: Any, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
@@ -196,7 +200,7 @@ class _SumOutputs(torch.autograd.Function):
 
 
 class ExpertParallelStrategy(SplitLayersStrategy):
-    """Experts are split. See `SplitLayersStrategy`."""
+    """Splits the experts of layers; see `SplitLayersStrategy`."""
 
     name: ClassVar[str] = "ep"
 

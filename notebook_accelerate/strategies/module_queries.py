@@ -1,4 +1,4 @@
-"""Properties of a model's modules and parameters: compiled, sharded, wrapped, repeated, tied, replaced."""
+"""Query a model's modules and parameters: which are compiled, sharded, wrapped, repeated, tied or replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Return whether a module is a list of blocks of one class, for which one compilation is enough.
+    """Return whether a module is a list of blocks of one class, so that one compilation serves all of them.
 
     Args:
         module: A module.
@@ -35,7 +35,7 @@ def is_repeated_blocks(module: torch.nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Return whether a model has a list of blocks of one class, at any depth.
+    """Return whether a model contains a list of blocks of one class, at any depth.
 
     Args:
         module: A model.
@@ -53,17 +53,18 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a DTensor, without importing their module: it takes a second.
+    """Return whether a tensor is a DTensor.
 
     Args:
-        tensor: The tensor. Where the module is not imported, none is a DTensor.
+        tensor: The tensor.
     """
+    # Importing torch.distributed.tensor takes a second. Until it has been imported, no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def get_model_tp_size(model: torch.nn.Module) -> int | None:
-    """Return the number of ranks that transformers split a model over; None if it is not split.
+    """Return the number of ranks over which transformers has split a model, or None if it has not.
 
     Args:
         model: The model.
@@ -76,32 +77,34 @@ _KINDS_BY_SETTING = {"sliding_window": "sliding_attention", "attention_chunk_siz
 
 
 def layer_kinds(model: nn.Module) -> list[str]:
-    """Return the kinds of layers that the configuration of a transformers model lists.
+    """Return the kinds of layers listed in the configuration of a transformers model.
 
     Args:
         model: Any model.
 
     Returns:
-        The kinds, in alphabetical order: full_attention, sliding_attention, linear_attention, ...; empty if the model
-        has no such configuration.
+        The kinds in alphabetical order: full_attention, sliding_attention, linear_attention, and so on. Empty if the
+        model has no such configuration.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral's configuration has one setting for all layers
+    if kinds is None:  # Some configurations, such as Mistral's, have one setting for all layers.
         kinds = [kind for name, kind in _KINDS_BY_SETTING.items() if getattr(config, name, None)]
     return sorted(set(kinds))
 
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
-    """Compile the repeated blocks of a model one by one, so that one compilation serves all of them; the rest whole.
+    """Compile the repeated blocks of a model one by one, so that a single compilation serves all of them.
+
+    The other parts of the model are compiled whole.
 
     Args:
-        module: A model, compiled in place; without repeated blocks it is compiled as a whole.
-        compile_kwargs: As for `torch.compile`.
+        module: The model, compiled in place. A model without repeated blocks is compiled as a whole.
+        compile_kwargs: The arguments of `torch.compile`.
 
     Returns:
-        The model; its type and the names of its parameters do not change.
+        The model. Its type and the names of its parameters do not change.
     """
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
@@ -114,7 +117,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     return module
 
 
-# ---- before a model moves to a device: a device map may spread it, or parameters have no values
+# ---- checks before a model moves to a device: is it spread by a device map, and do its parameters have values?
 
 
 def is_on_several_devices(model: torch.nn.Module) -> bool:
@@ -124,7 +127,7 @@ def is_on_several_devices(model: torch.nn.Module) -> bool:
         model: The model.
 
     Returns:
-        True if its `hf_device_map`, or that of the first submodule that has one, has more than one device.
+        True if the first `hf_device_map` found, on the model or on a submodule, has more than one device.
     """
     maps = (getattr(module, "hf_device_map", None) for module in model.modules())
     found: dict[str, Any] = next((found for found in maps if found is not None), {})
@@ -136,7 +139,7 @@ def check_values(model: torch.nn.Module, remedy: str) -> None:
 
     Args:
         model: The model.
-        remedy: The end of the message: how to give them values.
+        remedy: The end of the message, which says how to load the values.
 
     Raises:
         ValueError: Some parameters are on the meta device.
@@ -158,7 +161,7 @@ _LAZY_WRAPPERS = {
 
 
 def _is_wrapper(model: torch.nn.Module) -> bool:
-    # FSDP and DeepSpeed take a second to import; a model that they wrapped has imported them.
+    # FSDP and DeepSpeed take a second to import. If they have wrapped the model, they have been imported already.
     return isinstance(model, _WRAPPERS) or any(
         (module := sys.modules.get(name)) is not None and isinstance(model, getattr(module, kind, ()))
         for name, kind in _LAZY_WRAPPERS.items()
@@ -166,19 +169,16 @@ def _is_wrapper(model: torch.nn.Module) -> bool:
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Return whether `torch.compile` returned a module.
+    """Return whether a module is the result of `torch.compile`.
 
     Args:
         module: A module.
-
-    Returns:
-        True for compiled modules.
     """
     return isinstance(module, torch.nn.Module) and is_compiled(module)
 
 
 def without_compile(model: Any) -> Any:
-    """Return the module inside a compiled one; any other model itself.
+    """Return the module inside a compiled module, or the module itself if it is not compiled.
 
     Args:
         model: A model, compiled or not.
@@ -208,9 +208,10 @@ def extract_model_from_parallel(
 
     Args:
         model: The prepared model.
-        keep_fp32_wrapper: Keep its forward in mixed precision; otherwise the original forward is restored, in place.
-        keep_torch_compile: Return a compiled model for a compiled model.
-        recursive: Also remove the wrappers of submodules.
+        keep_fp32_wrapper: Whether to keep the forward method in mixed precision. If False, the original forward method
+            is restored in place.
+        keep_torch_compile: Whether to return a compiled model for a compiled model.
+        recursive: Whether to remove the wrappers of submodules, too.
 
     Returns:
         The model.
@@ -225,7 +226,8 @@ def extract_model_from_parallel(
     if compiled is not None and keep_torch_compile:
         if compiled_module(compiled) is inner:
             return compiled  # type: ignore[no-any-return]
-        # A second compiled module with the same settings, around the inner model; the prepared one does not change.
+        # Create a second compiled module with the same settings around the inner model, and leave the prepared one
+        # unchanged.
         again: Any = type(compiled)(inner, compiled.dynamo_ctx)
         return again  # type: ignore[no-any-return]
     return inner
@@ -242,30 +244,30 @@ def without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def compiled_around(model: torch.nn.Module) -> Any:
-    """Return the innermost of the compiled modules around a model, which can be inside other wrappers.
+    """Return the innermost compiled module around a model, which may itself be inside other wrappers.
 
     Args:
         model: A model.
 
     Returns:
-        What `torch.compile` returned; None if the model is not compiled.
+        The compiled module, or None if the model is not compiled.
     """
     return next((layer for layer in reversed([*_layers(model)]) if is_compiled_module(layer)), None)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a model, then each model inside a wrapper, from the outside to the inside."""
+    """Yield a model, then the model inside each wrapper, from the outermost to the innermost."""
     yield model
     while _is_wrapper(model) or is_compiled_module(model):
         model = compiled_module(model) if is_compiled_module(model) else model.module  # type: ignore[assignment]
         yield model
 
 
-# ---- tied parameters, and how they stay tied while a model is prepared
+# ---- tied parameters, which must stay tied while a model is prepared
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """List the plain names of each parameter that has several.
+    """List the plain names of each parameter that has several names.
 
     Args:
         model: The model.
@@ -277,11 +279,11 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
-    """Share parameters again that were shared before.
+    """Tie parameters that were tied before.
 
     Args:
         model: The model.
-        groups: As from `tied_names`.
+        groups: The result of `tied_names` for the model before its parameters were untied.
     """
     owners = {plain_name(name): module for name, module in model.named_modules()}
     for first, *others in groups:
@@ -291,14 +293,14 @@ def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
 
 
 def keep_ties(make: Callable[[nn.Module], Any], model: nn.Module) -> Callable[[nn.Module], Any]:
-    """Make a function that allocates modules keep shared parameters shared.
+    """Wrap a function that allocates the parameters of modules, so that tied parameters stay tied.
 
     Args:
-        make: Called with each module.
-        model: The model, its parameters shared as they should be.
+        make: The function, which is called with each module.
+        model: The model, with its parameters tied.
 
     Returns:
-        The function to use instead.
+        The function to use instead of `make`.
     """
     owners: dict[tuple[int, str], int] = {
         (id(module), name): id(parameter)
@@ -319,13 +321,13 @@ def keep_ties(make: Callable[[nn.Module], Any], model: nn.Module) -> Callable[[n
     return made_once
 
 
-# ---- parameters by their names without wrappers, and those that replaced others in a prepared model
+# ---- parameters by plain name, and the replacement of parameters while a model is prepared
 
 _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without wrappers' prefixes.
+    """Return a parameter's name without the prefixes of wrappers.
 
     Args:
         name: The full name in a wrapped model.
@@ -336,7 +338,7 @@ def plain_name(name: str) -> str:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by plain name, tied ones under each of their names.
+    """Return a model's parameters by plain name; tied parameters appear under each of their names.
 
     Args:
         model: The model, wrapped or not.
@@ -369,7 +371,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parame
 
 
 class ParameterReplacements:
-    """Which parameter replaced which, for optimizers that still refer to the old ones."""
+    """Records which parameters were replaced, for optimizers that still refer to the old ones."""
 
     def __init__(self) -> None:
         self._new: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
@@ -378,8 +380,8 @@ class ParameterReplacements:
         """Record the parameters that were replaced.
 
         Args:
-            before: The parameters by name before the model was prepared.
-            after: The parameters by name now.
+            before: The parameters before the model was prepared, by name.
+            after: The parameters now, by name.
         """
         for name, old in before.items():
             new = after.get(name)
@@ -387,23 +389,23 @@ class ParameterReplacements:
                 self._new[id(old)] = (weakref.ref(old), new)
 
     def current(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that replaced another; the parameter itself if it was not replaced.
+        """Return the replacement of a parameter, or the parameter itself if it was not replaced.
 
         Args:
             parameter: A parameter of an optimizer.
         """
         old, new = self._new.get(id(parameter), (None, parameter))
-        # Python reuses the id of an object that was deleted.
+        # Compare the object, too: Python reuses the id of an object that was deleted.
         return new if old is not None and old() is parameter else parameter
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Switch an optimizer to the current parameters, and shard its states like them.
+        """Switch an optimizer to the current parameters, and shard its state in the same way.
 
         Args:
             optimizer: The optimizer.
 
         Raises:
-            ValueError: Parameters of different groups became one, or the optimizer's state cannot be sharded.
+            ValueError: Parameters of different groups were merged into one, or the optimizer's state cannot be sharded.
         """
         mapping = {parameter: self.current(parameter) for parameter in optimizer_parameters(optimizer)}
         if any(old is not new for old, new in mapping.items()):
@@ -415,14 +417,14 @@ class ParameterReplacements:
 
 
 def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
-    """Replace the parameters of an optimizer, in place.
+    """Replace the parameters of an optimizer in place.
 
     Args:
         optimizer: The optimizer.
-        mapping: The new parameter by old one, or by the old one's `data_ptr()`.
+        mapping: The new parameters, by old parameter or by the old parameter's `data_ptr()`.
 
     Raises:
-        ValueError: A parameter has no new one, or parameters of different groups became one.
+        ValueError: A parameter has no replacement, or parameters of different groups were merged into one.
     """
     group_of: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):

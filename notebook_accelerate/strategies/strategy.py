@@ -1,4 +1,4 @@
-"""The base class of strategies: prepares objects, runs the backward pass, synchronises and clips gradients."""
+"""The base class of strategies, which prepare objects, run the backward pass, and synchronise and clip gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _is_scheduler(item: Any) -> bool:
     )
 
 
-# In this order: an object is of the first kind whose test is true.
+# The order matters: an object has the first kind whose test is true.
 _KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("data_loader", lambda item: isinstance(item, DataLoader)),
     ("model", lambda item: isinstance(item, torch.nn.Module)),
@@ -53,7 +53,7 @@ def kind_of(item: Any) -> str:
         item: An argument of `prepare`.
 
     Returns:
-        model, optimizer, data_loader, scheduler, or other: `prepare` returns other objects as they are.
+        "model", "optimizer", "data_loader", "scheduler" or "other". `prepare` returns other objects as they are.
     """
     return next((kind for kind, test in _KINDS if test(item)), "other")
 
@@ -63,10 +63,10 @@ def indices_by_kind(objects: Sequence[Any], kind: Callable[[Any], str] = kind_of
 
     Args:
         objects: The arguments.
-        kind: Returns the kind of an object.
+        kind: A function that returns the kind of an object.
 
     Returns:
-        The indices of the objects of each kind; empty lists for other kinds.
+        The indices of the objects of each kind. Looking up a kind without objects returns an empty list.
     """
     indices: defaultdict[str, list[int]] = defaultdict(list)
     for at, item in enumerate(objects):
@@ -75,13 +75,13 @@ def indices_by_kind(objects: Sequence[Any], kind: Callable[[Any], str] = kind_of
 
 
 class Strategy:
-    """One process, and the base class of the other strategies.
+    """The base class of strategies, which by itself trains with a single process.
 
     Args:
         setup: The settings of the `Accelerator`.
 
     Attributes:
-        models: The models prepared for training, as they were given.
+        models: The models prepared for training, without wrappers.
         optimizers: The prepared optimizers.
         schedulers: The prepared schedulers.
         dataloaders: The prepared loaders.
@@ -89,15 +89,15 @@ class Strategy:
 
     name: ClassVar[str] = "single"
     checkpoint_layout: ClassVar[str] = "whole"
-    """How checkpoints hold the models: whole, or a name of its own where the strategy writes and reads them itself."""
+    """How checkpoints store models: "whole", or another name if the strategy writes and reads them itself."""
     all_ranks_save: ClassVar[bool] = False
-    """Whether every rank has a part of the model that it saves."""
+    """Whether every rank has a part of the model to save."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.models: list[torch.nn.Module] = []
         self.compiled_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Those of `models` that users compiled themselves."""
+        """The members of `models` that were already compiled when they were prepared."""
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[DataLoader[Any]] = []
@@ -114,17 +114,17 @@ class Strategy:
         self.compiled_models = weakref.WeakSet(state["compiled_models"])
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
-        """Prepare objects; every rank must call this with the same kinds.
+        """Prepare objects; every rank must call this with the same kinds of objects.
 
-        Models come first: preparing them may replace parameters, and optimizers are switched to the new ones.
-        Schedulers come last: they look for the prepared optimizer they belong to.
+        Models are prepared first, because that may replace their parameters, and optimizers are then switched to the
+        new ones. Schedulers are prepared last, because each looks up the prepared optimizer that it belongs to.
 
         Args:
-            objects: Models, optimizers, loaders, schedulers, in any order; other objects are returned as they are.
-            placements: For each, whether it moves to the device; None means the Accelerator's setting.
+            objects: Models, optimizers, loaders and schedulers in any order. Other objects are returned as they are.
+            placements: For each object, whether it is moved to the device; None means the Accelerator's setting.
 
         Returns:
-            The prepared objects, in the order given.
+            The prepared objects in the same order.
         """
         indices = indices_by_kind(objects)
         results = list(objects)
@@ -140,7 +140,7 @@ class Strategy:
         return results
 
     def _join_precision(self, objects: list[Any], models: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Let the precision change models and optimizers together, in place."""
+        """Let the precision replace models and optimizers together; the list is changed in place."""
         joined = self.setup.precision.join([objects[at] for at in models], [objects[at] for at in optimizers])
         for positions, items in zip((models, optimizers), joined, strict=True):
             for position, item in zip(positions, items, strict=True):
@@ -149,7 +149,7 @@ class Strategy:
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """See `Accelerator.prepare_model`; a model that was prepared before is not wrapped a second time."""
+        """See `Accelerator.prepare_model`. A model that is already prepared is not wrapped a second time."""
         if device_placement is None:
             device_placement = self.setup.device_placement
         if device_placement and not is_on_several_devices(model):
@@ -164,7 +164,7 @@ class Strategy:
         return self.compile_and_mark(model if evaluation_mode else self.wrap_model(model))
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap a model for training with the other ranks.
+        """Wrap a model so that it trains together with the other ranks.
 
         Args:
             model: The model, on its device and in its precision.
@@ -175,7 +175,7 @@ class Strategy:
         return model
 
     def compile_and_mark(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Compile a model where the Accelerator is set to, and mark it as prepared.
+        """Compile a model if the Accelerator has a plugin for that, and mark the model as prepared.
 
         Args:
             model: The wrapped model.
@@ -188,7 +188,7 @@ class Strategy:
         return prepared
 
     def compile(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Compile a model where the Accelerator is set to.
+        """Compile a model if the Accelerator has a plugin for that.
 
         Args:
             model: The wrapped model.
@@ -207,7 +207,7 @@ class Strategy:
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """See `Accelerator.prepare_optimizer`; one that this Accelerator prepared before is returned as it is."""
+        """See `Accelerator.prepare_optimizer`. An optimizer that is already prepared is returned as it is."""
         if any(optimizer is kept for kept in self.optimizers):
             return optimizer  # type: ignore[return-value]
         if device_placement is None:
@@ -217,7 +217,7 @@ class Strategy:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """See `Accelerator.prepare_scheduler`; one that this Accelerator prepared before is returned as it is."""
+        """See `Accelerator.prepare_scheduler`. A scheduler that is already prepared is returned as it is."""
         if any(scheduler is kept for kept in self.schedulers):
             return scheduler  # type: ignore[no-any-return]
         scheduler = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
@@ -234,7 +234,7 @@ class Strategy:
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader[Any]:
-        """See `Accelerator.prepare_data_loader`; one prepared before for this rank of this world is returned as is."""
+        """See `Accelerator.prepare_data_loader`. A loader that is already prepared for this rank is returned as is."""
         from notebook_accelerate.data_loader import prepare_data_loader
 
         rank = (self.setup.state.num_processes, self.setup.state.process_index)
@@ -255,11 +255,11 @@ class Strategy:
         return self.keep(prepared, self.dataloaders)
 
     def keep(self, prepared: _Prepared, kept: list[Any]) -> _Prepared:
-        """Mark an optimizer, schedule or loader as prepared, connect it with the accumulation, and keep it.
+        """Mark an optimizer, scheduler or loader as prepared, give it the gradient state, and add it to a list.
 
         Args:
             prepared: The object.
-            kept: The list of prepared objects of its kind.
+            kept: The list of prepared objects of the same kind.
 
         Returns:
             The object.
@@ -288,11 +288,11 @@ class Strategy:
     # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of a loss, scaled where the precision needs it.
+        """Compute the gradients of a loss, which is scaled if the precision requires it.
 
         Args:
-            loss: The loss, divided by the batches of a window already.
-            kwargs: As for `torch.Tensor.backward`.
+            loss: The loss, already divided by the number of batches in an accumulation window.
+            kwargs: The arguments of `torch.Tensor.backward`.
         """
         if self.setup.scaler is None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -300,7 +300,7 @@ class Strategy:
             self.setup.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass does not exchange gradients of some models.
+        """Return a context that keeps the backward pass from exchanging the gradients of these models.
 
         Args:
             models: Prepared models.
@@ -308,7 +308,7 @@ class Strategy:
         return NOTHING
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass does not exchange gradients of one model.
+        """Return a context that keeps the backward pass from exchanging the gradients of one model.
 
         Args:
             model: A prepared model, or any object with a method `no_sync`.
@@ -318,29 +318,29 @@ class Strategy:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """See `Accelerator.join_uneven_inputs`; a single process has nothing to join."""
+        """See `Accelerator.join_uneven_inputs`. A single process has nothing to join."""
         return NOTHING
 
     def context_parallel(
         self, buffers: list[torch.Tensor], dims: list[int], kept_split: set[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Return a context in which sequences are split over ranks, where the strategy does that.
+        """Return a context that splits sequences over ranks, if the strategy supports that.
 
         Args:
-            buffers: Tensors that are split in place.
-            dims: Their sequence dimensions.
-            kept_split: Those that stay split afterwards.
+            buffers: The tensors to split in place.
+            dims: The sequence dimension of each buffer.
+            kept_split: The buffers that stay split afterwards.
         """
         return NOTHING
 
     def sequence_loader(self, loader: Any) -> Any:
-        """Make a loader return pieces of sequences, in strategies whose ranks share the sequences of a batch.
+        """Make a loader return pieces of sequences if this strategy's ranks share the sequences of a batch.
 
         Args:
             loader: A prepared loader.
 
         Returns:
-            The loader of pieces; the loader itself in other strategies.
+            The loader of pieces, or the loader itself in other strategies.
         """
         return loader
 
@@ -351,7 +351,7 @@ class Strategy:
         given = self.optimizers if optimizer is None else optimizer
         for item in given if isinstance(given, (list, tuple)) else [given]:
             while isinstance(item, AcceleratedOptimizer):
-                item = item.optimizer  # noqa: PLW2901 - down to the optimizer that the scaler knows
+                item = item.optimizer  # noqa: PLW2901 - unwrap down to the optimizer that the scaler knows
             self.setup.scaler.unscale_(item)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -363,7 +363,7 @@ class Strategy:
         """See `Accelerator.clip_grad_value_`."""
         self.unscale_gradients()
         with_gradient = [parameter for parameter in parameters_in(parameters) if parameter.grad is not None]
-        if with_gradient:  # torch raises an error on an empty list
+        if with_gradient:  # torch raises an error for an empty list.
             torch.nn.utils.clip_grad_value_(with_gradient, clip_value)
 
     # ---- states
@@ -377,7 +377,7 @@ class Strategy:
         return shard_report.count_shards(self)
 
     def report_sharding(self) -> None:
-        """Send the kernel that launched this rank its `sharding`, if that has changed."""
+        """Send the `sharding` of this rank to the kernel that launched it, if it has changed since the last call."""
         self._reported = shard_report.emit_changes(self, self._reported)
 
     def clear(self) -> None:
@@ -387,7 +387,7 @@ class Strategy:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside a prepared one; any other object itself.
+    """Return the optimizer inside a prepared optimizer, or the object itself if it is not prepared.
 
     Args:
         optimizer: An optimizer, prepared or not.
@@ -399,17 +399,17 @@ def parameters_in(given: Any) -> list[torch.Tensor]:
     """List the parameters whose gradients are clipped.
 
     Args:
-        given: A tensor or tensors.
+        given: A tensor, or an iterable of tensors.
 
     Returns:
         The tensors.
 
     Raises:
-        ValueError: It is a model.
+        ValueError: `given` is a model.
     """
     if isinstance(given, torch.nn.Module):
         raise ValueError(
-            f"gradients are clipped of parameters; got {type(given).__name__}: write "
+            f"clipping takes parameters, not a {type(given).__name__}; write "
             "accelerator.clip_grad_norm_(model.parameters(), max_norm)"
         )
     return [given] if isinstance(given, torch.Tensor) else list(given)
@@ -420,10 +420,10 @@ def joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
     Args:
         norms: The norm of each set.
-        norm_type: Which norm.
+        norm_type: The type of the norm: 2.0 for the 2-norm.
 
     Returns:
-        The joint norm; 0 without any set.
+        The joint norm, or 0 if there are no sets.
     """
     if len(norms) == 1:
         return norms[0]
@@ -433,14 +433,14 @@ def joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 @contextmanager
 def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Iterator[list[Any]]:
-    """Give loaders another `even_batches` inside a block.
+    """Change `even_batches` of loaders inside a block.
 
     Args:
         loaders: Prepared loaders.
-        even_batches: The setting; None keeps it.
+        even_batches: The new value; None keeps the current one.
 
     Yields:
-        The loaders without such a setting (iterable datasets).
+        The loaders that do not have this setting (loaders of iterable datasets).
     """
     holders = [loader.batch_sampler for loader in loaders if hasattr(loader.batch_sampler, "even_batches")]
     before = [holder.even_batches for holder in holders]
@@ -454,7 +454,7 @@ def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Itera
 
 
 def add_once(items: list[Any], item: Any) -> None:
-    """Append an object to a list that does not have it.
+    """Append an object to a list unless the list contains it already.
 
     Args:
         items: The list.
@@ -465,13 +465,13 @@ def add_once(items: list[Any], item: Any) -> None:
 
 
 class SingleStrategy(Strategy):
-    """One process: models, optimizers and loaders behave as in torch."""
+    """Trains with one process: models, optimizers and loaders behave as in torch."""
 
 
 class PipelineStrategy(Strategy):
-    """Inference by a pipeline: `prepare_pippy` distributes the layers, and this strategy exchanges nothing.
+    """Runs inference in a pipeline: `prepare_pippy` distributes the layers, and this strategy exchanges nothing.
 
-    Ranks along the dimension "pp" read the same data, and each has some of the layers.
+    Ranks along the dimension "pp" read the same data, and each of them has some of the layers.
     """
 
     name: ClassVar[str] = "pp"
@@ -479,13 +479,14 @@ class PipelineStrategy(Strategy):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Raise an error: no rank has all layers of the model.
+        """Raise an error, because no rank has all layers of the model.
 
         Raises:
             ValueError: Always.
         """
         size = self.setup.state.parallelism_config.pp_size
         raise ValueError(
-            f"pp_size={size} distributes layers for inference (prepare_pippy), and {type(optimizer).__name__} trains; "
-            f"train a pipeline by Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree={size})), or set pp_size=1"
+            f"pp_size={size} distributes layers for inference only (prepare_pippy), so {type(optimizer).__name__} "
+            f"cannot be prepared; train a pipeline with "
+            f"Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree={size})), or set pp_size=1"
         )

@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks with the same data share the weights of single layers.
 
-A plan says how each layer is split, as transformers' models have one: a dict from names of modules, `*` for any number
-in them, to styles. A linear layer split by columns is followed by one split by rows, and only the second one exchanges
-anything (Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053).
+A plan says how each layer is split. It is a dict from module names to styles, as in transformers' models; `*` in a name
+stands for any number. A linear layer that is split by columns is followed by one that is split by rows, and only the
+second one communicates (Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -36,39 +36,42 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
 }
-"""The style for each name in a plan; `_rep` and the two below it take or return whole tensors."""
+"""The style for each name in a plan. Styles with `_rep`, `gather_output` or `split_input` in their names, and
+`embedding_rowwise`, take or return whole tensors."""
 
 
 def tensor_parallel_plan(model: nn.Module) -> Mapping[str, Any]:
-    """Return a model's plan.
+    """Return the tensor-parallel plan of a model.
 
     Args:
-        model: A model with an attribute `tp_plan` (or `_tp_plan`): style, or torch's `ParallelStyle`, by module name.
+        model: A model whose attribute `tp_plan` (or `_tp_plan`) maps module names to styles, by name or as torch's
+            `ParallelStyle`.
 
     Raises:
-        ValueError: It has none.
+        ValueError: The model has no plan.
     """
     for name in ("tp_plan", "_tp_plan"):
         plan = getattr(model, name, None)
         if isinstance(plan, Mapping) and plan:
             return plan
     raise ValueError(
-        f"tensor parallelism needs a plan that says how {type(model).__name__} is split, and it has none; write "
+        f"tensor parallelism needs a plan that says how to split {type(model).__name__}, which has no plan; write "
         'model.tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} before prepare(); styles: '
         + ", ".join(STYLES)
     )
 
 
 def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
-    """Split a model's weights by its plan, in place; every rank must call this.
+    """Split a model's weights in place, as its plan says; every rank must call this.
 
     Args:
-        model: A model with equal weights on every rank; nothing is done where they are split already.
-        ranks: All ranks; those along its dimension "tp" share tensors. Nothing is done without that dimension.
+        model: A model with equal weights on every rank. If it is split already, nothing is done.
+        ranks: The mesh of all ranks. Ranks along the dimension "tp" share tensors; without that dimension, nothing is
+            done.
 
     Raises:
-        ValueError: There is no plan, it names unknown modules or styles, it splits tied weights in two ways, or weights
-            whose size is no multiple of the number of ranks.
+        ValueError: The model has no plan, or the plan names unknown modules or styles, splits tied weights in two ways,
+            or splits weights whose size is not a multiple of the number of ranks.
     """
     if ranks is None or "tp" not in (ranks.mesh_dim_names or ()) or _is_split(model, ranks):
         return
@@ -89,16 +92,16 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
 
 
 def _is_split(model: nn.Module, ranks: DeviceMesh | None) -> bool:
-    """Return whether a model is split, by an earlier `prepare` or by transformers while it was loaded.
+    """Return whether a model is split already, by an earlier `prepare` or by transformers while loading it.
 
     Raises:
-        ValueError: transformers split it over another number of ranks.
+        ValueError: transformers has split the model over a different number of ranks.
     """
     size = get_model_tp_size(model) or 1
     expected = ranks["tp"].size() if ranks is not None and "tp" in (ranks.mesh_dim_names or ()) else 1
     if size > 1 and size != expected:
         raise ValueError(
-            f"{type(model).__name__} was loaded with tp_size={size}, and this Accelerator has tp_size={expected}"
+            f"{type(model).__name__} was loaded with tp_size={size}, but this Accelerator has tp_size={expected}"
         )
     return size > 1 or model_has_dtensor(model)
 
@@ -112,7 +115,7 @@ def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelSt
         hits = [name for name in names if expression.fullmatch(name)]
         if not hits and re.sub(r"\.(weight|bias)$", "", pattern) == pattern:
             raise ValueError(
-                f"the tensor-parallel plan names {pattern!r}, and {type(model).__name__} has no such module"
+                f"the tensor-parallel plan names {pattern!r}, but {type(model).__name__} has no such module"
             )
         for name in hits:
             found[name] = _style(pattern, style)
@@ -131,7 +134,7 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
 
 
 def _check_division(name: str, module: nn.Module, size: int) -> None:
-    """Reject weights that torch would split unevenly: the layers around them compute with equal parts."""
+    """Reject weights that torch would split unevenly, because the layers around them expect parts of equal size."""
     weight = getattr(module, "weight", None)
     shape = weight.shape if isinstance(weight, torch.Tensor) else ()
     if len(shape) > 1 and all(length % size for length in shape):
@@ -141,7 +144,7 @@ def _check_division(name: str, module: nn.Module, size: int) -> None:
 
 
 class TensorParallelStrategy(SplitLayersStrategy):
-    """Tensors of layers are split. See `SplitLayersStrategy`."""
+    """Splits the tensors of layers; see `SplitLayersStrategy`."""
 
     name: ClassVar[str] = "tp"
 

@@ -1,4 +1,4 @@
-"""The strategy for XLA devices (TPUs), which trace steps into graphs and run them at a step's end or value access.
+"""The strategy for XLA devices (TPUs), which trace steps into graphs, and run them when a step ends or a value is read.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html
 """
@@ -25,7 +25,7 @@ from notebook_accelerate.telemetry.sharding import ShardReport
 
 
 class XLAOptimizer(AcceleratedOptimizer):
-    """Averages gradients over ranks before the step, and runs the step's graph afterwards."""
+    """An optimizer that averages gradients over ranks before its step, and runs the traced graph afterwards."""
 
     _average_gradients: Callable[[], None]
 
@@ -42,7 +42,7 @@ class XLAOptimizer(AcceleratedOptimizer):
 
 
 class XLAStrategy(Strategy):
-    """One rank per device with the whole model; gradients are averaged at the end of a window."""
+    """Trains one rank per device, each with the whole model, and averages gradients at the end of a window."""
 
     name: ClassVar[str] = "xla"
 
@@ -53,7 +53,7 @@ class XLAStrategy(Strategy):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """See `Strategy.prepare_model`; moving to an XLA device replaces the parameters, also in the optimizers."""
+        """See `Strategy.prepare_model`. Optimizers are updated, as moving a model to XLA replaces its parameters."""
         before = parameters_by_name(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._replacements.record(before, parameters_by_name(prepared))
@@ -64,7 +64,7 @@ class XLAStrategy(Strategy):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """See `Strategy.prepare_optimizer`; its steps average gradients first."""
+        """See `Strategy.prepare_optimizer`. The optimizer averages gradients before each step."""
         self._replacements.apply(inner_optimizer(optimizer))
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = XLAOptimizer
@@ -72,14 +72,14 @@ class XLAStrategy(Strategy):
         return prepared  # type: ignore[no-any-return]
 
     def average_gradients(self) -> None:
-        """Average all optimizers' gradients over ranks at the end of a window, once; every rank must call this.
+        """Average the gradients of all optimizers over ranks, once per window; every rank must call this.
 
-        Averaging twice does not change gradients, so several optimizers are no problem.
+        It is safe if two optimizers share gradients: averaging a second time does not change them.
         """
         state = self.setup.gradient_state
         if state.sync_gradients and not state.is_xla_gradients_synced:
             for optimizer in self.optimizers:
-                xm.reduce_gradients(optimizer.optimizer)  # does nothing in a world of one
+                xm.reduce_gradients(optimizer.optimizer)  # With a single rank, this does nothing.
             state.is_xla_gradients_synced = True
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -100,7 +100,7 @@ class XLAStrategy(Strategy):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader[Any]:
-        """See `Strategy.prepare_data_loader`; the traced graph runs between batches, also without optimizer steps."""
+        """See `Strategy.prepare_data_loader`. The traced graph runs between batches even without optimizer steps."""
         prepared: Any = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         prepared.between_batches = torch_xla.sync
         return prepared  # type: ignore[no-any-return]
@@ -112,20 +112,20 @@ class XLAStrategy(Strategy):
         )
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See `Strategy.clip_grad_norm`; gradients are averaged over ranks first. Every rank must call this."""
+        """See `Strategy.clip_grad_norm`. Averages gradients over ranks first, so every rank must call this."""
         self.average_gradients()
         return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """See `Strategy.clip_grad_value`; gradients are averaged over ranks first. Every rank must call this."""
+        """See `Strategy.clip_grad_value`. Averages gradients over ranks first, so every rank must call this."""
         self.average_gradients()
         super().clip_grad_value(parameters, clip_value)
 
     def model_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """See `Strategy.model_state_dict`; tensors are in main memory, because XLA tensors have no storage to write.
+        """See `Strategy.model_state_dict`. Tensors are copied to main memory: XLA tensors have no storage to write.
 
         Returns:
-            The state dict; shared parameters stay shared.
+            The state dict, in which shared parameters stay shared.
         """
         moved: dict[int, Any] = {}
         state = super().model_state_dict(model, unwrap)
@@ -138,7 +138,7 @@ class XLAStrategy(Strategy):
 def _split_batch(
     _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Split the rows of a model's inputs over the devices of this process; the compiler does the rest."""
+    """Split the rows of a model's inputs over the devices of this process; the XLA compiler distributes the rest."""
     devices = runtime.global_runtime_device_count()
     mesh = spmd.Mesh(list(range(devices)), (devices,), ("data",))
 

@@ -100,7 +100,7 @@ def split_while_loading(size: int) -> list[bool]:
 
 def test_what_was_split_while_it_was_loaded_is_left_alone() -> None:
     assert all(all(found) for found in run_ranks(split_while_loading, 2))
-    with pytest.raises(RankError, match="was loaded with tp_size=4, and this Accelerator has tp_size=2"):
+    with pytest.raises(RankError, match="was loaded with tp_size=4, but this Accelerator has tp_size=2"):
         run_ranks(split_while_loading, 4)
 
 
@@ -136,7 +136,7 @@ def refused(reason: str) -> None:
     ("reason", "message"),
     [
         ("none", r"needs a plan .* Tied .*model\.tp_plan = "),
-        ("module", "names 'sideways', and Tied has no such module"),
+        ("module", "names 'sideways', but Tied has no such module"),
         ("style", r"splits 'up' by 'diagonal', which is not known; styles: colwise, rowwise"),
         ("tied", r"are one parameter, and the plan splits them in different ways"),
         ("odd", r"up of shape \[33, 9\] cannot be split over tp_size=2"),

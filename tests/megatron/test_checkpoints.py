@@ -53,7 +53,7 @@ def test_a_file_for_each_part_saves_and_resumes(
     assert resumed == [found[HALF_WAY + 1 :] for found in whole]
     if ranks == 2:
         with pytest.raises(
-            RankError, match=r"this rank's part is mp_rank_00_000: .* degrees with which they were written"
+            RankError, match=r"this rank's part is mp_rank_00_000: .* degrees that they were written with"
         ):
             run_ranks(run, Case(pp=2, start=str(folder)), world_size=2)
 

@@ -149,7 +149,7 @@ def test_wrong_arguments_raise() -> None:
 
 @needs_megatron
 def test_other_models_raise() -> None:
-    with pytest.raises(RankError, match="needs a GPT, and BertTrainStep"):
+    with pytest.raises(RankError, match="needs a GPT, but BertTrainStep"):
         run_ranks(generated, Case(kind="bert"), [{"max_new_tokens": 2}], world_size=1)
 
 

@@ -1,1 +1,1 @@
-"""DeepSpeed: ZeRO's engine, its configuration and checkpoints, and Ulysses sequence parallelism."""
+"""DeepSpeed: the ZeRO engine, its configuration and checkpoints, and Ulysses sequence parallelism."""

@@ -1,4 +1,4 @@
-"""Runs DeepSpeed in a rank: imports it, starts its communication, wraps its engine, compiles its operators."""
+"""Run DeepSpeed in a rank: import it, start its communication, wrap its engine, and compile its operators."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.engine_strategy import EngineOptimizer, EngineScheduler
 
 _SAME_NAMES = frozenset({"cpu", "cuda", "hpu", "mlu", "mps", "npu", "sdaa", "xpu"})
-"""Device types that have the same names in DeepSpeed."""
+"""Device types that have the same name in DeepSpeed."""
 _communication_group: Any = None
-"""The default process group on which DeepSpeed's communication was started."""
+"""The default process group that DeepSpeed's communication was started with."""
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def track_engine(engine: Any) -> None:
-    """Destroy an engine together with the process group that it uses.
+    """Arrange for an engine to be destroyed before the process group that it uses.
 
     Args:
         engine: The engine.
@@ -47,7 +47,7 @@ def track_engine(engine: Any) -> None:
 
 
 def destroy_engine(engine: Any) -> None:
-    """Free an engine's memory, once; this must happen while the process group exists.
+    """Free an engine's memory, at most once; the process group must still exist.
 
     Args:
         engine: A tracked engine.
@@ -80,20 +80,20 @@ def import_deepspeed(device: torch.device) -> Any:
         name = deepspeed.accelerator.get_accelerator().device_name()
     if name != device.type and device.type in _SAME_NAMES:
         raise ValueError(
-            f"DeepSpeed uses {name}, and this rank trains on {device}: it was imported before the Accelerator was "
-            f"created, or DS_ACCELERATOR={name} is set; set DS_ACCELERATOR={device.type} for this process"
+            f"DeepSpeed uses {name}, but this rank trains on {device}: DeepSpeed was imported before the Accelerator "
+            f"was created, or DS_ACCELERATOR={name} is set; set DS_ACCELERATOR={device.type} for this process"
         )
     return deepspeed
 
 
 def check_support(plugin: DeepSpeedPlugin) -> None:
-    """Check that DeepSpeed supports the plugin's settings on this machine; its own errors name no solution.
+    """Check that DeepSpeed supports the plugin's settings on this machine; its own errors do not name a solution.
 
     Args:
         plugin: The plugin, with its precision set.
 
     Raises:
-        ValueError: fp16 is not supported on this device, or offloading to files is set without libaio.
+        ValueError: fp16 is not supported on this device, or offloading to NVMe is enabled without libaio.
     """
     accelerator = import_module("deepspeed.accelerator").get_accelerator()
     if plugin.get_value("fp16.enabled") is True and not accelerator.is_fp16_supported():
@@ -105,7 +105,7 @@ def check_support(plugin: DeepSpeedPlugin) -> None:
     asked = [part for part in parts if plugin.get_value(f"zero_optimization.{part}.device") == "nvme"]
     if asked and not import_module("deepspeed.ops.op_builder").AsyncIOBuilder().is_compatible(verbose=False):
         raise ValueError(
-            f"{asked[0]}_device='nvme' needs DeepSpeed's async_io, which is compiled with libaio, and that is not "
+            f"{asked[0]}_device='nvme' needs DeepSpeed's async_io, which is compiled with libaio, but libaio is not "
             f"installed: apt-get install libaio-dev; or pass {asked[0]}_device='cpu'"
         )
 
@@ -114,23 +114,23 @@ def start_communication(state: AcceleratorState) -> Any:
     """Import DeepSpeed and start its communication on the process group; every rank must call this.
 
     Args:
-        state: The world. In a world of one a process group of one is created: DeepSpeed requires one.
+        state: The world. A single process gets a process group of one rank, because DeepSpeed requires a group.
 
     Returns:
         The package.
     """
-    global _communication_group  # noqa: PLW0603 - DeepSpeed's communication is one per process
+    global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication back end per process
     deepspeed = import_deepspeed(state.device)
     if not process_group.group_exists():
         process_group.start_group_of_one(device_table.row(state.device.type).backend, state.device)
-    # DeepSpeed reads it during training too; in a world of one it may not be set.
+    # DeepSpeed reads LOCAL_RANK during training, too, and a single process may not have it set.
     os.environ.setdefault("LOCAL_RANK", str(state.local_process_index))
     if _communication_group is dist.group.WORLD:
         return deepspeed
     if _communication_group is not None:
-        _release_groups()  # of a group that was destroyed elsewhere
+        _release_groups()  # The group was destroyed elsewhere.
     if state.device.type == "cpu":
-        # Half a minute of C++ compilation, for an all-reduce that training does not use (comm/torch.py of 0.19).
+        # Skip half a minute of C++ compilation for an all-reduce that training does not use (comm/torch.py of 0.19).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with compilation_context():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -140,12 +140,12 @@ def start_communication(state: AcceleratorState) -> Any:
 
 
 def _release_groups() -> None:
-    """Release DeepSpeed's process groups, whose sockets stay open as long as anything refers to them.
+    """Release DeepSpeed's process groups, whose sockets stay open while any reference to them exists.
 
-    Engines refer to them, and the hooks of gradients, which the garbage collector does not see, refer to engines until
-    those are destroyed.
+    Engines refer to the groups. Gradient hooks refer to the engines until these are destroyed, and the garbage
+    collector does not see those references.
     """
-    global _communication_group  # noqa: PLW0603 - DeepSpeed's communication is one per process
+    global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication back end per process
     _communication_group = None
     for engine in list(_engines):
         destroy_engine(engine)
@@ -158,28 +158,31 @@ def _release_groups() -> None:
 
 
 def _clear_stage3_caches() -> None:
-    """Remove models from the caches that stage 3 keeps for the life of the process; parameters refer to the rest."""
+    """Remove models from the caches that stage 3 keeps for the life of the process.
+
+    A cached parameter would keep everything that it refers to alive.
+    """
     getattr(sys.modules.get("deepspeed.runtime.zero.parameter_offload"), "FWD_MODULE_STACK", []).clear()
     coordinator = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
     for method in vars(getattr(coordinator, "PartitionedParameterCoordinator", object)).values():
-        for cell in getattr(method, "__closure__", None) or ():  # a decorator is around the cache
+        for cell in getattr(method, "__closure__", None) or ():  # A decorator hides the cache in its closure.
             if hasattr(cell.cell_contents, "cache_clear"):
                 cell.cell_contents.cache_clear()
 
 
-# ---- half precision: fp8 layers, casts of inputs and outputs, and the state of a new optimizer
+# ---- precision: fp8 layers, casts of inputs and outputs, and the state of a new optimizer
 
 
 def convert_to_fp8(model: nn.Module, setup: Setup, plugin: DeepSpeedPlugin) -> None:
-    """Convert layers of a model to fp8, for mixed_precision="fp8"; the engine computes in bf16 around them.
+    """Convert layers of a model to fp8 if mixed_precision="fp8". The engine computes in bf16 around them.
 
     Args:
-        model: The model, before its engine is created; its parameters stay the same objects.
+        model: The model before its engine is created. Its parameters stay the same objects.
         setup: The settings of the Accelerator.
         plugin: The active plugin.
 
     Raises:
-        ValueError: MS-AMP is selected outside DeepSpeed, which integrates it.
+        ValueError: MS-AMP is selected in the recipe instead of in the DeepSpeed plugin.
     """
     if setup.state.mixed_precision != "fp8":
         return
@@ -195,14 +198,14 @@ def convert_to_fp8(model: nn.Module, setup: Setup, plugin: DeepSpeedPlugin) -> N
 
 
 def initialize_module(deepspeed: Any, plugin: DeepSpeedPlugin) -> Any:
-    """Return the module whose `initialize` creates an engine: MS-AMP has its own.
+    """Return the module whose `initialize` creates the engine: DeepSpeed, or MS-AMP's version of it.
 
     Args:
-        deepspeed: DeepSpeed.
+        deepspeed: The package DeepSpeed.
         plugin: The active plugin.
 
     Returns:
-        DeepSpeed, or MS-AMP's module.
+        The module.
 
     Raises:
         ImportError: The plugin selects MS-AMP, which is not installed.
@@ -220,10 +223,10 @@ def initialize_module(deepspeed: Any, plugin: DeepSpeedPlugin) -> Any:
 
 
 def add_half_precision_casts(engine: Any) -> None:
-    """Cast inputs of an engine's model to half precision and its outputs to float32, as autocast does.
+    """Cast the inputs of an engine's model to half precision and its outputs to float32, as autocast does.
 
     Args:
-        engine: The engine; an engine in float32 stays as it is.
+        engine: The engine. An engine that computes in float32 is left as it is.
     """
     dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
     if dtype is None:
@@ -239,16 +242,17 @@ def add_half_precision_casts(engine: Any) -> None:
 
 @torch.no_grad()
 def _undo_trial_step(optimizer: Any) -> None:
-    """Undo the step on zeros with which DeepSpeed's stage 0 allocates states (unfused_optimizer.py of 0.19).
+    """Undo the step on zero gradients that DeepSpeed's stage 0 takes to allocate states (unfused_optimizer.py of 0.19).
 
-    That step counts in Adam's bias correction, which makes the first real step a fifth too small, and decays weights.
+    Adam's bias correction would count that step, which makes the first real step a fifth too small. The step also
+    applies weight decay.
     """
     if not hasattr(optimizer, "initialize_optimizer_states"):
         return
     masters = getattr(optimizer, "fp32_groups_flat", None) or getattr(optimizer, "fp32_groups", None)
     halves = getattr(optimizer, "fp16_groups_flat", None) or getattr(optimizer, "fp16_groups", None)
     if not masters or not halves:
-        return  # ZeRO's optimizers have no such step
+        return  # ZeRO's optimizers do not take this step.
     optimizer.optimizer.state.clear()
     for master, half in zip(_tensors(masters), _tensors(halves), strict=True):
         master.copy_(half)
@@ -274,13 +278,13 @@ def _is_float32(value: Any) -> bool:
 
 
 class DeepSpeedEngineWrapper:
-    """Backward, clipping and step of an engine.
+    """Runs the backward pass, the clipping and the step of an engine.
 
-    The optimizer takes the step; or the clipping before it does, because DeepSpeed clips inside its step.
+    The step is taken by the optimizer, or by the clipping before it, because DeepSpeed clips inside its step.
 
     Args:
         engine: The engine.
-        clipping: The largest norm in the configuration; None: the argument of `clip`.
+        clipping: The largest norm according to the configuration, or None to use the argument of `clip`.
     """
 
     def __init__(self, engine: Any, clipping: float | None = None) -> None:
@@ -294,24 +298,24 @@ class DeepSpeedEngineWrapper:
         Args:
             loss: The loss.
             sync_gradients: Whether this batch completes a window of accumulation.
-            kwargs: As for the engine's backward: `retain_graph`, and `scale_wrt_gas`, which divides the loss by the
-                batches of a window.
+            kwargs: The arguments of the engine's `backward`: `retain_graph`, and `scale_wrt_gas`, which divides the
+                loss by the number of batches in a window.
         """
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         self.pending = sync_gradients
 
     def step(self) -> None:
-        """Take the step of a complete window, once."""
+        """Take the step of a complete window, if it has not been taken yet."""
         if self.pending:
             self.pending = False
             self.engine.step()
 
     def clip(self, max_norm: float) -> None:
-        """Take the step, its gradients scaled so that their norm is at most `max_norm`.
+        """Take the step with gradients scaled so that their norm is at most `max_norm`.
 
         Args:
-            max_norm: The largest norm; a number in the configuration has precedence.
+            max_norm: The largest norm. A number in the configuration has precedence.
         """
         if not self.pending:
             return
@@ -325,19 +329,19 @@ class DeepSpeedEngineWrapper:
             self._set_clipping(0.0)
 
     def _set_clipping(self, max_norm: float) -> None:
-        # The engine clips gradients of plain optimizers, DeepSpeed's optimizers clip their own.
+        # The engine clips the gradients of plain optimizers; DeepSpeed's optimizers clip their own.
         self.engine._config.gradient_clipping = max_norm
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = max_norm
 
     def get_global_grad_norm(self) -> Any:
-        """Return the norm of all gradients in the last step, before clipping; None where DeepSpeed computes no norm."""
+        """Return the gradient norm of the last step before clipping, or None if DeepSpeed has not computed a norm."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 
 class DeepSpeedOptimizerWrapper(EngineOptimizer):
-    """DeepSpeed's optimizer: `step` takes the engine's step, and `zero_grad` does nothing: the engine does it."""
+    """DeepSpeed's optimizer. `step` takes the engine's step, which clears gradients, so `zero_grad` does nothing."""
 
     library = "DeepSpeed"
 
@@ -348,19 +352,19 @@ class DeepSpeedOptimizerWrapper(EngineOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(EngineScheduler):
-    """DeepSpeed's schedule: `step` does nothing, because the engine steps it and saves it in its checkpoint."""
+    """DeepSpeed's schedule. `step` does nothing, because the engine steps the schedule and saves it."""
 
 
-# ---- compilation of operators at their first use: finds ninja, and removes locks of dead processes
+# ---- compiling operators at their first use: find ninja, and remove the locks of dead processes
 
 _CONTAINER_FILE_SYSTEMS = frozenset({"overlay", "ramfs", "tmpfs"})
-"""Types of file systems that a container does not share."""
+"""Types of file systems that a container does not share with anything else."""
 _MACHINE_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"})
-"""Types of file systems that a machine does not share; its containers may share one."""
+"""Types of file systems that a machine does not share with other machines; containers on it may share one."""
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
-"""The machine's initial namespace of process ids (PROC_PID_INIT_INO of Linux), in which all processes are visible."""
+"""The machine's initial PID namespace (PROC_PID_INIT_INO in Linux), where all processes are visible."""
 _RECHECK_SECONDS = 0.2
-"""Seconds between two checks of a lock: torch closes a lock a moment before it removes it."""
+"""Seconds between two checks of a lock, because torch closes a lock a moment before it removes it."""
 
 
 def compilation_context() -> AbstractContextManager[None]:
@@ -374,10 +378,11 @@ def compilation_context() -> AbstractContextManager[None]:
 
 
 def extensions_folder() -> Path:
-    """Return the folder in which torch compiles extensions; torch's own function takes a second to import.
+    """Return the folder where torch compiles extensions.
 
     Returns:
-        The result of torch.utils.cpp_extension.get_default_build_root on Linux, or TORCH_EXTENSIONS_DIR.
+        TORCH_EXTENSIONS_DIR if it is set, otherwise the result of torch.utils.cpp_extension.get_default_build_root on
+        Linux, which would take a second to import.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions")
@@ -385,26 +390,27 @@ def extensions_folder() -> Path:
 
 @contextmanager
 def _tools_on_path() -> Iterator[None]:
-    """Put ninja on PATH inside the block, where it is installed beside a Python that is not activated."""
-    beside = Path(sys.executable).parent
-    if shutil.which("ninja") is None and util.find_spec("ninja") is not None and (beside / "ninja").exists():
-        with environ.patch_environment(PATH=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"):
+    """Add ninja to PATH inside the block if it is installed in an environment that is not activated."""
+    folder = Path(sys.executable).parent
+    if shutil.which("ninja") is None and util.find_spec("ninja") is not None and (folder / "ninja").exists():
+        with environ.patch_environment(PATH=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"):
             yield
     else:
         yield
 
 
 def remove_dead_locks(root: Path) -> list[Path]:
-    """Remove the locks in a folder of torch's extensions whose processes have died; others wait for them forever.
+    """Remove the locks of dead processes from a folder of torch's extensions; ranks would wait for them forever.
 
-    torch keeps a lock (torch.utils.file_baton) open while it compiles, and removes it also on failure; only a killed
-    process leaves it.
+    torch keeps a lock (torch.utils.file_baton) open while it compiles, and removes it even if compiling fails. Only a
+    process that is killed leaves its lock behind.
 
     Args:
-        root: The folder; each of its folders contains an extension, or the extensions of a version of Python.
+        root: The folder. Each of its subfolders contains an extension, or the extensions for a version of Python.
 
     Returns:
-        The removed locks. A lock that no process on this machine holds, but one elsewhere may, stays with a warning.
+        The removed locks. If no visible process holds a lock, but a process on another machine or in another container
+        may, the lock is kept and a warning is issued.
     """
     suspects = [lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern) if not _may_be_held(lock)]
     if not suspects:
@@ -418,20 +424,20 @@ def _remove(lock: Path, seen: tuple[int, int] | None) -> bool:
     kind = _file_system_type(lock.resolve())
     if not _shows_all_processes(kind):
         warn_once(
-            f"{lock} marks an extension as being compiled, but no process visible from here compiles it, and ranks "
+            f"{lock} says that an extension is being compiled, but no visible process compiles it, and ranks "
             f"wait until the file is removed; if no process on another machine or in another container with this "
             f"{kind or 'file system'} compiles it either: rm {lock}"
         )
         return False
     if seen is None or seen != _identity(lock):
-        return False  # another rank was faster, and may compile already
+        return False  # Another rank has removed the lock and may be compiling already.
     lock.unlink(missing_ok=True)
-    warn_once(f"removed {lock}: the process that compiled there was killed, and ranks would wait for it forever")
+    warn_once(f"removed {lock}: the process that was compiling there was killed, and ranks would wait for it forever")
     return True
 
 
 def _shows_all_processes(kind: str) -> bool:
-    """Return whether /proc shows all processes that can use a file system of this type."""
+    """Return whether /proc shows every process that can use a file system of this type."""
     return kind in _CONTAINER_FILE_SYSTEMS or (
         kind in _MACHINE_FILE_SYSTEMS and str(Path("/proc/self/ns/pid").readlink()) == _INITIAL_PID_NAMESPACE
     )
@@ -445,7 +451,7 @@ def _identity(lock: Path) -> tuple[int, int] | None:
 
 
 def _may_be_held(lock: Path) -> bool:
-    """Return whether a process has a file open, or may have it open invisibly."""
+    """Return whether a process has a file open, or may have it open without being visible here."""
     processes = Path("/proc")
     if not (processes / "self" / "fd").exists():
         return True
@@ -453,18 +459,18 @@ def _may_be_held(lock: Path) -> bool:
         wanted = lock.stat()
         return any(_has_open(process, wanted) for process in processes.iterdir() if process.name.isdigit())
     except FileNotFoundError:
-        return True  # it was released just now
+        return True  # Its owner released it just now.
 
 
 def _has_open(process: Path, wanted: os.stat_result) -> bool:
     try:
         if process.stat().st_uid != wanted.st_uid:
-            return False  # it could not have created the file
+            return False  # Another user's process cannot have created the file.
         descriptors = list((process / "fd").iterdir())
     except PermissionError:
         return not _has_ended(process)
     except (FileNotFoundError, ProcessLookupError):
-        return False  # it has ended
+        return False  # The process has exited.
     for descriptor in descriptors:
         with suppress(OSError):
             found = descriptor.stat()
@@ -474,7 +480,7 @@ def _has_open(process: Path, wanted: os.stat_result) -> bool:
 
 
 def _has_ended(process: Path) -> bool:
-    """Return whether a process is a zombie: its files are closed, but cannot be listed."""
+    """Return whether a process has exited. The files of a zombie are closed, but cannot be listed."""
     try:
         return psutil.Process(int(process.resolve().name)).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -482,9 +488,10 @@ def _has_ended(process: Path) -> bool:
 
 
 def _file_system_type(path: Path) -> str:
-    """Return the kernel's name for the type of a path's file system; "" where it is not known."""
+    """Return the kernel's name for the type of a path's file system, or "" if it is not known."""
     mounts = []
-    with suppress(OSError):  # a sandbox may hide /proc/filesystems or the mounts
+    with suppress(OSError):  # A sandbox may hide /proc/filesystems or the mounts.
         mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
-    mounts.sort(key=lambda mount: len(mount.mountpoint))  # of several on one folder, the last one is visible
+    # The sort is stable: if several file systems are mounted on one folder, the last one mounted is the visible one.
+    mounts.sort(key=lambda mount: len(mount.mountpoint))
     return mounts[-1].fstype if mounts else ""

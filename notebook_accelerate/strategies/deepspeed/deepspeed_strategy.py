@@ -1,4 +1,4 @@
-"""The DeepSpeed strategy: an engine does precision, accumulation, clipping, steps and checkpoints."""
+"""The DeepSpeed strategy: DeepSpeed's engine handles precision, accumulation, clipping, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
         The plugin.
 
     Raises:
-        ValueError: This world does not train with DeepSpeed.
+        ValueError: The ranks do not train with DeepSpeed.
     """
     plugin = state.deepspeed_plugin if state.distributed_type == DistributedType.DEEPSPEED else None
     if plugin is None:
@@ -70,11 +70,11 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
 
 
 class DeepSpeedStrategy(EngineStrategy):
-    """DeepSpeed's ZeRO in all its stages, with one engine per Accelerator.
+    """Trains with any stage of DeepSpeed's ZeRO, with one engine per Accelerator.
 
     Attributes:
-        models: The engine, once a model was prepared.
-        engine: The engine's wrapper; None before.
+        models: The engine, once a model is prepared.
+        engine: The engine's wrapper, or None before a model is prepared.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -93,24 +93,25 @@ class DeepSpeedStrategy(EngineStrategy):
         self.plugin.set_deepspeed_weakref()
         self._resolve_accumulation_steps()
         if setup.state.num_processes > 1:
-            start_watchdog()  # save_state on some ranks only would hang otherwise: each writes a part
+            # Each rank writes a part of a checkpoint, so save_state on only some of the ranks would hang without this.
+            start_watchdog()
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The active plugin."""
         return get_active_deepspeed_plugin(self.setup.state)
 
-    deepspeed_engine_wrapped = property(lambda self: self.engine, doc="The engine's wrapper, by Accelerate's name.")
+    deepspeed_engine_wrapped = property(lambda self: self.engine, doc="The engine's wrapper, under Accelerate's name.")
 
     def _resolve_accumulation_steps(self) -> int:
-        """Return the batches per window: the configuration's number, or else the Accelerator's."""
+        """Return the number of batches per window from the configuration or, if it is "auto", from the Accelerator."""
         state, configured = self.setup.gradient_state, self.plugin.get_value(_STEPS, AUTO)
         if configured in {AUTO, state.num_steps}:
             return state.num_steps
         if state.num_steps != 1:
             warn_once(
-                f"gradient_accumulation_steps={state.num_steps}, and the DeepSpeed configuration has {configured}, "
-                "which is used; write 'auto' there to use the Accelerator's"
+                f"gradient_accumulation_steps={state.num_steps} is ignored, because the DeepSpeed configuration has "
+                f"{configured}; write 'auto' there to use the Accelerator's number"
             )
         state.plugin_kwargs["num_steps"] = configured
         return int(configured)
@@ -118,10 +119,10 @@ class DeepSpeedStrategy(EngineStrategy):
     # ---- preparing
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
-        """See `Strategy.prepare`; a model must be prepared together with its optimizer and its schedule.
+        """See `Strategy.prepare`. A model must be prepared together with its optimizer and its schedule.
 
         Raises:
-            ValueError: Objects, or objects and configuration, contradict each other.
+            ValueError: The objects contradict each other or the configuration.
         """
         results = list(objects)
         indices = indices_by_kind(objects, object_kind)
@@ -140,13 +141,13 @@ class DeepSpeedStrategy(EngineStrategy):
         return results
 
     def _trained_model(self, objects: Sequence[Any], indices: Mapping[str, list[int]]) -> int | None:
-        """Return the index of the model that the new optimizer trains; None: there is no new optimizer."""
+        """Return the index of the model that the new optimizer trains, or None if there is no new optimizer."""
         optimizers = [objects[at] for at in self._new_optimizers(objects, indices)]
         if not optimizers:
             return None
         if len(optimizers) > 1:
             raise ValueError(
-                f"prepare() was given {len(optimizers)} optimizers, and a DeepSpeed engine has one; give one optimizer "
+                f"prepare() was given {len(optimizers)} optimizers, but a DeepSpeed engine has one; give one optimizer "
                 "several parameter groups, or train each model with its own Accelerator"
             )
         if self.engine is not None:
@@ -165,7 +166,7 @@ class DeepSpeedStrategy(EngineStrategy):
         )
 
     def _batch_size(self, loader: Any) -> int | None:
-        """Return a rank's samples in one batch of a loader, prepared or not; None: the loader has no batch size."""
+        """Return a rank's number of samples in one batch of a loader, or None if the loader has no batch size."""
         size = getattr(loader, "batch_size", None)
         if size is None:
             size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -175,7 +176,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def _start_engine(
         self, objects: list[Any], indices: Mapping[str, list[int]], trained: int, sizes: list[int | None]
     ) -> None:
-        """Create the engine, and replace model, optimizer and schedule by its own."""
+        """Create the engine, and replace the model, optimizer and schedule with the engine's."""
         (at_optimizer,) = self._new_optimizers(objects, indices)
         schedules = indices["scheduler"]
         parts = EngineParts(
@@ -194,7 +195,7 @@ class DeepSpeedStrategy(EngineStrategy):
             objects[schedules[0]] = DeepSpeedSchedulerWrapper(engine.lr_scheduler, self.optimizers)
 
     def _make_engine(self, parts: EngineParts) -> Any:
-        """Create the engine of a training."""
+        """Create the engine that trains the model."""
         plugin = self.plugin
         initialize_arguments.check_parts(parts, plugin)
         initialize_arguments.refresh_autos(self._filled, plugin)
@@ -223,10 +224,11 @@ class DeepSpeedStrategy(EngineStrategy):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """See `Strategy.prepare_model`; a model without an optimizer is evaluated only. Every rank must call this.
+        """See `Strategy.prepare_model`. A model without an optimizer is only evaluated. Every rank must call this.
 
         Returns:
-            With stage 3 an engine with sharded parameters, unless `evaluation_mode`; else the whole model.
+            An engine with sharded parameters if stage 3 is used and `evaluation_mode` is False, otherwise the whole
+            model.
         """
         if any(model is kept for kept in self.models):
             return model
@@ -239,14 +241,14 @@ class DeepSpeedStrategy(EngineStrategy):
         return self._initialize(model=inner, config=config)  # type: ignore[no-any-return]
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """See `Strategy.prepare_scheduler`; a schedule that the engine steps is kept as it is."""
+        """See `Strategy.prepare_scheduler`. A schedule that the engine steps is kept as it is."""
         if isinstance(scheduler, DeepSpeedSchedulerWrapper):
             known = any(scheduler is kept for kept in self.schedulers)
             return scheduler if known else self.keep(scheduler, self.schedulers)
         return super().prepare_scheduler(scheduler)
 
     def compile(self, model: nn.Module) -> nn.Module:
-        """See `Strategy.compile`; the model of an engine is compiled in place."""
+        """See `Strategy.compile`. The model of an engine is compiled in place."""
         plugin = self.setup.dynamo_plugin
         engine: Any = model if self.engine is not None and model is self.engine.engine else None
         if engine is None:
@@ -266,8 +268,9 @@ class DeepSpeedStrategy(EngineStrategy):
         """See `Strategy.backward`; every rank must call this.
 
         Args:
-            loss: The loss, already divided by the batches of a window.
-            kwargs: Arguments of the engine's backward: `retain_graph`; `scale_wrt_gas=False` undoes that division.
+            loss: The loss, already divided by the number of batches in a window.
+            kwargs: The arguments of the engine's `backward`: `retain_graph`, and `scale_wrt_gas`, which undoes that
+                division if it is False.
         """
         if self.engine is None:
             super().backward(loss, **kwargs)
@@ -278,12 +281,12 @@ class DeepSpeedStrategy(EngineStrategy):
         self.engine.backward(loss, sync_gradients=complete, scale_wrt_gas=False, **kwargs)
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: backward passes the end of a window to the engine."""
+        """Return a context that does nothing, because `backward` passes the end of a window to the engine."""
         return NOTHING
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """See `Strategy.no_sync`; the engine accumulates inside the block."""
+        """See `Strategy.no_sync`. The engine accumulates gradients inside the block."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
@@ -305,7 +308,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32)
 
     def _unsharded_norm(self) -> torch.Tensor:
-        """Return the norm of unsharded gradients; the engine computes none in stage 0 in float32."""
+        """Return the norm of unsharded gradients, which the engine does not compute in stage 0 with float32."""
         assert self.engine is not None
         gradients = [p.grad for p in self.engine.engine.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
@@ -316,10 +319,10 @@ class DeepSpeedStrategy(EngineStrategy):
     # ---- states
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """See `Strategy.model_state_dict`; weights are in the precision of the model. Every rank must call this.
+        """See `Strategy.model_state_dict`. Weights have the precision of the model. Every rank must call this.
 
         Returns:
-            The state dict; with stage 3 it is in main memory on rank 0, and empty on other ranks.
+            The state dict. With stage 3, it is in main memory on rank 0, and empty on other ranks.
 
         Raises:
             ValueError: The configuration does not allow gathering sharded weights.
@@ -340,8 +343,8 @@ class DeepSpeedStrategy(EngineStrategy):
 
         Args:
             folder: A folder shared by all ranks.
-            safe_serialization: Not used: the formats are DeepSpeed's.
-            options: Arguments of the engine's `save_checkpoint`.
+            safe_serialization: Not used, because the file formats are DeepSpeed's.
+            options: The arguments of the engine's `save_checkpoint`.
         """
         if self.engine is not None:
             save_engine(self.engine.engine, folder, options)
@@ -363,7 +366,7 @@ def _unwrapped_schedule(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
 
-# ---- checkpoints: DeepSpeed's own files, by Accelerate's names
+# ---- checkpoints: DeepSpeed's own files, under Accelerate's names
 
 
 def save_engine(engine: Any, folder: Path, options: dict[str, Any]) -> None:
@@ -372,7 +375,7 @@ def save_engine(engine: Any, folder: Path, options: dict[str, Any]) -> None:
     Args:
         engine: The engine.
         folder: A folder shared by all ranks; ``pytorch_model/``, ``latest`` and ``zero_to_fp32.py`` are written to it.
-        options: Arguments of the engine's `save_checkpoint`.
+        options: The arguments of the engine's `save_checkpoint`.
     """
     _call_with_options("save_state", engine.save_checkpoint, str(folder), MODEL_NAME, **options)
 
@@ -383,11 +386,13 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
     Args:
         engine: The engine.
         folder: The checkpoint.
-        options: Arguments of the engine's `load_checkpoint`; `strict`: whether names must be those of the model.
-        ranks: Number of ranks.
+        options: The arguments of the engine's `load_checkpoint`, and `strict`, which says whether all names must match
+            the model's.
+        ranks: The number of ranks.
 
     Raises:
-        CheckpointMismatchError: The folder contains no such engine, or one for another number of ranks.
+        CheckpointMismatchError: The folder does not contain this engine, or the engine was saved by another number of
+            ranks.
     """
     if "strict" in options:
         options["load_module_strict"] = options.pop("strict")
@@ -396,7 +401,7 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
     optimizer = options.get("load_optimizer_states", True)
     if optimizer and shards not in {0, ranks} and not engine.load_universal_checkpoint():
         raise CheckpointMismatchError(
-            f"{saved} contains the optimizer's state in {shards} shards, one per rank, and this run has {ranks} ranks. "
+            f"{saved} contains the optimizer's state in {shards} shards, one per rank, but this run has {ranks} ranks. "
             "Convert it (python -m deepspeed.checkpoint.ds_to_universal) and set "
             '{"checkpoint": {"load_universal": true}} in the DeepSpeed configuration, or load the weights alone: '
             "load_state(folder, elastic=True, load_optimizer_states=False)"
@@ -410,7 +415,10 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
 
 
 def _own_classes() -> list[Any]:
-    """Return DeepSpeed's classes in its files, which are attributes without code: the rest is read as plain data."""
+    """Return DeepSpeed's classes that its files may contain; everything else in them is read as plain data.
+
+    These classes are safe to load because they only hold attributes and run no code.
+    """
     scaler = import_module("deepspeed.runtime.fp16.loss_scaler")
     fragments = import_module("deepspeed.utils.tensor_fragment")
     stages = import_module("deepspeed.runtime.zero.config")
@@ -418,7 +426,7 @@ def _own_classes() -> list[Any]:
 
 
 def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a method of the engine with the user's options; unknown ones raise ValueError."""
+    """Call a method of the engine with the user's options, and raise ValueError for an unknown option."""
     try:
         return function(*args, **options)
     except TypeError as error:
@@ -427,7 +435,7 @@ def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **op
         raise
 
 
-# ---- the shard report: ZeRO shards optimizer state, gradients, then parameters, by stage
+# ---- the shard report: stages 1, 2 and 3 of ZeRO shard the optimizer state, then the gradients, then the parameters
 
 
 def report_engine(strategy: Strategy) -> ShardReport:
@@ -457,7 +465,7 @@ def report_engine(strategy: Strategy) -> ShardReport:
 
 
 def _element_count(parameter: Any) -> int:
-    """Return a parameter's number of elements; with stage 3 the parameter itself is empty."""
+    """Return a parameter's number of elements, by DeepSpeed's count if stage 3 has emptied the parameter itself."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -465,13 +473,13 @@ def _sum_sizes(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardT
     found = ShardTally()
     for parameter in parameters:
         whole = _element_count(parameter) * parameter.element_size()
-        here = math.ceil(whole / ranks) if over else whole  # the last part is padded
+        here = math.ceil(whole / ranks) if over else whole  # The last part is padded.
         found += ShardTally(whole, here, frozenset(over))
     return found
 
 
 def _optimizer_state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
-    """Return the size of the optimizer's state: its moments, and master weights that are not the model's."""
+    """Return the size of the optimizer's state: its moments, and master weights that the model does not share."""
     optimizer = engine.optimizer
     offloaded = _offload_device(engine.zero_offload_optimizer())
     basic = getattr(optimizer, "optimizer", optimizer)
@@ -488,13 +496,16 @@ def _optimizer_state(engine: Any, trained: ShardTally, elements: int) -> ShardSi
 
 
 def _master_weights(optimizer: Any, basic: Any) -> list[torch.Tensor]:
-    """Return this rank's weights that the optimizer updates; stage 3 passes them to it one by one, in the step."""
+    """Return the weights of this rank that the optimizer updates.
+
+    Stage 3 passes them to the optimizer one by one in the step, so the parameter groups do not contain them.
+    """
     found = getattr(optimizer, "fp32_partitioned_groups_flat", None)
     return list(found) if found else [parameter for group in basic.param_groups for parameter in group["params"]]
 
 
 def _offload_device(offload: Any) -> str:
-    """Return the device of an offloading configuration; "" for None and for no offloading."""
+    """Return the device of an offloading configuration, or "" if nothing is offloaded."""
     device = getattr(offload, "device", None)
-    name = str(getattr(device, "value", device) or "none")  # a string or a member of an enum, by version
+    name = str(getattr(device, "value", device) or "none")  # A string or an enum member, depending on the version.
     return "" if name == "none" else name

@@ -1,4 +1,4 @@
-"""The arguments of `deepspeed.initialize`: a configuration without "auto" values, optimizer and schedule."""
+"""Build the arguments of `deepspeed.initialize`: a configuration without "auto" values, an optimizer and a schedule."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     f"{_ZERO}.stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
     f"{_ZERO}.stage3_param_persistence_threshold": lambda size: 10 * size,
 }
-"""Sizes that follow from a transformer's hidden size, as DeepSpeed's authors recommend."""
+"""Settings that are computed from a transformer's hidden size, as DeepSpeed's authors recommend."""
 
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """The objects that become one engine, and the world of the training."""
+    """The objects that an engine is created from, and the sizes of the training."""
 
     model: torch.nn.Module
-    """The trained model."""
+    """The model to train."""
     optimizer: Any = None
-    """A torch optimizer, or a `DummyOptim` for one that the configuration defines; None for inference."""
+    """A torch optimizer, a `DummyOptim` if the configuration defines the optimizer, or None for inference."""
     scheduler: Any = None
     """A schedule, a `DummyScheduler`, or None."""
     batch_sizes: Sequence[int | None]
-    """Samples per rank and batch, for each loader."""
+    """The number of samples per rank and batch, for each loader."""
     steps: int
-    """Batches per window of accumulation."""
+    """The number of batches per accumulation window."""
     world_size: int
-    """Number of ranks."""
+    """The number of ranks."""
     split_batches: bool = False
-    """Whether ranks share each batch of a loader."""
+    """Whether each batch of a loader is split among the ranks."""
     sequence_ranks: int = 1
-    """Number of ranks that share a batch, each with a piece of its sequences."""
+    """The number of ranks that share a batch, each with a piece of its sequences."""
 
 
 def object_kind(item: Any) -> str:
-    """Return the kind of a training object as `kind_of` does, also for placeholders.
+    """Return the kind of a training object, like `kind_of`, but also for the placeholders of DeepSpeed.
 
     Args:
         item: An argument of `prepare`.
@@ -62,10 +62,12 @@ def object_kind(item: Any) -> str:
 
 
 def optimizer_parameters(optimizer: Any) -> Iterator[Any]:
-    """Iterate over the parameters of an optimizer; those of a placeholder become a list.
+    """Iterate over the parameters of an optimizer.
+
+    The parameters of a placeholder may be a generator; they are replaced with a list, so that they can be read again.
 
     Args:
-        optimizer: torch's optimizer, or a `DummyOptim`.
+        optimizer: An optimizer of torch, or a `DummyOptim`.
 
     Yields:
         The parameters.
@@ -87,14 +89,14 @@ def optimizer_parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def check_parts(parts: EngineParts, plugin: DeepSpeedPlugin) -> None:
-    """Compare optimizer and schedule with the configuration.
+    """Check that the optimizer and the schedule agree with the configuration.
 
     Args:
         parts: The prepared objects.
         plugin: The plugin.
 
     Raises:
-        ValueError: They contradict each other; the message has a line for each contradiction.
+        ValueError: They contradict each other. The message has a line for each contradiction.
     """
     config = plugin.deepspeed_config
     dummy, later = isinstance(parts.optimizer, DummyOptim), isinstance(parts.scheduler, DummyScheduler)
@@ -124,15 +126,15 @@ def check_parts(parts: EngineParts, plugin: DeepSpeedPlugin) -> None:
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
-    """Return DeepSpeed's CPU optimizer that is equivalent to one of torch's.
+    """Return the CPU optimizer of DeepSpeed that is equivalent to an optimizer of torch.
 
-    Both share their parameter groups, so that a schedule changes both.
+    Both optimizers share their parameter groups, so that a schedule changes both.
 
     Args:
-        optimizer: torch's optimizer.
+        optimizer: An optimizer of torch.
 
     Returns:
-        DeepSpeedCPUAdam, DeepSpeedCPUAdagrad or DeepSpeedCPULion; the optimizer itself where there is no equivalent.
+        A DeepSpeedCPUAdam, DeepSpeedCPUAdagrad or DeepSpeedCPULion, or the optimizer itself if it has no equivalent.
     """
     name = type(optimizer).__name__
     if name.startswith("DeepSpeed") or optimizer.defaults.get("amsgrad"):
@@ -151,14 +153,14 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         return optimizer
     names = ("lr", "betas", "eps", "weight_decay") if name != "Lion" else ("lr", "betas", "weight_decay")
     settings = {key: optimizer.defaults[key] for key in names if key in optimizer.defaults}
-    with compilation_context():  # its loop is compiled for this processor at the first use
+    with compilation_context():  # DeepSpeed compiles the optimizer's loop for this processor at the first use.
         mapped = kinds[name](optimizer.param_groups, **settings)
     _forward_step_calls(optimizer, mapped)
     return mapped
 
 
 def _forward_step_calls(before: Any, after: Any) -> None:
-    """Mark one optimizer as stepped when another steps: schedules made for it warn otherwise."""
+    """Mark one optimizer as stepped whenever another one steps; its schedules would warn otherwise."""
     step = after.step
 
     @functools.wraps(step)
@@ -174,7 +176,7 @@ def _uses_cpu_optimizer(plugin: DeepSpeedPlugin) -> bool:
 
 
 def engine_arguments(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    """Return the arguments of `deepspeed.initialize` for a training.
+    """Return the arguments of `deepspeed.initialize` for an engine that trains.
 
     Args:
         parts: The prepared objects.
@@ -209,13 +211,13 @@ def engine_arguments(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, A
 
 
 def engine_config(plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    """Return a copy of the plugin's configuration for an engine: DeepSpeed changes its argument.
+    """Return a copy of the plugin's configuration for an engine, because DeepSpeed changes its argument.
 
     Args:
         plugin: The plugin.
     """
     config = copy.deepcopy(plugin.deepspeed_config)
-    config.setdefault("steps_per_print", math.inf)  # the run panel shows what it would print
+    config.setdefault("steps_per_print", math.inf)  # The run panel shows the same numbers.
     return config
 
 
@@ -225,7 +227,7 @@ def inference_config(model: torch.nn.Module, plugin: DeepSpeedPlugin, world_size
     Args:
         model: The model.
         plugin: The plugin, which is not changed.
-        world_size: Number of ranks.
+        world_size: The number of ranks.
     """
     alone = copy.copy(plugin)
     sections = {key: value for key, value in plugin.deepspeed_config.items() if key not in {"optimizer", "scheduler"}}
@@ -240,17 +242,17 @@ def inference_config(model: torch.nn.Module, plugin: DeepSpeedPlugin, world_size
 
 
 def fill_config(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    """Fill the "auto" values of a plugin's configuration, in place.
+    """Replace the "auto" values of a plugin's configuration in place.
 
     Args:
         parts: The prepared objects.
         plugin: The plugin.
 
     Returns:
-        The filled values, by dotted key.
+        The values that replaced "auto", by dotted key.
 
     Raises:
-        ValueError: Values differ from the known ones, or are not known; the message lists all of them.
+        ValueError: Values contradict the known ones, or are not known. The message lists all of them.
     """
     config = plugin.deepspeed_config
     if _MICRO not in config and "train_batch_size" not in config:
@@ -270,7 +272,7 @@ def fill_config(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
 
 
 def refresh_autos(filled: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
-    """Reset values to "auto" that an earlier `prepare` filled, where they have not changed since.
+    """Reset the values that an earlier `prepare` filled to "auto", unless they have been changed since.
 
     Args:
         filled: The result of `fill_config`.
@@ -292,7 +294,7 @@ def _dotted_items(config: dict[str, Any], prefix: str = "") -> list[tuple[str, A
 def _values_from_sizes(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     known: dict[str, Any] = {
         _STEPS: parts.steps,
-        "gradient_clipping": 0.0,  # clip_grad_norm_ sets it for each step
+        "gradient_clipping": 0.0,  # clip_grad_norm_ sets it for each step.
         f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": True,
     }
     micro = plugin.get_value(_MICRO)
@@ -311,13 +313,13 @@ def _batch_size(sizes: Sequence[int | None], smallest: bool) -> int:
         given = "a loader without a batch_size" if sizes else "no loader"
         raise ValueError(
             f"{_MICRO} is 'auto', and prepare() was given {given}: pass the loaders to prepare() together with the "
-            f"model, or set accelerator.state.deepspeed_plugin.deepspeed_config[{_MICRO!r}], as 8, before"
+            f"model, or first set a number: accelerator.state.deepspeed_plugin.deepspeed_config[{_MICRO!r}] = 8"
         )
     return min(numbers) if smallest else max(numbers)
 
 
 def _values_from_placeholders(parts: EngineParts) -> dict[str, Any]:
-    """Return the values that placeholders give for the optimizer and schedule of the configuration."""
+    """Return the settings of the configuration's optimizer and schedule that the placeholders contain."""
     known: dict[str, Any] = {}
     optimizer, scheduler = parts.optimizer, parts.scheduler
     if isinstance(optimizer, DummyOptim):
@@ -327,7 +329,8 @@ def _values_from_placeholders(parts: EngineParts) -> dict[str, Any]:
         rate = optimizer.lr if isinstance(optimizer, DummyOptim) else optimizer.defaults.get("lr")
         settings = {"warmup_min_lr": 0, "warmup_max_lr": rate, "warmup_num_steps": scheduler.warmup_num_steps}
         if scheduler.total_num_steps is not None:
-            # Counted as if one process read all batches; the engine steps the schedule once for all ranks.
+            # The number counts steps as if one process read all batches, but the engine steps the schedule once for all
+            # ranks.
             ranks = 1 if parts.split_batches else parts.world_size
             settings["total_num_steps"] = math.ceil(scheduler.total_num_steps / ranks)
         known |= {f"scheduler.params.{name}": value for name, value in {**settings, **scheduler.kwargs}.items()}
@@ -346,7 +349,7 @@ def _values_from_hidden_size(model: torch.nn.Module, plugin: DeepSpeedPlugin) ->
 
 
 def hidden_size(model: torch.nn.Module) -> int | None:
-    """Return a model's `config.hidden_size`, or the largest of its `hidden_sizes`; None: it has neither.
+    """Return a model's `config.hidden_size` or the largest of its `hidden_sizes`, or None if it has neither.
 
     Args:
         model: The model.
@@ -361,7 +364,9 @@ def hidden_size(model: torch.nn.Module) -> int | None:
 
 
 def is_stepped_by_engine(scheduler: Any) -> bool:
-    """Return whether the engine steps a schedule: one of the configuration, of a callable, or of DeepSpeed.
+    """Return whether the engine steps a schedule.
+
+    It steps a schedule that the configuration defines, that a callable creates, or that is a class of DeepSpeed.
 
     Args:
         scheduler: The schedule.

@@ -1,7 +1,7 @@
-"""DeepSpeed's sequence parallelism: each rank computes a piece of every sequence, and attention for some heads.
+"""DeepSpeed's sequence parallelism: each rank computes a piece of every sequence, and the attention of some heads.
 
-Source: Jacobs et al., "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509; DeepSpeed's version for transformers'
-models: https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism.
+Sources: Jacobs et al., "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509, and DeepSpeed's version for transformers'
+models, https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _numbers = itertools.count(1)
 
 
 class UlyssesStrategy(DeepSpeedStrategy):
-    """DeepSpeed's ZeRO over all ranks; ranks along the dimension "sp" share sequences.
+    """Trains with DeepSpeed's ZeRO over all ranks, while ranks along the dimension "sp" share sequences.
 
-    Each rank reads its own batches. Loaders that are prepared together with the trained model yield pieces
-    (`SequenceLoader`); `deepspeed_ulysses_dl_adapter` converts others.
+    Each rank reads its own batches. Loaders that are prepared together with the trained model yield pieces of sequences
+    (`SequenceLoader`). Use `deepspeed_ulysses_dl_adapter` to convert other loaders.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -48,8 +48,8 @@ class UlyssesStrategy(DeepSpeedStrategy):
         """See `DeepSpeedStrategy.prepare`.
 
         Raises:
-            ValueError: Objects, configuration and layout contradict each other, or sequences of this model cannot be
-                split.
+            ValueError: The objects, the configuration and the layout contradict each other, or the sequences of this
+                model cannot be split.
         """
         before = self.engine
         results = super().prepare(objects, placements)
@@ -62,7 +62,7 @@ class UlyssesStrategy(DeepSpeedStrategy):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader[Any]:
-        """See `Strategy.prepare_data_loader`; the prepared loader yields whole sequences, a `SequenceLoader` pieces."""
+        """See `Strategy.prepare_data_loader`. The loader yields whole sequences, unless it is a `SequenceLoader`."""
         if isinstance(data_loader, SequenceLoader):
             super().prepare_data_loader(data_loader.loader, device_placement, slice_fn_for_dispatch)
             return data_loader
@@ -75,10 +75,11 @@ class UlyssesStrategy(DeepSpeedStrategy):
             loader: A loader, prepared or not.
 
         Returns:
-            The loader of pieces; a `SequenceLoader` is returned as it is.
+            The loader of pieces. A `SequenceLoader` is returned as it is.
 
         Raises:
-            ValueError: Ranks may have different numbers of batches, and would wait for each other forever.
+            ValueError: The loader may give ranks different numbers of batches, so that they would wait for each other
+                forever.
         """
         if isinstance(loader, SequenceLoader):
             return loader
@@ -102,7 +103,7 @@ class UlyssesStrategy(DeepSpeedStrategy):
         return None if size in {None, AUTO} else int(size)
 
     def _make_engine(self, parts: EngineParts) -> Any:
-        """Create the engine of a training, and exchange sequence pieces for heads in its model's attention."""
+        """Create the engine that trains the model, and split the attention of the model over ranks."""
         parts.sequence_ranks = self._ranks
         self._starting_engine = True
         try:
@@ -121,16 +122,16 @@ class UlyssesStrategy(DeepSpeedStrategy):
 
         Args:
             loss: The loss over all pieces, gathered by torch.distributed.nn.functional.all_gather, and already divided
-                by the batches of a window.
-            kwargs: As for `DeepSpeedStrategy.backward`.
+                by the number of batches in a window.
+            kwargs: The arguments of `DeepSpeedStrategy.backward`.
         """
         super().backward(loss / self._gradient_multiplicity(), **kwargs)
 
     def _gradient_multiplicity(self) -> int:
-        """Return the factor by which DeepSpeed multiplies gradients of a loss that all ranks of a sequence compute.
+        """Return the factor by which DeepSpeed scales the gradients of a loss that all ranks of a sequence compute.
 
-        The backward of all_gather sums one gradient over these ranks. DeepSpeed then sums over all ranks and divides
-        by the number of sequences, or, where stage 3 scatters the sums, by the number of ranks.
+        The backward pass of all_gather sums the gradient over these ranks. DeepSpeed then sums over all ranks, and
+        divides by the number of sequences or, if stage 3 scatters the sums, by the number of ranks.
         """
         if self.engine is None:
             return 1
@@ -148,13 +149,13 @@ class UlyssesStrategy(DeepSpeedStrategy):
 class SplitAttention:
     """The attention of one model, split over the ranks that share its sequences.
 
-    DeepSpeed replaces the attention function of all of transformers' models in the process. Here other models keep
-    theirs, and this model attends to whole sequences in evaluation on a loader that does not yield pieces.
+    DeepSpeed replaces the attention function of all transformers models in the process. Here, other models keep their
+    own function. This model attends to whole sequences when it is evaluated on a loader that does not yield pieces.
 
     Args:
-        model: A model of transformers.
-        ranks: Number of ranks that share sequences.
-        settings: Length of sequences, and implementation of attention.
+        model: A transformers model.
+        ranks: The number of ranks that share sequences.
+        settings: The length of sequences, and the implementation of attention.
 
     Raises:
         ValueError: The model is not from transformers, or its attention cannot be split.
@@ -169,11 +170,11 @@ class SplitAttention:
         """Split the attention; every rank must call this.
 
         Args:
-            micro_batch_size: Sequences per batch and rank.
-            gradient_state: Has the active loader.
+            micro_batch_size: The number of sequences per batch and rank.
+            gradient_state: The state that knows the active loader.
 
         Returns:
-            The argument `mpu` of `deepspeed.initialize`: the groups of ranks.
+            The groups of ranks, for the argument `mpu` of `deepspeed.initialize`.
         """
         functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
         _reset_groups()
@@ -213,7 +214,7 @@ class SplitAttention:
 
 
 def _reset_groups() -> None:
-    """Reset DeepSpeed's groups of an earlier training: it creates new ones only where it has none."""
+    """Remove DeepSpeed's groups of an earlier training, because it creates groups only if it does not have any."""
     groups: Any = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     groups._SEQUENCE_PARALLEL_GROUP = groups._SEQUENCE_DATA_PARALLEL_GROUP = None
     import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]

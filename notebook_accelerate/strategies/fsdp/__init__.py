@@ -1,1 +1,1 @@
-"""Fully sharded data parallel, on both of torch's implementations."""
+"""Fully sharded data parallelism, with both of torch's implementations."""

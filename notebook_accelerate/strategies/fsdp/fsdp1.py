@@ -27,7 +27,7 @@ _HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_zero2()}
 
 
 class FSDP1Strategy(ShardedStrategy):
-    """torch's `FullyShardedDataParallel`, with all its sharding strategies."""
+    """Trains with torch's `FullyShardedDataParallel`, in any of its sharding strategies."""
 
     name: ClassVar[str] = "fsdp1"
 
@@ -46,11 +46,11 @@ class FSDP1Strategy(ShardedStrategy):
         """Wrap a model and its units; every rank must call this.
 
         Args:
-            model: The model, on any device: a unit moves to this rank's device when it is sharded. Where
-                `cpu_ram_efficient_loading` is set, its parameters may have no values on ranks other than 0.
+            model: The model, on any device: each unit is moved to this rank's device when it is sharded. With
+                `cpu_ram_efficient_loading`, the parameters may have no values on ranks other than 0.
 
         Returns:
-            The wrapper.
+            The wrapped model.
 
         Raises:
             ValueError: A setting of the plugin does not fit the model.
@@ -60,7 +60,7 @@ class FSDP1Strategy(ShardedStrategy):
         chosen = set(units)
         mixed_precision: Any = plugin.mixed_precision_policy
         prefetch: Any = plugin.backward_prefetch
-        offloads = plugin.offloads and self.setup.device.type != "cpu"  # the CPU's parameters are in main memory
+        offloads = plugin.offloads and self.setup.device.type != "cpu"  # On the CPU, they are in main memory anyway.
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=lambda module, recurse, **_: recurse or module in chosen,
@@ -76,7 +76,7 @@ class FSDP1Strategy(ShardedStrategy):
         )
 
     def _strategy_and_mesh(self, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-        """Return the sharding strategy; in hybrid ones each machine has a replica of the shards."""
+        """Return the sharding strategy, and the mesh for hybrid ones, which replicate the shards on each machine."""
         chosen: Any = plugin.sharding_strategy
         if chosen not in _HYBRID:
             return {"sharding_strategy": chosen}
@@ -86,7 +86,7 @@ class FSDP1Strategy(ShardedStrategy):
         return {"sharding_strategy": chosen, "device_mesh": mesh}
 
     def _placement(self, model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-        """Return how units move to the device, and how rank 0's weights get to the other ranks."""
+        """Return the arguments that move units to the device and copy rank 0's weights to the other ranks."""
         device = self.setup.device
         empty = any(parameter.is_meta for parameter in model.parameters())
         if device.type != "cpu":
@@ -97,7 +97,7 @@ class FSDP1Strategy(ShardedStrategy):
             make = plugin.param_init_fn or (keep_ties(allocate, model) if empty else None)
             synced = bool(plugin.sync_module_states)
             return {"device_id": device, "sync_module_states": synced, "param_init_fn": make}
-        # torch's FSDP 1 broadcasts the initial weights over accelerators only.
+        # On the CPU, the weights are broadcast here: torch's FSDP 1 does that on GPUs and other accelerators only.
         if empty:
             ties = tied_names(model)
             model.to_empty(device=device)
@@ -138,7 +138,7 @@ class FSDP1Strategy(ShardedStrategy):
         return _no_sync(sharded) if sharded else NOTHING
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the norm over all shards; every rank must call this. See `Strategy.clip_grad_norm`."""
+        """See `Strategy.clip_grad_norm`. The norm is computed over all shards, so every rank must call this."""
         self.unscale_gradients()
         given = parameters_in(parameters)
         wanted = {id(parameter) for parameter in given}
@@ -158,13 +158,13 @@ def _no_sync(models: Sequence[FullyShardedDataParallel]) -> Iterator[None]:
 
 
 def _handles(model: Any) -> list[Any]:
-    """Return the handles of an FSDP 1 model's flat parameters, one for each unit that has any."""
+    """Return the handles of an FSDP 1 model's flat parameters, one for each unit that has parameters."""
     units = FullyShardedDataParallel.fsdp_modules(model)
     return [handle for unit in units if (handle := flat_parameter_handle(unit)) is not None]
 
 
 def _tally(flat: Iterable[Any]) -> ShardTally:
-    """Count flat parameters; the last shard is padded."""
+    """Add up the sizes of flat parameters. The sizes include the padding of the last shard."""
     found = ShardTally()
     for parameter in flat:
         size = parameter.element_size()

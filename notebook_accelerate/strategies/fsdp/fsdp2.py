@@ -1,4 +1,4 @@
-"""FSDP 2: torch's `fully_shard`, which makes every parameter a DTensor of its own."""
+"""FSDP 2: torch's `fully_shard`, which turns every parameter into a separate DTensor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from notebook_accelerate.strategies.tensor_parallel import split_tensors
 from notebook_accelerate.telemetry.sharding import ShardReport
 from notebook_accelerate.torch_internals import refresh_parameters
 
-# By whether there are replicas of the shards, and whether parameters stay whole from forward to backward.
+# FSDP 1's names for the variants, by whether shards are replicated, and whether parameters stay whole between the
+# forward and the backward pass.
 _VARIANTS = {
     (False, False): "FULL_SHARD", (False, True): "SHARD_GRAD_OP",
     (True, False): "HYBRID_SHARD", (True, True): "HYBRID_SHARD_ZERO2",
@@ -47,19 +48,19 @@ _VARIANTS = {
 
 
 class FSDP2Strategy(ShardedStrategy):
-    """torch's `fully_shard`, over all ranks or over a mesh of replicas and shards."""
+    """Trains with torch's `fully_shard`, over all ranks or over a mesh of replicas and shards."""
 
     name: ClassVar[str] = "fsdp2"
     gathers_fp8: ClassVar[bool] = True
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh that models are sharded over: one dimension of shards, or replicas times shards."""
+        """The mesh over which models are sharded: one dimension of shards, or replicas times shards."""
         layout, mesh = self.setup.state.parallelism_config, self.setup.state.device_mesh
         if mesh is None:
             world = (self.setup.state.num_processes,)
             return init_device_mesh(self.setup.device.type, world, mesh_dim_names=("dp_shard",))
-        # A flattened submesh only where it is needed: torch is about to give up slicing by flattened names.
+        # Use the flattened submesh only if it is needed, because torch is deprecating slicing by flattened names.
         shards = layout.dp_shard_cp_dim_names
         flat = shards if len(shards) == 1 else ["dp_shard_cp"]
         names = (*layout.fsdp_dim_names[:-1], *flat)
@@ -69,14 +70,14 @@ class FSDP2Strategy(ShardedStrategy):
         return isinstance(model, FSDPModule)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Shard a model in place; `fsdp2_prepare_model` is this step alone. Every rank must call this.
+        """Shard a model in place; every rank must call this. `fsdp2_prepare_model` runs only this step.
 
         Args:
-            model: The model, on any device: a unit moves to this rank's device when it is sharded. Where
-                `cpu_ram_efficient_loading` is set, its parameters may have no values on ranks other than 0.
+            model: The model, on any device: each unit is moved to this rank's device when it is sharded. With
+                `cpu_ram_efficient_loading`, the parameters may have no values on ranks other than 0.
 
         Returns:
-            The model itself, its parameters replaced by their shards.
+            The model itself, with its parameters replaced by their shards.
 
         Raises:
             ValueError: Parameters have no values, or a setting of the plugin does not fit the model.
@@ -84,14 +85,14 @@ class FSDP2Strategy(ShardedStrategy):
         plugin, device = resolved_plugin(self.setup), self.setup.device
         if self._splits_sequences:
             make_attention_causal(model)
-        ties = tied_names(model)  # moving a model to meta and splitting it untie parameters
+        ties = tied_names(model)  # Both moving a model to the meta device and splitting it untie parameters.
         weights = None
         packed = has_packed_weights(model)
         if packed:
             make_weights_shardable(model, device)
-        if not model_has_dtensor(model):  # one that transformers has split is equal on all ranks
-            if plugin.cpu_ram_efficient_loading and not packed:  # those have values on every rank
-                weights = _take_weights(model, ties)
+        if not model_has_dtensor(model):  # A model that transformers has split is already the same on all ranks.
+            if plugin.cpu_ram_efficient_loading and not packed:  # Packed weights have values on every rank.
+                weights = _move_weights_out(model, ties)
             else:
                 check_values(model, _LOAD_ON_RANK_0)
                 if plugin.sync_module_states is not False:
@@ -108,7 +109,7 @@ class FSDP2Strategy(ShardedStrategy):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer after whose steps the precision runs; see `ShardedStrategy.prepare_optimizer`."""
+        """See `ShardedStrategy.prepare_optimizer`. After each step, `Precision.after_step` runs for the models."""
         known = len(self.optimizers)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if len(self.optimizers) > known:
@@ -127,14 +128,14 @@ class FSDP2Strategy(ShardedStrategy):
     def context_parallel(
         self, buffers: list[torch.Tensor], dims: list[int], kept_split: set[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Split sequences over the ranks of the dimension "cp"; see `Strategy.context_parallel`."""
+        """See `Strategy.context_parallel`. Sequences are split over the ranks of the dimension "cp"."""
         if not self._splits_sequences:
             return NOTHING
         how = self.setup.state.parallelism_config.cp_handler.cp_comm_strategy
         return split_sequences(self.setup.state.device_mesh["cp"], how, buffers, dims, kept_split)
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Keep gradients whole on every rank; see `Strategy.accumulating`."""
+        """See `Strategy.accumulating`. Gradients stay whole on every rank."""
         sharded = [inner for model in models if isinstance(inner := without_compile(model), FSDPModule)]
         return Unreduced(sharded) if sharded else NOTHING
 
@@ -159,7 +160,9 @@ class FSDP2Strategy(ShardedStrategy):
 
 
 class Unreduced:
-    """A context in which the backward pass of sharded models does not exchange gradients: each rank keeps whole ones.
+    """A context that keeps the backward pass of sharded models from exchanging gradients.
+
+    Each rank keeps whole gradients instead.
 
     Args:
         models: The sharded models.
@@ -187,11 +190,12 @@ _LOAD_ON_RANK_0 = (
 )
 
 
-def _take_weights(model: nn.Module, ties: list[list[str]]) -> _Weights:
-    """Take the values out of a model, in place; every rank must call this.
+def _move_weights_out(model: nn.Module, ties: list[list[str]]) -> _Weights:
+    """Move a model to the meta device in place, and return its values; every rank must call this.
 
     Returns:
-        The model's state, which only rank 0 has; on every rank, rank 0's buffers that are not in the state.
+        The model's state, which is empty on ranks other than 0, and rank 0's buffers that are not part of the state,
+        on every rank.
     """
     first = dist.get_rank() == 0
     state = model.state_dict() if first else {}
@@ -204,7 +208,7 @@ def _take_weights(model: nn.Module, ties: list[list[str]]) -> _Weights:
 
 
 def _load_weights(model: nn.Module, weights: _Weights, device: torch.device, cpu_offload: bool) -> None:
-    """Put values into the sharded model; every rank must call this."""
+    """Load the values from `_move_weights_out` into the sharded model; every rank must call this."""
     state, buffers = weights
     load_full_state(model, state, cpu_offload)
     for name, buffer in buffers.items():
@@ -216,7 +220,7 @@ def _shard_units(
     model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin, device: torch.device
 ) -> None:
     units, ignored = choose_units(model, plugin)
-    pin = device.type != "cpu" and getattr(plugin.cpu_offload, "pin_memory", True)  # needs an accelerator
+    pin = device.type != "cpu" and getattr(plugin.cpu_offload, "pin_memory", True)  # The CPU has no pinned memory.
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
@@ -226,27 +230,27 @@ def _shard_units(
     reshard: Any = plugin.reshard_after_forward
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard, **settings)
-    # Around units, the root's own parameters are needed again at once, by the backward: torch keeps them then.
+    # The backward pass needs the root's own parameters right after the forward pass. None lets torch keep them whole.
     fully_shard(model, reshard_after_forward=None if units and reshard is True else reshard, **settings)
 
 
 def load_full_state(model: nn.Module, state: dict[str, Any], cpu_offload: bool = False) -> None:
-    """Load the full state that rank 0 has into a sharded model; every rank must call this.
+    """Load rank 0's full state dict into a sharded model; every rank must call this.
 
     Args:
-        model: The sharded model; its parameters may have no values yet.
-        state: The full state on rank 0; ignored on other ranks.
-        cpu_offload: Whether the shards rest in main memory.
+        model: The sharded model. Its parameters may have no values yet.
+        state: The full state dict on rank 0; ignored on other ranks.
+        cpu_offload: Whether the shards are kept in main memory.
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
 
 
-# ---- 4-bit weights, as bitsandbytes' `Params4bit`
+# ---- 4-bit weights, such as bitsandbytes' `Params4bit`
 #
-# They are bytes, and a state that says how to read them. The bytes are sharded like any frozen parameter. The state
-# (scales, a table of values) is a few percent of their size. It stays whole on every rank, in the module: bitsandbytes
-# finds it there when the gathered bytes have lost it.
+# A packed weight consists of bytes and of a state that says how to decode them (scales, a table of values). The bytes
+# are sharded like any frozen parameter. The state takes a few percent of their size, so it stays whole on every rank.
+# It is stored in the module, where bitsandbytes finds it if the (gathered) weight does not have it.
 
 
 def has_packed_weights(model: nn.Module) -> bool:
@@ -267,14 +271,14 @@ def _packed(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter]]:
 
 @torch.no_grad()
 def make_weights_shardable(model: nn.Module, device: torch.device) -> None:
-    """Make 4-bit weights plain parameters of bytes, in place, and equal on all ranks; every rank must call this.
+    """Turn 4-bit weights into plain byte parameters, in place and equal on all ranks; every rank must call this.
 
-    torch gathers a shard as a tensor of its type and dtype: weights that are stored as bfloat16 would be converted to
-    the dtype of the mixed precision, and their NaN patterns changed (bitsandbytes#1945).
+    Without this, torch would treat weights that are stored as bfloat16 as numbers: gathering them would convert them to
+    the dtype of mixed precision, and change bit patterns that look like NaN (bitsandbytes#1945).
 
     Args:
         model: The model before it is sharded.
-        device: Where the model trains.
+        device: The device on which the model trains.
     """
     for module, weight in list(_packed(model)):
         state = weight.quant_state  # type: ignore[attr-defined]
@@ -286,11 +290,11 @@ def make_weights_shardable(model: nn.Module, device: torch.device) -> None:
         module._parameters["weight"] = plain
         module.quant_state = state
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # in evaluation, bitsandbytes would convert the gathered copy
+            module.support_avx512bf16_for_cpu = False  # In evaluation, bitsandbytes would convert the gathered copy.
 
 
 def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a quantization state, and of the one of its scales."""
+    """Yield the tensors of a quantization state, including the nested state of its quantized scales."""
     for value in vars(state).values():
         if isinstance(value, torch.Tensor):
             yield value
@@ -300,8 +304,8 @@ def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
 
 # ---- context parallelism
 #
-# Each rank computes a part of every sequence, and attention exchanges keys and values. Sources: Liu et al., "Ring
-# Attention", https://arxiv.org/abs/2310.01889; torch's experimental `context_parallel`.
+# Each rank computes a part of every sequence, and attention layers exchange keys and values. Sources: Liu et al., "Ring
+# Attention", https://arxiv.org/abs/2310.01889, and torch's experimental `context_parallel`.
 
 
 @contextmanager
@@ -312,9 +316,9 @@ def split_sequences(
 
     Args:
         mesh: The ranks that share sequences.
-        exchange: How ranks exchange keys and values: allgather or alltoall.
-        buffers: Tensors that are split in place.
-        dims: Their sequence dimensions.
+        exchange: How ranks exchange keys and values: "allgather" or "alltoall".
+        buffers: The tensors to split in place.
+        dims: The sequence dimension of each buffer.
         kept_split: The buffers that are not restored afterwards.
 
     Yields:
@@ -344,7 +348,8 @@ def _check_buffers(
     if not all(any(kept is buffer for buffer in buffers) for kept in kept_split):
         raise ValueError("no_restore_buffers contains a tensor that is not in buffers; pass a subset of buffers")
     for buffer, dim in zip(buffers, dims, strict=True):
-        # Causal attention: each rank gets a piece from the front and one from the back, for equal work.
+        # Later positions attend to more keys. Each rank gets one piece from the front and one from the back, so that
+        # all ranks have the same amount of work.
         if not -buffer.dim() <= dim < buffer.dim() or buffer.shape[dim] % pieces:
             raise ValueError(
                 f"a buffer of shape {list(buffer.shape)} cannot be split along buffer_seq_dims={dim}: that dimension "
@@ -353,15 +358,15 @@ def _check_buffers(
 
 
 def make_attention_causal(model: nn.Module) -> None:
-    """Make the attention of a transformers model causal instead of masked, in place.
+    """Make a transformers model use causal attention instead of a mask, in place.
 
-    A mask of the whole sequence does not fit a part of it, and torch's split attention accepts no mask.
+    A mask for the whole sequence does not fit a part of it, and torch's split attention does not accept a mask.
 
     Args:
         model: A model whose attention modules are named self_attn.
 
     Raises:
-        ValueError: Layers need another mask than the causal one (sliding windows, chunks), or have no attention.
+        ValueError: Some layers need a mask other than the causal one (sliding windows, chunks), or have no attention.
     """
     if others := [kind for kind in layer_kinds(model) if kind != "full_attention"]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which modules of a model FSDP shards as units, and which it ignores."""
+"""Choose the modules of a model that FSDP shards as units, and those that it ignores."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Policy = Callable[..., Any]
 
 
 def choose_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Choose the units of a model, and apply activation checkpointing to them, in place.
+    """Choose the units of a model, and apply activation checkpointing to them in place.
 
     Args:
-        model: The model, not sharded.
+        model: The model before it is sharded.
         plugin: The plugin.
 
     Returns:
-        The units, inner ones first, and the modules that are ignored.
+        The units, inner ones first, and the modules that FSDP ignores.
 
     Raises:
         ValueError: A setting of the plugin does not fit the model.
@@ -37,14 +37,14 @@ def choose_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> tu
 
 
 def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
-    """List the modules that become units of their own, inner ones first.
+    """List the modules that become separate units, inner ones first.
 
-    A module that shares a parameter with a module outside of it is left to the unit around both: a parameter belongs
-    to one unit, and a second unit would silently untie it.
+    A module that shares a parameter with a module outside of it does not become a unit, and belongs to the unit around
+    both. A parameter can belong to one unit only, and a second unit would silently untie it.
 
     Args:
-        model: The model; it is not among the units itself.
-        policy: As torch's FSDP takes it: called with module, recurse and nonwrapped_numel; None means no units.
+        model: The model, which is not one of the units itself.
+        policy: A policy of torch's FSDP, called with module, recurse and nonwrapped_numel. None means no units.
 
     Returns:
         The modules.
@@ -59,16 +59,16 @@ def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
 
 
 def _visit(module: nn.Module, policy: Policy, units: list[nn.Module]) -> int:
-    """Decide for the modules below a module, then for itself, as torch's FSDP does.
+    """Apply the policy to a module's descendants, then to the module itself, as torch's FSDP does.
 
     Returns:
-        How many elements of its parameters belong to units now.
+        The number of elements of the module's parameters that belong to units now.
     """
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
     wrapped = sum(_visit(child, policy, units) for child in module.children())
-    containers = (nn.ModuleList, nn.ModuleDict)  # they are never called, so nothing would gather their parameters
+    containers = (nn.ModuleList, nn.ModuleDict)  # They are never called, so nothing would gather their parameters.
     if isinstance(module, containers) or not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
         return wrapped
     if not any(module is unit for unit in units):
@@ -94,10 +94,10 @@ def find_ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | No
 
     Args:
         model: The model.
-        given: The modules, or a regular expression that matches their full names.
+        given: The modules, or a regular expression for their full names.
 
     Raises:
-        ValueError: The expression matches nothing.
+        ValueError: The expression does not match any module.
     """
     if not isinstance(given, str):
         return list(given or ())
@@ -110,13 +110,15 @@ def find_ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | No
 def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bool) -> list[nn.Module]:
     """Make units recompute their activations in the backward pass, in place.
 
+    Warns once if there are no units, because nothing would be recomputed.
+
     Args:
         model: The model.
-        units: As from `find_units`.
-        offload: Whether the inputs of units are kept in main memory.
+        units: The units, as returned by `find_units`.
+        offload: Whether to keep the inputs of units in main memory.
 
     Returns:
-        The wrapped units, in the same order. Without units there is one warning, as nothing is recomputed then.
+        The wrapped units in the same order.
     """
     from notebook_accelerate.torch_internals import CheckpointImpl, checkpoint_wrapper, offload_wrapper
 
@@ -138,13 +140,13 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
 
 
 def resolved_plugin(setup: Setup) -> FullyShardedDataParallelPlugin:
-    """Return a copy of the user's plugin with torch's objects in place of names.
+    """Return a copy of the user's plugin with torch's objects instead of their names.
 
     Args:
         setup: The settings of the `Accelerator`.
 
     Raises:
-        ValueError: `cpu_offload` or `mixed_precision_policy` belong to the other version of FSDP.
+        ValueError: `cpu_offload` or `mixed_precision_policy` belongs to the other version of FSDP.
     """
     plugin: FullyShardedDataParallelPlugin = copy.copy(setup.state.fsdp_plugin)
     dtype: Any = setup.precision.compute_dtype

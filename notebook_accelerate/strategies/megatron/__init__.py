@@ -1,1 +1,1 @@
-"""Megatron-LM: its engine trains, its own checkpoints are read and written."""
+"""Megatron-LM: training with its engine, and reading and writing its checkpoints."""

@@ -1,7 +1,7 @@
-"""The train steps of GPT, BERT and T5: batch, forward and loss of a micro-batch in Megatron-LM's schedules.
+"""The train steps of GPT, BERT and T5: the batch, the forward pass and the loss of a micro-batch in Megatron-LM.
 
-Batches are those of transformers' models: `input_ids`, `attention_mask` (1: a token, 0: padding), `labels` (-100: no
-loss), so that the loss equals that of a training without Megatron-LM.
+Batches have the format of transformers' models: `input_ids`, `attention_mask` (1: a token, 0: padding) and `labels`
+(-100: no loss). The loss therefore equals the loss of training without Megatron-LM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from notebook_accelerate.strategies.megatron.megatron_setup import active_plugin
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100
-"""The label of tokens that the loss ignores."""
+"""The label of tokens that do not contribute to the loss."""
 
 
 @dataclass
@@ -27,9 +27,9 @@ class MegatronOutput:
     """A model's output for a batch, with access by name or by position as in transformers' outputs."""
 
     loss: torch.Tensor
-    """The loss, averaged over micro-batches and over ranks with data of their own."""
+    """The loss, averaged over micro-batches and over the ranks that read different data."""
     logits: torch.Tensor | None = None
-    """Shape `[samples, tokens, vocabulary]`, or `[samples, labels]`; None unless the plugin has `return_logits`."""
+    """Logits of shape `[samples, tokens, vocabulary]` or `[samples, labels]`; None unless `return_logits` is set."""
 
     def __getitem__(self, key: int | str) -> torch.Tensor | None:
         if isinstance(key, str):
@@ -41,49 +41,49 @@ def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, 
     """Sum the losses of unmasked tokens.
 
     Args:
-        losses: Shape `[samples, tokens]`.
-        mask: The same shape; 1 where a token has a loss.
+        losses: Losses of shape `[samples, tokens]`.
+        mask: A tensor of the same shape with 1 for each token that contributes to the loss, and 0 otherwise.
 
     Returns:
-        The sum, and the number of tokens with a loss, as an integer tensor.
+        The sum, and the number of tokens that contribute to it, as an integer tensor.
     """
     mask = mask.float()
     return (losses.float() * mask).sum(), mask.sum().to(torch.int)
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return losses `[samples, tokens]` of logits whose vocabulary is split over ranks."""
+    """Return losses of shape `[samples, tokens]` for logits whose vocabulary is split over ranks."""
     parallel: Any = import_module("megatron.core.tensor_parallel")
     sequence_first = logits.float().transpose(0, 1).contiguous()
     return parallel.vocab_parallel_cross_entropy(sequence_first, labels.transpose(0, 1).contiguous()).transpose(0, 1)  # type: ignore[no-any-return]
 
 
 def whole_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Return logits over the whole vocabulary, without its padding; ranks that share tensors must call this.
+    """Return logits for the whole vocabulary without its padding; all ranks that share tensors must call this.
 
     Args:
-        logits: Shape `[..., vocabulary of this rank]`.
-        size: Tokens of the vocabulary.
+        logits: Logits of shape `[..., vocabulary of this rank]`.
+        size: The number of tokens in the vocabulary.
     """
     parallel: Any = import_module("megatron.core.tensor_parallel")
     return parallel.gather_from_tensor_model_parallel_region(logits.detach())[..., :size]  # type: ignore[no-any-return]
 
 
 def causal_mask(length: int, device: torch.device) -> torch.Tensor:
-    """Return a mask in which each token sees itself and those before it.
+    """Return a mask that lets each token attend to itself and to earlier tokens.
 
     Args:
-        length: Number of tokens.
-        device: Device of the mask.
+        length: The number of tokens.
+        device: The device of the mask.
 
     Returns:
-        Shape `[1, 1, tokens, tokens]`; True: not seen.
+        A mask of shape `[1, 1, tokens, tokens]` that is True for masked positions.
     """
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def vocabulary_size(args: Any) -> int:
-    """Return the number of tokens, without the padding of the vocabulary.
+    """Return the number of tokens in the vocabulary without its padding.
 
     Args:
         args: Megatron's arguments.
@@ -92,7 +92,7 @@ def vocabulary_size(args: Any) -> int:
 
 
 def _labels_and_mask(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return labels that are all valid tokens, and a mask that is True where they have a loss."""
+    """Return labels with ignored ones replaced by a valid token, and a mask of the labels that count."""
     mask = labels != IGNORED
     return labels.masked_fill(~mask, 0), mask
 
@@ -100,46 +100,49 @@ def _labels_and_mask(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class AbstractTrainStep:
     """The base class of train steps; pass a subclass as `custom_train_step_class`.
 
-    The methods raise NotImplementedError; a subclass replaces them, and sets `forward_step`.
+    The methods raise NotImplementedError. A subclass overrides them and sets `forward_step`.
 
     Args:
-        name: Name of the step.
+        name: The name of the step.
     """
 
     forward_step: Callable[..., Any]
-    """The result of `get_forward_step_func`; subclasses set it."""
+    """The result of `get_forward_step_func`, which subclasses store here."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.model_output_class: type[MegatronOutput] | None = None
 
     def get_batch_func(self, accelerator: HasState, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return a function that takes the next micro-batch from an iterator and returns the model's inputs.
+        """Return a function that reads the next micro-batch from an iterator and returns the model's inputs.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
-            megatron_dataset_flag: Whether batches are from Megatron's datasets.
+            megatron_dataset_flag: Whether batches come from Megatron's datasets.
         """
-        raise NotImplementedError(f"{type(self).__name__} must have get_batch_func(accelerator, megatron_dataset_flag)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define get_batch_func(accelerator, megatron_dataset_flag)"
+        )
 
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return a function of an iterator and a model, which returns the model's output and a function of it.
+        """Return a function that runs the model on the next micro-batch of an iterator.
 
-        That function returns the loss, and a dict of values to average over ranks.
+        It takes the iterator and the model, and returns the model's output and a second function. The second function
+        takes the output, and returns the loss and a dict of values to average over ranks.
         """
-        raise NotImplementedError(f"{type(self).__name__} must have get_forward_step_func()")
+        raise NotImplementedError(f"{type(self).__name__} must define get_forward_step_func()")
 
     def get_loss_func(self, accelerator: HasState) -> Callable[..., Any]:
-        """Return a function that computes the loss of a model's output.
+        """Return a function that computes the loss from a model's output.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must have get_loss_func(accelerator)")
+        raise NotImplementedError(f"{type(self).__name__} must define get_loss_func(accelerator)")
 
 
 class _TrainStep(AbstractTrainStep):
-    """Base class of the steps of all three types of models."""
+    """The base class of the train steps of GPT, BERT and T5."""
 
     def __init__(self, name: str, accelerator: HasState, args: Any) -> None:
         super().__init__(name)
@@ -154,7 +157,7 @@ class _TrainStep(AbstractTrainStep):
 
 
 class _TokenTrainStep(_TrainStep):
-    """Base class of the steps with a loss per token."""
+    """The base class of train steps that compute one loss per token."""
 
     def __init__(self, name: str, accelerator: HasState, args: Any) -> None:
         super().__init__(name, accelerator, args)
@@ -162,9 +165,10 @@ class _TokenTrainStep(_TrainStep):
         self.forward_step = self.get_forward_step_func()
 
     def get_loss_func(self, accelerator: HasState) -> Callable[..., Any]:
-        """Return a function of loss mask and losses of tokens.
+        """Return a function that sums the losses of tokens.
 
-        It returns the sum, the number of tokens, and a dict with both for the engine's average.
+        It takes the loss mask and the losses, and returns the sum, the number of tokens, and a dict with both, from
+        which the engine computes the average.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
@@ -182,7 +186,7 @@ class _TokenTrainStep(_TrainStep):
 
 
 class GPTTrainStep(_TokenTrainStep):
-    """A step of a decoder: each token predicts the next one.
+    """The train step of a decoder, in which each token predicts the next one.
 
     Args:
         accelerator: The Accelerator, or another object with its `state`.
@@ -193,11 +197,11 @@ class GPTTrainStep(_TokenTrainStep):
         super().__init__("GPTTrainStep", accelerator, args)
 
     def get_batch_func(self, accelerator: HasState, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return a function for tokens, labels, loss mask, attention mask and positions of a micro-batch.
+        """Return a function that returns the tokens, labels, loss mask, attention mask and positions of a micro-batch.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
-            megatron_dataset_flag: Whether batches are from Megatron's datasets, which contain all of them.
+            megatron_dataset_flag: Whether batches come from Megatron's datasets, which contain all five.
         """
         return _gpt_dataset_batch if megatron_dataset_flag else _gpt_batch
 
@@ -239,7 +243,7 @@ def _gpt_dataset_batch(data_iterator: Iterator[Batch]) -> tuple[torch.Tensor, ..
 
 
 class BertTrainStep(_TrainStep):
-    """A step of an encoder: masked tokens and sentence order in pretraining, or labels of whole samples.
+    """The train step of an encoder, which predicts masked tokens and sentence order, or labels of whole samples.
 
     Args:
         accelerator: The Accelerator, or another object with its `state`.
@@ -255,23 +259,27 @@ class BertTrainStep(_TrainStep):
         self.forward_step = self.get_forward_step_func(pretraining, getattr(args, "bert_binary_head", False))
 
     def get_batch_func(self, accelerator: HasState, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return a function for tokens, types, sentence order, loss mask, labels and padding mask of a batch.
+        """Return a function that reads a micro-batch.
+
+        It returns the tokens, their types, the sentence order, the loss mask, the labels and the padding mask.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
-            megatron_dataset_flag: Whether batches are from Megatron's datasets.
+            megatron_dataset_flag: Whether batches come from Megatron's datasets.
         """
         return _bert_dataset_batch if megatron_dataset_flag else _bert_batch
 
     def get_loss_func(  # type: ignore[override]
         self, accelerator: HasState, pretraining_flag: bool, num_labels: int
     ) -> Callable[..., Any]:
-        """Return a function of loss mask, sentence order (or labels) and the model's output.
+        """Return a function that computes the loss from the model's output.
+
+        In pretraining it takes the loss mask, the sentence order and the output, otherwise the labels and the output.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
-            pretraining_flag: Whether masked tokens are predicted; otherwise samples are labelled.
-            num_labels: Number of labels; 1: a number is predicted.
+            pretraining_flag: Whether the model predicts masked tokens. If False, it predicts a label for each sample.
+            num_labels: The number of labels; with 1, the model predicts a number.
         """
 
         def pretrain(
@@ -292,7 +300,7 @@ class BertTrainStep(_TrainStep):
                 loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
             else:
                 loss = torch.nn.functional.cross_entropy(logits.view(-1, num_labels), labels.view(-1))
-            reported = {"loss": loss.detach().clone()}  # the schedule divides the loss in place
+            reported = {"loss": loss.detach().clone()}  # Clone it, because the schedule divides the loss in place.
             return loss, {**reported, "logits": logits.detach()} if self.return_logits else reported
 
         return pretrain if pretraining_flag else classify
@@ -303,8 +311,8 @@ class BertTrainStep(_TrainStep):
         """See `AbstractTrainStep.get_forward_step_func`.
 
         Args:
-            pretraining_flag: Whether masked tokens are predicted; otherwise samples are labelled.
-            bert_binary_head: Whether the order of sentences is predicted too.
+            pretraining_flag: Whether the model predicts masked tokens. If False, it predicts a label for each sample.
+            bert_binary_head: Whether the model also predicts the order of sentences.
         """
 
         def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -339,7 +347,7 @@ def _bert_dataset_batch(data_iterator: Iterator[Batch]) -> tuple[torch.Tensor, .
 
 
 class T5TrainStep(_TokenTrainStep):
-    """A step of an encoder with a decoder.
+    """The train step of an encoder with a decoder.
 
     Args:
         accelerator: The Accelerator, or another object with its `state`.
@@ -351,50 +359,52 @@ class T5TrainStep(_TokenTrainStep):
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return which tokens of a sample do not see each other.
+        """Return the mask that keeps the tokens of a sample from attending to padding.
 
         Args:
-            attention_mask: Shape `[samples, tokens]`; 1: a token, 0: padding.
+            attention_mask: A mask of shape `[samples, tokens]`; 1: a token, 0: padding.
 
         Returns:
-            Shape `[samples, tokens, tokens]`; True: not seen.
+            A mask of shape `[samples, tokens, tokens]` that is True for masked positions.
         """
         return (attention_mask[:, None, :] * attention_mask[:, :, None]) < 0.5
 
     @staticmethod
     def get_decoder_mask(seq_length: int, device: torch.device) -> torch.Tensor:
-        """Return which tokens of the decoder do not see each other: each sees itself and those before it.
+        """Return the mask that lets each token of the decoder attend to itself and to earlier tokens.
 
         Args:
-            seq_length: Tokens of the decoder.
-            device: Device of the mask.
+            seq_length: The number of tokens in the decoder.
+            device: The device of the mask.
 
         Returns:
-            Shape `[1, tokens, tokens]`; True: not seen.
+            A mask of shape `[1, tokens, tokens]` that is True for masked positions.
         """
         return causal_mask(seq_length, device)[0]
 
     @staticmethod
     def get_enc_dec_mask(attention_mask: torch.Tensor, dec_seq_length: int, device: torch.device) -> torch.Tensor:
-        """Return which tokens of the encoder are not seen by those of the decoder.
+        """Return the mask that keeps the decoder from attending to the encoder's padding.
 
         Args:
-            attention_mask: The encoder's, of shape `[samples, encoder's tokens]`; 1: a token, 0: padding.
-            dec_seq_length: Tokens of the decoder.
-            device: Device of the mask.
+            attention_mask: The encoder's mask, of shape `[samples, encoder's tokens]`; 1: a token, 0: padding.
+            dec_seq_length: The number of tokens in the decoder.
+            device: The device of the mask.
 
         Returns:
-            Shape `[samples, decoder's tokens, encoder's tokens]`; True: not seen.
+            A mask of shape `[samples, decoder's tokens, encoder's tokens]` that is True for masked positions.
         """
         hidden = attention_mask.to(device)[:, None, :] < 0.5
         return hidden.expand(-1, dec_seq_length, -1)
 
     def get_batch_func(self, accelerator: HasState, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return a function for both sides' tokens, loss mask, labels and the three masks of a batch.
+        """Return a function that reads a micro-batch.
+
+        It returns the tokens of the encoder and of the decoder, the loss mask, the labels and the three masks.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
-            megatron_dataset_flag: Whether batches are from Megatron's datasets.
+            megatron_dataset_flag: Whether batches come from Megatron's datasets.
         """
         if megatron_dataset_flag:
             return _t5_dataset_batch
@@ -438,4 +448,4 @@ TRAIN_STEPS: dict[str, Callable[[HasState, Any], AbstractTrainStep]] = {
     "bert": BertTrainStep,
     "t5": T5TrainStep,
 }
-"""The train steps, by `model_type_name` of the arguments."""
+"""The train steps, by Megatron's argument `model_type_name`."""

@@ -1,11 +1,12 @@
-"""Checkpoints of Megatron-LM in its own folders: its tools read them, and its checkpoints load here.
+"""Checkpoints in Megatron-LM's format: its tools can read them, and its own checkpoints load here.
 
     latest_checkpointed_iteration.txt     the newest iteration, as a number
     iter_0000003/                         one iteration, in one of two formats:
-      metadata.json, common.pt, *.distcp    torch_dist: megatron-core's, which loads with other degrees too
+      metadata.json, common.pt, *.distcp    torch_dist: megatron-core's format, which also loads with other degrees
       mp_rank_00/model_optim_rng.pt         torch: a file for each part of the model; mp_rank_00_001 with stages
 
-MegatronLMPlugin(other_megatron_args={"ckpt_format": "torch"}) writes the second; both are read.
+The format torch_dist is written by default, and MegatronLMPlugin(other_megatron_args={"ckpt_format": "torch"}) writes
+the other one. Both can be read.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 """The file that names the newest iteration."""
 FORMATS = ("torch_dist", "torch")
 VERSION = 3.0
-"""Version of the order of queries, keys and values in Megatron-LM's files."""
+"""The version number of Megatron-LM's files, which determines the order of queries, keys and values in them."""
 
 
 def save_engine(engine: MegatronEngine, folder: Path) -> None:
@@ -73,11 +74,12 @@ def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> No
 
     Args:
         engine: The engine.
-        folder: The checkpoint, of Accelerate or of Megatron-LM; in the format torch_dist also with other degrees.
+        folder: A checkpoint of Accelerate or of Megatron-LM. In the format torch_dist, it may have been written with
+            other degrees.
         strict: Whether the names must match the model.
 
     Raises:
-        CheckpointMismatchError: The folder contains no such engine.
+        CheckpointMismatchError: The folder does not contain a checkpoint of this engine.
     """
     source = newest_iteration(folder)
     if (source / "metadata.json").exists():
@@ -88,13 +90,13 @@ def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> No
 
 
 def newest_iteration(folder: Path) -> Path:
-    """Return the folder of the iteration to read.
+    """Return the folder of the newest iteration.
 
     Args:
-        folder: A folder of iterations, or of one iteration.
+        folder: A folder of iterations, or the folder of a single iteration.
 
     Raises:
-        CheckpointMismatchError: The folder contains no iteration.
+        CheckpointMismatchError: The folder does not contain an iteration.
     """
     if (folder / "metadata.json").exists() or any(folder.glob("mp_rank_*")):
         return folder
@@ -111,16 +113,16 @@ def newest_iteration(folder: Path) -> Path:
 
 
 def iteration_name(iteration: int) -> str:
-    """Return the folder of an iteration.
+    """Return the name of an iteration's folder.
 
     Args:
-        iteration: Number of steps taken.
+        iteration: The number of steps taken.
     """
     return f"iter_{iteration:07d}"
 
 
 def _common_state(engine: MegatronEngine) -> dict[str, Any]:
-    """Return the entries that all files of Megatron-LM share; of the arguments only plain values."""
+    """Return the entries that all of Megatron-LM's files share. Of the arguments, only plain values are kept."""
     plain = {
         name: value for name, value in vars(engine.args).items() if isinstance(value, (str, int, float, type(None)))
     }
@@ -132,7 +134,7 @@ def _rng_file(engine: MegatronEngine) -> str:
 
 
 def named_parts(engine: MegatronEngine) -> dict[str, Any]:
-    """Return this rank's parts of the model, by their names in files.
+    """Return this rank's parts of the model, by the names that they have in files.
 
     Args:
         engine: The engine.
@@ -153,7 +155,7 @@ def unwrap_chunk(chunk: Any) -> Any:
 
 
 def rng_tracker() -> Any:
-    """Return Megatron's random number generators of ranks that share a layer's tensors."""
+    """Return Megatron's random number generators for ranks that share the tensors of a layer."""
     return import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
 
 
@@ -165,7 +167,7 @@ def _checkpoints() -> Any:
 
 
 def _load_torch_dist(engine: MegatronEngine, source: Path, strict: bool) -> None:
-    """Read megatron-core's format torch_dist."""
+    """Read a checkpoint in megatron-core's format torch_dist."""
     checkpoints = _checkpoints()
     common = checkpoints.load_common_state_dict(str(source))
     with_optimizer = "optimizer" in common and not engine.plugin.no_load_optim
@@ -192,7 +194,7 @@ def _load_torch_dist(engine: MegatronEngine, source: Path, strict: bool) -> None
 def _sharded_state(
     engine: MegatronEngine, with_optimizer: bool, is_loading: bool, metadata: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the sharded state dict of megatron-core's checkpoints."""
+    """Return the sharded state dict that megatron-core saves and loads."""
     metadata = _optimizer_metadata(engine) if metadata is None else metadata
     state = {name: part.sharded_state_dict(metadata=dict(metadata)) for name, part in named_parts(engine).items()}
     if with_optimizer:
@@ -208,16 +210,16 @@ def _optimizer_metadata(engine: MegatronEngine) -> dict[str, Any]:
 
 
 def _in_process_writer() -> Any:
-    """Return a writer of megatron-core's format that works in this process.
+    """Return a writer of megatron-core's format that does not start other processes.
 
-    megatron-core's own writer forks a process for each file and keeps a manager process, which runs a script without
-    `if __name__ == "__main__"` again.
+    megatron-core's own writer forks a process for each file, and keeps a manager process. Starting the manager would
+    run a script a second time if it has no `if __name__ == "__main__"`.
     """
     formats: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
     torch_checkpoint: Any = import_module("torch.distributed.checkpoint")
 
     class InProcess(formats.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-        """Write through torch's distributed checkpoint, planned by megatron-core."""
+        """Writes with torch's distributed checkpoint, as planned by megatron-core."""
 
         def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
             main = self.keep_only_main_replica
@@ -232,11 +234,11 @@ def _in_process_writer() -> Any:
 
 
 def _initialize_states(optimizer: Any, is_loading: bool) -> None:
-    """Initialize the states of torch's optimizers, which a checkpoint fills; Megatron-LM does so for Apex only."""
+    """Create the states of torch's optimizers, which a checkpoint then fills; Megatron-LM does so only for Apex."""
     for item in single_optimizers(optimizer):
         if item.init_state_fn is None:
             item.init_state_fn = _initialize_momentum
-        if is_loading and isinstance(item.optimizer, torch.optim.Adam):  # AdamW is one too
+        if is_loading and isinstance(item.optimizer, torch.optim.Adam):  # AdamW is a subclass.
             _initialize_moments(item.optimizer)
 
 
@@ -265,13 +267,14 @@ def _initialize_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
-    """Load a checkpoint's state of Megatron's optimizer."""
+    """Load the state of Megatron's optimizer from a checkpoint."""
     items = single_optimizers(optimizer)
     distributed = [item for item in items if type(item).__name__ == "DistributedOptimizer"]
     if not any(isinstance(item.optimizer, torch.optim.Adam) for item in distributed):
         optimizer.load_state_dict(state)
         return
-    # Its load_state_dict expects the steps of torch's Adam among the shards, which do not have them (0.16.1).
+    # DistributedOptimizer.load_state_dict expects the step counts of torch's Adam among the shards, but the shards do
+    # not contain them (megatron-core 0.16.1).
     states = [state] if len(items) == 1 else [one for _, one in sorted(state.items())]
     for item, one in zip(items, states, strict=True):
         item.load_state_dict({name: value for name, value in one.items() if not name.startswith("param_state")})
@@ -288,22 +291,22 @@ _SHARD_LOADERS = {
 
 @contextmanager
 def _steps_removed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Remove the steps from the state of torch's Adam inside a with block."""
+    """Remove the step counts from the state of torch's Adam inside a with block."""
     steps = {p: state.pop("step") for p, state in optimizer.state.items() if "step" in state}
     try:
         yield
     finally:
         for parameter, step in steps.items():
-            optimizer.state[parameter]["step"] = step.clone()  # the shards shared one tensor
+            optimizer.state[parameter]["step"] = step.clone()  # The shards have shared one tensor until now.
 
 
-# ---- the older format: a file for each part of the model
+# ---- the older format "torch": a file for each part of the model
 
 FILE = "model_optim_rng.pt"
 
 
 def part_name(engine: MegatronEngine) -> str:
-    """Return the name of this rank's folder: mp_rank_01, or with stages mp_rank_01_000.
+    """Return the name of this rank's folder: mp_rank_01, or mp_rank_01_000 with pipeline stages.
 
     Args:
         engine: The engine.
@@ -318,12 +321,12 @@ def part_name(engine: MegatronEngine) -> str:
 
 
 def save_part(engine: MegatronEngine, target: Path, common: dict[str, Any], with_optimizer: bool) -> None:
-    """Write this rank's part, on the first of the ranks with the same part; every rank must call this.
+    """Write this rank's part; every rank must call this. Of the ranks with the same part, only the first writes.
 
     Args:
         engine: The engine.
         target: The folder of an iteration.
-        common: The entries that all files share.
+        common: The entries that are the same in all files.
         with_optimizer: Whether to write the optimizer's state.
 
     Raises:
@@ -373,14 +376,14 @@ def load_part(engine: MegatronEngine, source: Path, strict: bool = True) -> None
     if not file.exists():
         present = ", ".join(sorted(path.name for path in source.glob("mp_rank_*"))) or "nothing"
         raise CheckpointMismatchError(
-            f"{source} contains {present}, and this rank's part is {part_name(engine)}: files of this format load only "
-            f"with the degrees with which they were written (now tp_degree={engine.plugin.tp_degree}, "
+            f"{source} contains {present}, but this rank's part is {part_name(engine)}: files of this format load only "
+            f"with the degrees that they were written with (now tp_degree={engine.plugin.tp_degree}, "
             f"pp_degree={engine.plugin.pp_degree}). Load it with those degrees, and save it in the format torch_dist"
         )
     state = _read_safely(file)
     for name, part in named_parts(engine).items():
         if name not in state:
-            raise CheckpointMismatchError(f"{file} contains no {name!r}: the model had other stages")
+            raise CheckpointMismatchError(f"{file} does not contain {name!r}: the model was split into other stages")
         part.load_state_dict(state[name], strict=strict)
     if "optimizer" in state and not engine.plugin.no_load_optim:
         engine.optimizer.load_state_dict(state["optimizer"])
@@ -394,9 +397,9 @@ def load_part(engine: MegatronEngine, source: Path, strict: bool = True) -> None
 
 
 def _read_safely(file: Path) -> dict[str, Any]:
-    """Read a file; only tensors, plain values and Megatron's own settings are created."""
+    """Read a file, creating only tensors, plain values and Megatron's own settings."""
     known: list[Any] = list(import_module("megatron.core.safe_globals").SAFE_GLOBALS)
-    core: Any = getattr(np, "_core", None)  # numpy 2's name of a module that numpy 1 wrote
+    core: Any = getattr(np, "_core", None)  # Files written with numpy 1 name this module numpy.core.
     if core is not None:
         known.append((core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"))
     try:
@@ -414,13 +417,14 @@ def _read_safely(file: Path) -> dict[str, Any]:
 
 
 def gather_state(engine: MegatronEngine) -> dict[str, Any]:
-    """Gather a model's whole state, as one rank with degrees of 1 has it; every rank must call this.
+    """Gather the whole state of a model, as if a single rank had it; every rank must call this.
 
     Args:
         engine: The engine.
 
     Returns:
-        With degrees of 1, the state on every rank; else the state in main memory on rank 0, and {} on other ranks.
+        The state, on every rank if all degrees are 1. Otherwise the state in main memory on rank 0, and {} on other
+        ranks.
     """
     if (engine.plugin.tp_degree, engine.plugin.pp_degree, len(engine.module)) == (1, 1, 1):
         return unwrap_chunk(engine.module[0]).state_dict()  # type: ignore[no-any-return]
@@ -441,13 +445,13 @@ class _Piece(NamedTuple):
 
     name: str
     shape: tuple[int, ...] = ()
-    """Shape of the whole tensor."""
+    """The shape of the whole tensor."""
     offset: tuple[int, ...] = ()
-    """Index of the piece's first element."""
+    """The index of the piece's first element."""
     padded: bool = False
     """Whether the whole tensor may be padded."""
     data: torch.Tensor | None = None
-    """The piece; None: the entry has no value."""
+    """The piece, or None if the entry has no value."""
 
 
 def _local_pieces(engine: MegatronEngine) -> list[_Piece]:
@@ -460,7 +464,7 @@ def _local_pieces(engine: MegatronEngine) -> list[_Piece]:
         pieces += [_Piece(_global_name(name, layers)) for name in empty]
         for name, described in part.sharded_state_dict().items():
             if name == "output_layer.weight" and described.key.endswith("word_embeddings.weight"):
-                continue  # the last stage's copy of the embedding
+                continue  # This is the last stage's copy of the embedding.
             whole = [described.build()] if isinstance(described, mapping.ShardedTensorFactory) else [described]
             for tensor in _flatten(whole):
                 if isinstance(tensor, mapping.ShardedTensor) and tensor.data is not None:
@@ -478,7 +482,7 @@ def _flatten(nested: Any) -> list[Any]:
 
 
 def _global_name(name: str, layers: dict[str, Any]) -> str:
-    """Return the name of a parameter in a model with all layers."""
+    """Return the name that a parameter has in a model with all layers."""
     found = re.match(r"(.*?\.?layers\.)(\d+)(\..*)", name)
     if found is None or (layer := layers.get(f"{found[1]}{found[2]}")) is None:
         return name
@@ -486,7 +490,7 @@ def _global_name(name: str, layers: dict[str, Any]) -> str:
 
 
 def _embedding_rows(engine: MegatronEngine) -> int:
-    """Return the rows of the embedding of a model on one rank."""
+    """Return the number of rows that the embedding has in a model on a single rank."""
     arguments = {**vars(engine.args), "tensor_model_parallel_size": 1, "padded_vocab_size": None}
     return padded_vocabulary_size(arguments) if arguments.get("orig_vocab_size") else 0
 

@@ -1,7 +1,7 @@
 """Megatron-LM's model, optimizer and schedule for a training loop of Accelerate.
 
-A call of the model runs a whole window: the schedule sends all micro-batches through the pipeline, forward and
-backward, and reduces gradients. The optimizer takes the step, or the clipping before it.
+Calling the model runs a whole accumulation window: the schedule sends all micro-batches through the pipeline, forward
+and backward, and reduces the gradients. The step is taken by the optimizer, or by the clipping before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MegatronEngine(nn.Module):
     Attributes:
         module: The parts of the model.
         train_step_handler: The train step of this type of model.
-        iteration: Number of steps taken.
+        iteration: The number of steps taken.
         grad_norm: The norm of all gradients in the last step, before clipping.
         skipped: Whether the last step was skipped because gradients were infinite.
     """
@@ -68,18 +68,18 @@ class MegatronEngine(nn.Module):
     # ---- forward and backward
 
     def forward(self, *args: Any, **batch: Any) -> Any:
-        """Run a window of micro-batches, forward and (in training) backward; every rank must call this.
+        """Run a window of micro-batches forward and, in training, backward; every rank must call this.
 
         Args:
             args: Not allowed.
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, averaged over the window and the data parallel group; a `MegatronOutput`, where the model returns
-            dicts or the plugin has `return_logits`.
+            The loss, averaged over the window and the data parallel group. If the model returns dicts, or the plugin
+            has `return_logits`, a `MegatronOutput` instead.
 
         Raises:
-            ValueError: Arguments have no names.
+            ValueError: Arguments were passed by position.
         """
         if args or not batch:
             raise ValueError("a model of Megatron-LM takes its batch by name: model(**batch)")
@@ -88,13 +88,13 @@ class MegatronEngine(nn.Module):
         return loss if output_class is None else output_class(loss=loss, logits=self._gather_logits(outputs))
 
     def train_step(self, **batch: Any) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """Compute gradients of a window; every rank must call this.
+        """Compute the gradients of a window; every rank must call this.
 
         Args:
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, and on the last stage the train step's dict of each micro-batch.
+            The loss, and the train step's dict for each micro-batch on the last stage.
         """
         if self.pending:
             warn_once(
@@ -115,7 +115,7 @@ class MegatronEngine(nn.Module):
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, and on the last stage the train step's dict of each micro-batch.
+            The loss, and the train step's dict for each micro-batch on the last stage.
         """
         with torch.no_grad():
             outputs = self._run_window(batch, forward_only=True)
@@ -123,7 +123,7 @@ class MegatronEngine(nn.Module):
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of tokens, without the padding of the vocabulary."""
+        """The number of tokens in the vocabulary without its padding."""
         return vocabulary_size(self.args)
 
     def megatron_generate(
@@ -139,22 +139,25 @@ class MegatronEngine(nn.Module):
         length_penalty: float | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Generate text with a GPT; every rank must call this, the ranks of one model with the same prompts.
+        """Generate text with a GPT.
+
+        Every rank must call this, and the ranks that share a model must pass the same prompts.
 
         Args:
-            inputs: Tokens, padded on the right, of shape `[samples, tokens]`.
-            attention_mask: The same shape; 1: a token, 0: padding; None: no padding.
-            max_length: Maximum length of samples, with the prompt.
-            max_new_tokens: Maximum number of tokens after the longest prompt; pass this or `max_length`.
-            num_beams: Number of candidates of a beam search for one prompt; None: sampling.
-            temperature: Divisor of the logits; None: 1.
-            top_k: Sample from this number of most probable tokens; 1: greedy.
+            inputs: Tokens of shape `[samples, tokens]`, padded on the right.
+            attention_mask: A mask of the same shape (1: a token, 0: padding), or None if there is no padding.
+            max_length: The maximum length of samples, including the prompt.
+            max_new_tokens: The maximum number of tokens after the longest prompt. Pass either this or `max_length`.
+            num_beams: The number of candidates of a beam search for one prompt; None means sampling.
+            temperature: The divisor of the logits; None means 1.
+            top_k: Sample from this number of most probable tokens; 1 means greedy decoding.
             top_p: Sample from the most probable tokens with this total probability.
-            length_penalty: Exponent of the length that divides a candidate's log probability; None: 1.
+            length_penalty: The exponent of the length that divides a candidate's log probability; None means 1.
             kwargs: `top_p_decay`, `top_p_bound`, `random_seed`, `add_BOS`, `bos_token_id`, `eos_token_id`.
 
         Returns:
-            Prompts and generated tokens, of shape `[samples, tokens]`; an end token repeats to the end.
+            The prompts and the generated tokens, of shape `[samples, tokens]`. Samples that end early are filled with
+            the end token.
 
         Raises:
             ValueError: The model is not a GPT, or arguments contradict each other.
@@ -190,16 +193,16 @@ class MegatronEngine(nn.Module):
         """Run Megatron's schedule over this rank's parts of the model; every rank must call this.
 
         Args:
-            forward_step: The function of an iterator and a part of the model.
-            micro_batches: Returns a new iterator over the micro-batches.
+            forward_step: A function that takes an iterator and a part of the model.
+            micro_batches: A function that returns a new iterator over the micro-batches.
             arguments: Further arguments of the schedule.
 
         Returns:
-            The dict (or value) of each micro-batch on the last stage; nothing on other stages.
+            The dict (or value) of each micro-batch on the last stage, and an empty list on other stages.
         """
         chunks = list(self.module)
         iterators = [micro_batches() for _ in chunks]
-        several = len(chunks) > 1  # interleaved stages
+        several = len(chunks) > 1  # The stages are interleaved.
         run = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
         return run(  # type: ignore[no-any-return]
             forward_step_func=forward_step,
@@ -209,7 +212,7 @@ class MegatronEngine(nn.Module):
         )
 
     def _average_loss(self, outputs: list[dict[str, Any]]) -> torch.Tensor:
-        """Average losses over micro-batches and the data parallel group; the last stage sends them to the others."""
+        """Average the losses over micro-batches and the data parallel group, and send the result to all stages."""
         groups = megatron_setup.import_parallel_state()
         ratio = torch.zeros(2, dtype=torch.float32, device=self.device)
         if groups.is_pipeline_last_stage():
@@ -226,7 +229,7 @@ class MegatronEngine(nn.Module):
         return ratio[0] / ratio[1]
 
     def _loss_ratio(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a loss as numerator and denominator; token losses already are a sum and a number of tokens."""
+        """Return a loss as a numerator and a denominator. Losses of tokens are already a sum and a number of tokens."""
         value = value.detach().float()
         if value.numel() == 2 and self.plugin.calculate_per_token_loss:
             return value
@@ -234,7 +237,7 @@ class MegatronEngine(nn.Module):
         return torch.stack([loss, torch.ones_like(loss)])
 
     def _gather_logits(self, outputs: list[dict[str, Any]]) -> torch.Tensor | None:
-        """Return the logits of all micro-batches; the last stage sends them to the others."""
+        """Return the logits of all micro-batches, which the last stage sends to the other stages."""
         if not self.plugin.return_logits:
             return None
         groups = megatron_setup.import_parallel_state()
@@ -251,7 +254,7 @@ class MegatronEngine(nn.Module):
     # ---- step
 
     def step(self) -> None:
-        """Take the step of a window, once, and step the schedule; every rank must call this."""
+        """Take the step of a window if it has not been taken yet, and step the schedule; every rank must call this."""
         if not self.pending:
             return
         self.pending = False
@@ -263,10 +266,10 @@ class MegatronEngine(nn.Module):
             self.scheduler.step(increment=self.plugin.global_batch_size)
 
     def clip(self, max_norm: float) -> None:
-        """Take the step, its gradients scaled so that their norm is at most `max_norm`; every rank must call this.
+        """Take the step with gradients scaled so that their norm is at most `max_norm`; every rank must call this.
 
         Args:
-            max_norm: The largest norm; a number in the plugin has precedence.
+            max_norm: The largest norm. A number in the plugin has precedence.
         """
         config = self.optimizer.config
         before = config.clip_grad
@@ -289,7 +292,7 @@ def _micro_batches(batch: dict[str, Any], samples: int, count: int) -> Iterator[
 
 
 class MegatronLMOptimizerWrapper(EngineOptimizer):
-    """Megatron's optimizer: `step` takes the engine's step, and `zero_grad` does nothing: the engine does it."""
+    """Megatron's optimizer. `step` takes the engine's step, which clears gradients, so `zero_grad` does nothing."""
 
     library = "Megatron-LM"
 
@@ -300,7 +303,7 @@ class MegatronLMOptimizerWrapper(EngineOptimizer):
 
 
 class MegatronLMSchedulerWrapper(EngineScheduler):
-    """Megatron's schedule: `step` does nothing, because the engine steps it and saves it in its checkpoint."""
+    """Megatron's schedule. `step` does nothing, because the engine steps the schedule and saves it."""
 
     def get_last_lr(self) -> Any:
         """Return the current learning rates, one per parameter group.

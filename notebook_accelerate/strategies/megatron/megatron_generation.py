@@ -1,7 +1,7 @@
-"""Text generation with a decoder of Megatron-LM split over ranks: sampling, greedy and beam search.
+"""Text generation with a decoder of Megatron-LM that is split over ranks: sampling, greedy decoding and beam search.
 
-Each new token is computed from all tokens before it, through the schedule of training, without a cache of keys and
-values: every configuration of training works, and the time grows with the square of the length.
+Each new token is computed from all earlier tokens with the schedule of training, without a cache of keys and values.
+Generation therefore works in every configuration of training, but its time grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 1.0
-    """Divisor of the logits."""
+    """The divisor of the logits."""
     top_k: int = 0
-    """Sample from this number of most probable tokens; 1: greedy; 0: all tokens."""
+    """Sample from this number of most probable tokens; 1 means greedy decoding, and 0 means all tokens."""
     top_p: float = 0.0
-    """Sample from the most probable tokens with this total probability; 0: all tokens."""
+    """Sample from the most probable tokens with this total probability; 0 means all tokens."""
     top_p_decay: float = 0.0
-    """Factor of `top_p` after each token; 0: it stays constant."""
+    """The factor that multiplies `top_p` after each token; 0 means that it stays constant."""
     top_p_bound: float = 0.0
-    """Smallest `top_p`."""
+    """The lower bound of `top_p`."""
     random_seed: int | None = None
-    """Seed of the sampling; None: torch's generator is used."""
+    """The seed of the sampling; None means that torch's own generator is used."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0; for greedy generation pass top_k=1")
+            raise ValueError(f"temperature={self.temperature} must be above 0; for greedy decoding pass top_k=1")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or more")
         if not 0 <= self.top_p <= 1:
@@ -50,18 +50,18 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} contradict each other; leave one of them out")
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Return the generator of the sampling; None: torch's own.
+        """Return the random generator for sampling, or None for torch's own generator.
 
         Args:
-            device: Device of the sampling.
+            device: The device on which tokens are sampled.
         """
         return None if self.random_seed is None else torch.Generator(device).manual_seed(self.random_seed)
 
     def top_p_after(self, tokens: int) -> float:
-        """Return `top_p` after a number of generated tokens.
+        """Return the value of `top_p` after a number of generated tokens.
 
         Args:
-            tokens: Number of generated tokens.
+            tokens: The number of generated tokens.
         """
         return max(self.top_p * self.top_p_decay**tokens, self.top_p_bound) if self.top_p_decay else self.top_p
 
@@ -72,13 +72,13 @@ def choose_tokens(
     """Choose a token for each sample.
 
     Args:
-        logits: Shape `[samples, vocabulary]`.
+        logits: Logits of shape `[samples, vocabulary]`.
         sampling: How the token is chosen.
-        generator: Generator of the sampling; None: torch's own.
-        done: Number of tokens generated before.
+        generator: The random generator, or None for torch's own generator.
+        done: The number of tokens that have been generated before.
 
     Returns:
-        Shape `[samples]`.
+        Tokens of shape `[samples]`.
     """
     if sampling.top_k == 1:
         return logits.argmax(-1)
@@ -89,7 +89,7 @@ def choose_tokens(
     elif 0 < (top_p := sampling.top_p_after(done)) < 1:
         ordered, order = scores.sort(descending=True)
         shares = ordered.softmax(-1)
-        # The token that crosses the limit is kept.
+        # Keep the token that crosses the limit, so that at least one token remains.
         ordered = ordered.masked_fill(shares.cumsum(-1) - shares > top_p, -torch.inf)
         scores = torch.full_like(scores, -torch.inf).scatter(-1, order, ordered)
     return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
@@ -107,14 +107,15 @@ def generate(
 
     Args:
         engine: The engine of a decoder.
-        inputs: Tokens, padded on the right, of shape `[samples, tokens]`.
-        attention_mask: The same shape; 1: a token, 0: padding; None: no padding.
-        length: Maximum length of samples, with the prompt.
+        inputs: Tokens of shape `[samples, tokens]`, padded on the right.
+        attention_mask: A mask of the same shape (1: a token, 0: padding), or None if there is no padding.
+        length: The maximum length of samples, including the prompt.
         sampling: How a token is chosen.
-        end: The token that ends a sample; None: no such token.
+        end: The token that ends a sample, or None if there is no such token.
 
     Returns:
-        Prompts and generated tokens, of shape `[samples, tokens]`; `end` repeats to the end.
+        The prompts and the generated tokens, of shape `[samples, tokens]`. Samples that end early are filled with
+        `end`.
     """
     tokens, lengths = _token_buffer(engine, inputs, attention_mask, length, end)
     ended = torch.zeros_like(lengths, dtype=torch.bool)
@@ -141,10 +142,10 @@ def beam_search(
     Args:
         engine: The engine of a decoder.
         inputs: Tokens without padding, of shape `[1, tokens]`.
-        length: Maximum length of the sample, with the prompt.
-        beams: Number of candidates.
-        penalty: Exponent of the length that divides a candidate's log probability.
-        end: The token that ends a sample; None: no such token.
+        length: The maximum length of the sample, including the prompt.
+        beams: The number of candidates.
+        penalty: The exponent of the length that divides a candidate's log probability.
+        end: The token that ends a sample, or None if there is no such token.
 
     Returns:
         The best candidate, of shape `[1, tokens]`.
@@ -153,7 +154,7 @@ def beam_search(
     prompt = inputs.shape[1]
     tokens = tokens.repeat(beams, 1)
     scores = torch.full((beams,), -torch.inf, device=tokens.device)
-    scores[0] = 0.0  # all candidates are equal at the start
+    scores[0] = 0.0  # All candidates are equal at the start, so only one of them may continue.
     finished: list[tuple[float, torch.Tensor]] = []
     for at in range(prompt, length):
         logits = next_logits(engine, tokens[:, :at])
@@ -188,7 +189,10 @@ def _score(candidate: tuple[float, torch.Tensor]) -> float:
 
 
 def _best_continuations(scores: torch.Tensor, logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return log probabilities and indices (beam times vocabulary) of the best continuations, as two rows."""
+    """Return the log probabilities and the indices of the best continuations, as two rows.
+
+    The index of a token is the number of its beam times the size of the vocabulary, plus the token.
+    """
     totals = (scores[:, None] + logits.float().log_softmax(-1)).flatten()
     best = totals.topk(min(count, totals.numel()))
     return torch.stack([best.values.double(), best.indices.double()])
@@ -197,7 +201,7 @@ def _best_continuations(scores: torch.Tensor, logits: torch.Tensor, count: int) 
 def _token_buffer(
     engine: MegatronEngine, inputs: torch.Tensor, attention_mask: torch.Tensor | None, length: int, end: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor for all tokens that starts with the prompts, and the length of each prompt."""
+    """Return a tensor with room for all tokens that starts with the prompts, and the length of each prompt."""
     inputs = inputs.to(engine.device).long()
     samples, given = inputs.shape
     mask = torch.ones_like(inputs) if attention_mask is None else attention_mask.to(engine.device)
@@ -216,10 +220,10 @@ def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | 
 
     Args:
         engine: The engine of a decoder.
-        tokens: Shape `[samples, tokens]`.
+        tokens: Tokens of shape `[samples, tokens]`.
 
     Returns:
-        Logits on the last stage, of shape `[samples, vocabulary]`; None on the others.
+        Logits of shape `[samples, vocabulary]` on the last stage, and None on the others.
     """
 
     def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
@@ -228,7 +232,7 @@ def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | 
         masked = causal_mask(inputs.shape[1], inputs.device)
         return model(inputs, positions, masked), partial(_last_logits, tokens.shape[1], engine.vocabulary_size)
 
-    # Norms split over the sequence need a divisible length; padding at the end does not affect earlier tokens.
+    # Norms that are split over the sequence need a divisible length. Padding at the end does not affect earlier tokens.
     padding = -tokens.shape[1] % megatron_setup.import_parallel_state().get_tensor_model_parallel_world_size()
     padded = torch.nn.functional.pad(tokens, (0, padding))
     outputs = engine.run_schedule(
@@ -248,7 +252,7 @@ def _last_logits(length: int, size: int, logits: torch.Tensor, **_: Any) -> torc
 
 
 def _broadcast_from_last_stage(found: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Broadcast a tensor from the first rank of the last stage to all ranks of one model."""
+    """Broadcast a tensor from the first rank of the last stage to all ranks that share a model."""
     groups = megatron_setup.import_parallel_state()
     group = groups.get_model_parallel_group()
     if dist.get_world_size(group) == 1:
@@ -275,17 +279,17 @@ def megatron_generate(
 
     Args:
         engine: The engine of a decoder.
-        inputs: See there, like the following arguments.
-        attention_mask: See there.
-        max_length: See there.
-        max_new_tokens: See there.
-        num_beams: See there.
-        length_penalty: See there.
+        inputs: See `MegatronEngine.megatron_generate`, also for the following arguments.
+        attention_mask: See above.
+        max_length: See above.
+        max_new_tokens: See above.
+        num_beams: See above.
+        length_penalty: See above.
         options: `add_BOS`, `bos_token_id`, `eos_token_id`, and the fields of `Sampling`.
     """
     if not isinstance(engine.train_step_handler, GPTTrainStep):
         raise ValueError(
-            f"megatron_generate needs a GPT, and {engine.train_step_handler.name} trains another type of model"
+            f"megatron_generate needs a GPT, but {engine.train_step_handler.name} trains another type of model"
         )
     end, first = _special_token(engine, options, "eos_token_id"), _special_token(engine, options, "bos_token_id")
     if options.pop("add_BOS", False):
@@ -340,10 +344,13 @@ def _output_length(
     prompt = inputs.shape[1]
     asked = int(max_length) if max_length is not None else prompt + int(max_new_tokens or 0)
     if asked <= prompt:
-        raise ValueError(f"nothing to generate: prompts have {prompt} tokens, and the maximum length is {asked}")
+        raise ValueError(f"nothing to generate: prompts have {prompt} tokens, but the maximum length is {asked}")
     positions = int(engine.args.max_position_embeddings)
     if asked > positions:
-        warnings.warn(f"the model has {positions} positions: samples end there, not at {asked} tokens", stacklevel=4)
+        warnings.warn(
+            f"the model has {positions} positions, so samples end at {positions} tokens instead of {asked}",
+            stacklevel=4,
+        )
     if positions <= prompt:
         raise ValueError(f"prompts of {prompt} tokens fill all {positions} positions of the model")
     return min(asked, positions)
@@ -354,5 +361,5 @@ def _check_beams(inputs: torch.Tensor, attention_mask: torch.Tensor | None, num_
         raise ValueError(f"num_beams={num_beams} must be 1 or more")
     if inputs.shape[0] != 1 or (attention_mask is not None and not bool(attention_mask.all())):
         raise ValueError(
-            f"beam search takes one prompt without padding, and got {inputs.shape[0]}: call it for each of them"
+            f"beam search takes one prompt without padding, but got {inputs.shape[0]}; call it for one prompt at a time"
         )

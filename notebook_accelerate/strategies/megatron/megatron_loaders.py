@@ -1,4 +1,4 @@
-"""Loaders for Megatron-LM: each batch is a window, which the schedule splits into micro-batches."""
+"""Loaders for Megatron-LM: each batch is an accumulation window, which the schedule splits into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class MegatronLMDummyScheduler:
 
     Args:
         optimizer: The optimizer whose learning rate is scheduled.
-        total_num_steps: Optimizer steps of the training, counted as if one rank read all batches.
-        warmup_num_steps: Steps at the start in which the learning rate rises from 0.
-        kwargs: Further settings, kept as they are.
+        total_num_steps: The number of optimizer steps of the training, counted as if one rank read all batches.
+        warmup_num_steps: The number of steps at the start during which the learning rate rises from 0.
+        kwargs: Further settings, which are stored as they are.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class MegatronLMDummyScheduler:
 
 
 class MegatronLMDummyDataLoader:
-    """A placeholder for loaders of Megatron's indexed datasets; pass it to `prepare` three times.
+    """A placeholder for loaders of Megatron's indexed datasets.
 
-    `prepare` replaces it by the loaders of the training, validation and test split, in this order.
+    Pass it to `prepare` three times: `prepare` replaces it with the loaders of the training, validation and test
+    splits, in this order.
 
     Args:
         dataset_kwargs: Megatron's arguments: `data_path` (prefixes of indexed datasets), `split` ("949,50,1"),
@@ -47,10 +48,10 @@ class MegatronLMDummyDataLoader:
         self.built: list[Any] = []
 
     def set_megatron_data_args(self, plugin: MegatronLMPlugin | None = None) -> None:
-        """Add the arguments to those of a plugin.
+        """Add the arguments to the arguments of a plugin.
 
         Args:
-            plugin: The plugin; None: the current state's.
+            plugin: The plugin; None means the plugin of the current state.
         """
         if plugin is None:
             from notebook_accelerate.state import AcceleratorState
@@ -59,7 +60,7 @@ class MegatronLMDummyDataLoader:
         plugin.megatron_lm_default_args |= self.dataset_args
 
     def get_train_valid_test_datasets_provider(self, accelerator: HasState) -> Any:
-        """Return a function that creates the three datasets for a number of samples of each.
+        """Return a function that creates the three datasets, given the number of samples in each.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
@@ -74,7 +75,7 @@ class MegatronLMDummyDataLoader:
         return provider
 
     def build_train_valid_test_data_iterators(self, accelerator: HasState) -> tuple[Any, Any, Any]:
-        """Create endless iterators over the windows of the three splits; every rank must call this.
+        """Create endless iterators over the micro-batches of the three splits; every rank must call this.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
@@ -83,13 +84,13 @@ class MegatronLMDummyDataLoader:
         return tuple(_repeat(loader) if loader is not None else None for loader in loaders)  # type: ignore[return-value]
 
     def build_loaders(self, accelerator: HasState) -> list[DataLoader[Any] | None]:
-        """Create loaders of micro-batches of the three splits, once; every rank must call this.
+        """Create the loaders of micro-batches for the three splits, at most once; every rank must call this.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
 
         Raises:
-            ValueError: The number of samples to train on is not known.
+            ValueError: The plugin does not give the number of samples to train on.
         """
         if self.built:
             return self.built
@@ -100,7 +101,7 @@ class MegatronLMDummyDataLoader:
         samples = plugin.train_samples or (plugin.train_iters or 0) * plugin.global_batch_size
         if not samples:
             raise ValueError(
-                "Megatron's datasets need a number of samples; pass MegatronLMPlugin(train_iters=...) or "
+                "Megatron's datasets need the number of samples; pass MegatronLMPlugin(train_iters=...) or "
                 "train_samples=..."
             )
         steps = samples // plugin.global_batch_size
@@ -115,7 +116,7 @@ class MegatronLMDummyDataLoader:
 
 
 def _loader(dataset: Any, size: int, consumed: int, wanted: int) -> DataLoader[Any]:
-    """Return a loader of micro-batches of `wanted` samples, without the `consumed` ones of an earlier run."""
+    """Return a loader of micro-batches for `wanted` samples, without those that an earlier run has `consumed`."""
     end = min(wanted, len(dataset))
     remaining = torch.utils.data.Subset(dataset, range(consumed % max(end, 1), end))
     return DataLoader(remaining, batch_size=size, drop_last=True)
@@ -127,12 +128,12 @@ def _repeat(loader: DataLoader[Any]) -> Any:
 
 
 def _datasets(arguments: dict[str, Any], samples: list[int]) -> Any:
-    """Build Megatron's datasets for GPT; the first rank of each machine builds before the others."""
+    """Build Megatron's datasets for GPT. The first rank of each machine builds them before the other ranks."""
     kind = arguments.get("model_type_name")
     if kind != "gpt":
         raise ValueError(
-            f"Megatron's datasets are built here for GPT, and the model is {kind!r}; pass MegatronLMPlugin("
-            "custom_megatron_datasets_provider_function=...), which returns the three datasets"
+            f"Megatron's datasets are supported for GPT only, but the model is {kind!r}; pass MegatronLMPlugin("
+            "custom_megatron_datasets_provider_function=...) with a function that returns the three datasets"
         )
     gpt: Any = import_module("megatron.core.datasets.gpt_dataset")
     builder: Any = import_module("megatron.core.datasets.blended_megatron_dataset_builder")
@@ -160,12 +161,12 @@ _LOADER_SETTINGS = (
 
 
 def micro_batch_size(loader: Any, split_batches: bool, groups: int) -> int:
-    """Return a rank's samples in one batch of a loader, which are a micro-batch.
+    """Return a rank's number of samples in one batch of a loader, which is one micro-batch.
 
     Args:
         loader: A DataLoader.
-        split_batches: Whether the groups of ranks with data of their own share each batch.
-        groups: Number of these groups.
+        split_batches: Whether each batch is split among the groups of ranks that read different data.
+        groups: The number of these groups.
 
     Raises:
         ValueError: The loader has no batch size.
@@ -173,21 +174,21 @@ def micro_batch_size(loader: Any, split_batches: bool, groups: int) -> int:
     size = getattr(loader, "batch_size", None)
     if size is None:
         raise ValueError(
-            f"Megatron-LM needs a loader's batch_size as the size of micro-batches, and this {type(loader).__name__} "
-            "has none; create it with DataLoader(dataset, batch_size=...)"
+            f"Megatron-LM uses a loader's batch_size as the size of micro-batches, but this {type(loader).__name__} "
+            "has no batch_size; create it with DataLoader(dataset, batch_size=...)"
         )
     return size // groups if split_batches else int(size)
 
 
 def window_loader(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """Return a loader whose batches are windows of several batches of a loader.
+    """Return a loader whose batches are windows of several batches of another loader.
 
     Args:
         loader: The loader.
-        count: Batches per window.
+        count: The number of batches per window.
 
     Returns:
-        A new loader with the same settings; the loader itself where a window is one batch.
+        A new loader with the same settings, or the loader itself if a window is one batch.
     """
     if count == 1:
         return loader

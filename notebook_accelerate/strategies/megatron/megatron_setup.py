@@ -1,4 +1,4 @@
-"""Creates megatron-core's groups of ranks, models, optimizers and schedules from a plugin's arguments."""
+"""Create megatron-core's groups of ranks, models, optimizers and schedules from a plugin's arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def active_plugin(state: AcceleratorState) -> MegatronLMPlugin:
         state: The world.
 
     Raises:
-        ValueError: The world has no such plugin.
+        ValueError: The world does not have this plugin.
     """
     plugin: object = state.megatron_lm_plugin
     if not isinstance(plugin, MegatronLMPlugin):
@@ -51,11 +51,11 @@ def active_plugin(state: AcceleratorState) -> MegatronLMPlugin:
 
 
 def check_degrees(plugin: MegatronLMPlugin, world_size: int) -> int:
-    """Return the number of groups of ranks with data of their own.
+    """Return the number of groups of ranks that read different data.
 
     Args:
         plugin: The plugin.
-        world_size: Number of ranks.
+        world_size: The number of ranks.
 
     Raises:
         ValueError: The degrees do not fit the world.
@@ -64,30 +64,30 @@ def check_degrees(plugin: MegatronLMPlugin, world_size: int) -> int:
     groups = world_size // (tensors * stages)
     if groups < 1 or world_size != tensors * stages * groups:
         raise ValueError(
-            f"tp_degree={tensors} x pp_degree={stages} = {tensors * stages} ranks hold one model, and the world of "
-            f"{world_size} ranks is not a multiple of that; start {tensors * stages} ranks or a multiple "
+            f"tp_degree={tensors} x pp_degree={stages} = {tensors * stages} ranks share one model, but the number of "
+            f"ranks ({world_size}) is not a multiple of that; start {tensors * stages} ranks or a multiple "
             f"(num_processes={tensors * stages}), or change the degrees"
         )
     if groups % experts:
         raise ValueError(
-            f"expert_model_parallel_size={experts} must divide the {groups} groups of ranks with data of their own "
-            f"(= {world_size} / ({tensors} x {stages}))"
+            f"expert_model_parallel_size={experts} must divide the number of groups of ranks that read different data, "
+            f"{groups} (= {world_size} / ({tensors} x {stages}))"
         )
     return int(groups)
 
 
 def initialize_groups(state: AcceleratorState, plugin: MegatronLMPlugin) -> None:
-    """Initialize Megatron's groups of ranks by the degrees of a plugin; every rank must call this.
+    """Initialize Megatron's groups of ranks with the degrees of a plugin; every rank must call this.
 
     Args:
-        state: The world. In a world of one a process group of one is created: Megatron-LM requires one.
+        state: The world. A single process gets a process group of one rank, because Megatron-LM requires a group.
         plugin: The plugin.
 
     Raises:
         ImportError: megatron-core is not installed.
         ValueError: The degrees do not fit the world.
     """
-    global _initialized_for  # noqa: PLW0603 - Megatron's groups are one set per process
+    global _initialized_for  # noqa: PLW0603 - Megatron has one set of groups per process
     check_degrees(plugin, state.num_processes)
     groups = import_parallel_state()
     if not process_group.group_exists():
@@ -111,18 +111,18 @@ def initialize_groups(state: AcceleratorState, plugin: MegatronLMPlugin) -> None
 
 
 def _check_existing_groups(groups: Any, plugin: MegatronLMPlugin) -> None:
-    """Check that groups which the user's code has created have the plugin's degrees."""
+    """Check that the groups that the user's code has created have the plugin's degrees."""
     existing = (groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size())
     if existing != (plugin.tp_degree, plugin.pp_degree):
         raise ValueError(
-            f"Megatron-LM's groups exist already, with tensor x pipeline = {existing[0]} x {existing[1]}, and the "
+            f"Megatron-LM's groups exist already, with tensor x pipeline = {existing[0]} x {existing[1]}, but the "
             f"plugin has {plugin.tp_degree} x {plugin.pp_degree}; call "
             "megatron.core.parallel_state.destroy_model_parallel() first, or give the plugin the same degrees"
         )
 
 
 def seed_generators(device: torch.device) -> int:
-    """Seed Megatron's generators of ranks that share a layer's tensors; every rank must call this.
+    """Seed Megatron's generators for ranks that share the tensors of a layer; every rank must call this.
 
     Args:
         device: This rank's device.
@@ -142,7 +142,7 @@ def seed_generators(device: torch.device) -> int:
 # ---- models, optimizers and schedules
 
 Chunks = list[torch.nn.Module]
-"""This rank's parts of the model: one, or several where the schedule interleaves them."""
+"""This rank's parts of the model: one, or several if the schedule interleaves stages."""
 
 
 def _core(module: str) -> Any:
@@ -172,7 +172,7 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
         "params_dtype": precision,
         "activation_func": activation,
         "use_cpu_initialization": device.type == "cpu",
-        # Fused kernels of Apex and Transformer Engine; an argument of the same name turns them on.
+        # Fused kernels of Apex and Transformer Engine are off; an argument of the same name turns one on.
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
@@ -182,7 +182,7 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
 
 
 def _from_arguments(kind: Any, arguments: Mapping[str, Any], **more: Any) -> Any:
-    """Create one of Megatron's dataclasses from the arguments that are its fields."""
+    """Create one of Megatron's dataclasses from the arguments that have the names of its fields."""
     names = {field.name for field in dataclasses.fields(kind) if field.init}
     known = {name: value for name, value in arguments.items() if name in names and value is not None}
     return kind(**(known | more))
@@ -193,7 +193,7 @@ def _has_transformer_engine(device: torch.device) -> bool:
 
 
 def padded_vocabulary_size(arguments: Mapping[str, Any]) -> int:
-    """Return the rows of the embedding: the tokens, padded to a multiple of the ranks that share tensors."""
+    """Return the number of rows of the embedding: the tokens, padded so that ranks get equal parts."""
     unit = arguments.get("make_vocab_size_divisible_by", 1) * arguments["tensor_model_parallel_size"]
     return int(arguments.get("padded_vocab_size") or -(-arguments["orig_vocab_size"] // unit) * unit)
 
@@ -269,15 +269,15 @@ def _t5(arguments: Mapping[str, Any], device: torch.device, **stage: Any) -> tor
 
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"gpt": _gpt, "bert": _bert, "t5": _t5}
-"""Functions that create a model, by `model_type_name` of the arguments."""
+"""The functions that create a model, by Megatron's argument `model_type_name`."""
 
 
 def virtual_stage_count(plugin: MegatronLMPlugin, arguments: Mapping[str, Any]) -> int | None:
-    """Return the number of interleaved parts of the model per rank; None: one part, without interleaving.
+    """Return the number of interleaved parts of the model per rank, or None if stages are not interleaved.
 
     Args:
         plugin: The plugin.
-        arguments: Its arguments.
+        arguments: The plugin's arguments.
 
     Raises:
         ValueError: The layers cannot be divided equally.
@@ -381,7 +381,7 @@ def make_optimizer(chunks: Chunks, plugin: MegatronLMPlugin) -> Any:
 
 
 def _overrides(plugin: MegatronLMPlugin, config: Any) -> Any:
-    """Return the overrides of weight decay and learning rate by parameter; None: Megatron's default."""
+    """Return the overrides of weight decay and learning rate for single parameters, or None for Megatron's defaults."""
     if plugin.no_wd_decay_cond is None and plugin.scale_lr_cond is None:
         return None
     kinds = _core("optimizer.optimizer_config")
@@ -399,18 +399,18 @@ def _overrides(plugin: MegatronLMPlugin, config: Any) -> Any:
 
 
 def make_schedule(optimizer: Any, plugin: MegatronLMPlugin, scheduled: bool) -> Any:
-    """Create Megatron's schedule of learning rate and weight decay, counted in samples.
+    """Create Megatron's schedule of learning rate and weight decay, which counts samples.
 
     Args:
         optimizer: Megatron's optimizer.
         plugin: The plugin, with the schedule's settings.
-        scheduled: Whether the learning rate follows a schedule; otherwise it is constant.
+        scheduled: Whether the learning rate follows a schedule. If False, it is constant.
 
     Returns:
         An `OptimizerParamScheduler`.
 
     Raises:
-        ValueError: The length of the schedule is not known, or the warm-up is not shorter.
+        ValueError: The length of the schedule is not known, or the warm-up is not shorter than the schedule.
     """
     each = plugin.global_batch_size
     decay = (
@@ -429,7 +429,7 @@ def make_schedule(optimizer: Any, plugin: MegatronLMPlugin, scheduled: bool) -> 
         warmup = plugin.lr_warmup_fraction * decay
     if scheduled and warmup >= decay:
         raise ValueError(
-            f"the schedule warms up for {warmup} samples and lasts {decay}; it must last longer than the warm-up"
+            f"the schedule lasts {decay} samples, but its warm-up takes {warmup}; it must last longer than the warm-up"
         )
     arguments = plugin.megatron_lm_default_args
     rate, weight_decay = arguments["lr"], arguments["weight_decay"]

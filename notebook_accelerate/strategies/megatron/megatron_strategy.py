@@ -1,4 +1,4 @@
-"""The Megatron-LM strategy, on megatron-core: an engine does precision, micro-batches, clipping, steps, checkpoints."""
+"""The Megatron-LM strategy: megatron-core handles precision, micro-batches, clipping, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def megatron_lm_initialize(accelerator: HasState, args_defaults: dict[str, Any] 
 
 
 def megatron_lm_prepare_model_optimizer_scheduler(accelerator: HasState) -> tuple[list[nn.Module], Any, Any]:
-    """Create model, optimizer and schedule from the plugin's arguments; every rank must call this.
+    """Create a model, an optimizer and a schedule from the plugin's arguments; every rank must call this.
 
     Args:
         accelerator: The Accelerator, or another object with its `state`.
@@ -82,14 +82,14 @@ def _chunks(model: Any) -> list[nn.Module]:
 
 
 class MegatronLMStrategy(EngineStrategy):
-    """Splits layers over `tp_degree` ranks, stages over `pp_degree` ranks, and data over the rest.
+    """Trains with layers split over `tp_degree` ranks, stages over `pp_degree` ranks, and data over the other ranks.
 
-    The configuration of the given model defines Megatron's model; a window of accumulation is `num_micro_batches`
-    batches, which the prepared loader yields as one.
+    Megatron's model is created from the configuration of the given model. An accumulation window consists of
+    `num_micro_batches` batches, which the prepared loader yields as one batch.
 
     Attributes:
-        models: The engine, once a model was prepared.
-        engine: The engine; None before.
+        models: The engine, once a model is prepared.
+        engine: The engine, or None before a model is prepared.
     """
 
     name: ClassVar[str] = "megatron_lm"
@@ -105,21 +105,22 @@ class MegatronLMStrategy(EngineStrategy):
         megatron_lm_initialize(setup)
         self._groups = megatron_setup.check_degrees(self.plugin, setup.state.num_processes)
         if setup.state.num_processes > 1:
-            start_watchdog()  # save_state on some ranks only would hang otherwise: each writes a part
+            # Each rank writes a part of a checkpoint, so save_state on only some of the ranks would hang without this.
+            start_watchdog()
 
     @property
     def plugin(self) -> MegatronLMPlugin:
-        """The plugin."""
+        """The Megatron-LM plugin."""
         return megatron_setup.active_plugin(self.setup.state)
 
     def _set_window(self) -> None:
-        """Make a window of accumulation one batch of the prepared loaders, which contains all micro-batches."""
+        """Turn the Accelerator's accumulation into micro-batches, so that a batch of a loader is a whole window."""
         state, plugin = self.setup.gradient_state, self.plugin
         if state.num_steps > 1:
             if plugin._micro_batches_given and plugin.num_micro_batches != state.num_steps:
                 raise ValueError(
                     f"gradient_accumulation_steps={state.num_steps} and num_micro_batches={plugin.num_micro_batches} "
-                    "contradict each other: micro-batches are the accumulation of Megatron-LM; leave one of them out"
+                    "contradict each other: Megatron-LM accumulates over micro-batches; leave one of them out"
                 )
             plugin.num_micro_batches = state.num_steps
             plugin.megatron_lm_default_args["num_micro_batches"] = state.num_steps
@@ -129,10 +130,10 @@ class MegatronLMStrategy(EngineStrategy):
     # ---- preparing
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
-        """See `Strategy.prepare`; a model must be prepared together with its optimizer and schedule placeholder.
+        """See `Strategy.prepare`. A model must be prepared together with its optimizer and schedule placeholder.
 
         Raises:
-            ValueError: Objects, or objects and plugin, contradict each other.
+            ValueError: The objects contradict each other or the plugin.
         """
         results = list(objects)
         indices = indices_by_kind(objects, _object_kind)
@@ -148,12 +149,12 @@ class MegatronLMStrategy(EngineStrategy):
         return results
 
     def _check_objects(self, objects: Sequence[Any], indices: Mapping[str, list[int]], models: list[int]) -> None:
-        """Check that the objects make one engine, or none."""
+        """Check that the objects are enough for one engine, or do not need one."""
         optimizers = self._new_optimizers(objects, indices)
         plain = [objects[at] for at in indices["scheduler"] if not _is_megatron_schedule(objects[at])]
         if plain:
             raise ValueError(
-                f"Megatron-LM creates and steps the learning rate's schedule itself, and prepare() was given a "
+                f"Megatron-LM creates and steps the learning rate's schedule itself, but prepare() was given a "
                 f"{type(plain[0]).__name__}; pass MegatronLMDummyScheduler(optimizer, total_num_steps=..., "
                 "warmup_num_steps=...)"
             )
@@ -168,7 +169,7 @@ class MegatronLMStrategy(EngineStrategy):
             )
 
     def _set_arguments(self, objects: Sequence[Any], indices: Mapping[str, list[int]], model: int) -> None:
-        """Set Megatron's arguments from the objects: the model's shape, batch sizes, optimizer and schedule."""
+        """Set Megatron's arguments from the given objects: the model's shape, batch sizes, optimizer and schedule."""
         plugin = self.plugin
         if plugin.custom_model_provider_function is None and plugin.custom_prepare_model_function is None:
             plugin.set_network_size_args(without_wrappers(objects[model]))
@@ -192,7 +193,7 @@ class MegatronLMStrategy(EngineStrategy):
             plugin.set_scheduler_args(objects[schedules[0]])
 
     def _start_engine(self, objects: list[Any], indices: Mapping[str, list[int]], model: int) -> None:
-        """Create the engine, and replace model, optimizer and schedule by its own."""
+        """Create the engine, and replace the model, optimizer and schedule with the engine's."""
         chunks, optimizer, schedule = megatron_lm_prepare_model_optimizer_scheduler(self.setup)
         engine = self.engine = MegatronEngine(self.setup, chunks, optimizer, schedule)
         engine._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -211,10 +212,10 @@ class MegatronLMStrategy(EngineStrategy):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader[Any]:
-        """See `Strategy.prepare_data_loader`; batches become windows of `num_micro_batches` batches.
+        """See `Strategy.prepare_data_loader`. Each batch becomes a window of `num_micro_batches` batches.
 
         Returns:
-            The prepared loader; the ranks of one model read the same windows.
+            The prepared loader. The ranks that share a model read the same windows.
         """
         if not _is_prepared(data_loader):
             micro_batch_size(data_loader, self.setup.dataloader_config.split_batches, self._groups)
@@ -233,18 +234,18 @@ class MegatronLMStrategy(EngineStrategy):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return the engine, or prepare a model that is only evaluated: it stays whole.
+        """Return the engine, or prepare a model that is only evaluated, and therefore stays whole.
 
         Args:
             model: The model.
-            device_placement: Whether it goes to the device; None means the Accelerator's setting.
-            evaluation_mode: Prepare it for inference only.
+            device_placement: Whether the model is moved to the device; None means the Accelerator's setting.
+            evaluation_mode: Whether the model is prepared for inference only.
 
         Returns:
             The model.
 
         Raises:
-            ValueError: The model is for training, and was prepared without its optimizer.
+            ValueError: A model for training was prepared without its optimizer.
         """
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -253,13 +254,13 @@ class MegatronLMStrategy(EngineStrategy):
         raise self._incomplete(model)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Return a schedule that was prepared with its model.
+        """Return a schedule that was prepared together with its model.
 
         Args:
             scheduler: The schedule.
 
         Raises:
-            ValueError: It was not prepared with its model.
+            ValueError: The schedule was not prepared together with its model.
         """
         if isinstance(scheduler, MegatronLMSchedulerWrapper):
             return scheduler
@@ -271,7 +272,7 @@ class MegatronLMStrategy(EngineStrategy):
     # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Do nothing: the call of the model computes the gradients.
+        """Do nothing, because the call of the model has already computed the gradients.
 
         Args:
             loss: The loss that the model returned.
@@ -279,7 +280,7 @@ class MegatronLMStrategy(EngineStrategy):
         """
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: a window is one call of the model."""
+        """Return a context that does nothing, because a window is one call of the model."""
         return NOTHING
 
     def _configured_norm(self) -> tuple[float | None, str]:
@@ -300,18 +301,18 @@ class MegatronLMStrategy(EngineStrategy):
         """See `Strategy.model_state_dict`; every rank must call this.
 
         Returns:
-            The state dict, by the names of a model on one rank; where ranks have parts of the model, in main memory on
-            rank 0, and {} on other ranks.
+            The state dict, with the names that a model on a single rank has. If ranks have parts of the model, it is in
+            main memory on rank 0, and {} on other ranks.
         """
         if model is self.engine and self.engine is not None:
             return megatron_checkpoint.gather_state(self.engine)
         return super().model_state_dict(model, unwrap)
 
     def save_state(self, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
-        """See `Strategy.save_state`; writes megatron-core's files. Every rank must call this.
+        """See `Strategy.save_state`. Writes megatron-core's files. Every rank must call this.
 
         Raises:
-            ValueError: There are `options`: none are known.
+            ValueError: `options` were given; no options are supported.
         """
         if options:
             raise ValueError(f"save_state with Megatron-LM does not accept {', '.join(options)}; leave it out")
@@ -324,11 +325,11 @@ class MegatronLMStrategy(EngineStrategy):
         Args:
             folder: The checkpoint, written with these or other degrees.
             models: The prepared models that no hook has loaded.
-            options: `strict`: whether the names must be those of the model.
+            options: Only `strict`, which says whether all names must match the model's.
 
         Raises:
-            CheckpointMismatchError: The folder contains no such engine.
-            ValueError: An option is not known.
+            CheckpointMismatchError: The folder does not contain a checkpoint of this engine.
+            ValueError: An option is not supported.
         """
         strict = options.pop("strict", True)
         if options:
@@ -361,7 +362,7 @@ def _object_kind(item: Any) -> str:
 
 
 def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
-    """Return the split of each placeholder for loaders: training, validation, test, in this order."""
+    """Return the split of each placeholder for a loader: training, validation and test, in this order."""
     seen = 0
     splits = []
     for at in loaders:
@@ -370,7 +371,7 @@ def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
     return splits
 
 
-# ---- the shard report: each rank has some layers of the model, and a part of each
+# ---- the shard report: each rank has some layers of the model, and a part of each layer
 
 
 def report_engine(strategy: Strategy) -> ShardReport:
@@ -412,7 +413,7 @@ def _sum_sizes(parameters: Any, ranks: int) -> ShardTally:
 
 
 def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
-    """Return the size of the gradients' buffers, which often have another precision than the weights."""
+    """Return the size of the gradient buffers, whose precision often differs from the precision of the weights."""
     buffers = [buffer for chunk in engine.module for buffer in getattr(chunk, "buffers", ())]
     here = sum(buffer.grad_data.nbytes for buffer in buffers if hasattr(buffer, "grad_data"))
     if not here or not trained.here:
@@ -421,7 +422,7 @@ def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
 
 
 def _optimizer_state(engine: Any, trained: ShardTally, shards: int) -> ShardSizes:
-    """Return the size of the optimizer's state: its moments, and master weights where the precisions differ."""
+    """Return the size of the optimizer's state: its moments, and master weights if it keeps a copy of the weights."""
     optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     inner: list[Any] = [optimizer.optimizer for optimizer in optimizers]
     count = shard_report.common_states_per_parameter(inner)

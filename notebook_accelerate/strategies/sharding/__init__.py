@@ -1,1 +1,1 @@
-"""Sharded parameters: training, checkpoints and reports that FSDP and tensor parallelism share."""
+"""Training, checkpoints and reports of sharded parameters, shared by FSDP and tensor parallelism."""

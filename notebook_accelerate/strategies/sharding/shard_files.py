@@ -1,8 +1,8 @@
-"""Writes a rank's file of a distributed checkpoint in torch's format, without calling torch.save for each tensor.
+"""Write a rank's file of a distributed checkpoint in torch's format, without calling torch.save for each tensor.
 
-torch.save takes 0.25 ms for a tensor, most of it in Python: as long as writing a megabyte. The bytes that it writes
-around the values depend on their type and shape alone, so they are made once for each of these (see `write_plans` for
-measurements).
+torch.save takes 0.25 ms for a tensor, as long as writing a megabyte, and spends most of it in Python. The bytes that it
+writes before and after a tensor's values depend only on its dtype and shape, so this module creates them once for each
+dtype and shape (see `write_plans` for measurements).
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from notebook_accelerate.big_modeling.weight_files import read_metadata
 from notebook_accelerate.torch_internals import StorageInfo
 
 FileChecksums = dict[str, tuple[int, int]]
-"""Size in bytes and CRC-32 of files, by path relative to their folder."""
+"""The size in bytes and the CRC-32 of each file, by path relative to the folder."""
 Locations = dict[MetadataIndex, StorageInfo]
-"""File, offset and length of each entry."""
+"""The file, the offset and the length of each entry."""
 
 
 class ShardWriter(FileSystemWriter):
     """torch's writer of one file per rank, which also computes checksums while it writes.
 
     Args:
-        folder: The folder; torch makes it, and raises on every rank if one rank cannot.
-        background: As for `ChecksumFiles`.
+        folder: The folder, which torch creates. If one rank cannot create it, torch raises on every rank.
+        background: Whether training continues while files are written (see `ChecksumFiles`).
 
     Attributes:
         files: The file system that computes checksums.
-        items: The entries that this rank wrote, in order.
-        name: Name of this rank's file.
-        locations: The entries' locations in the file.
-        metadata: What all ranks wrote, on the rank that writes the metadata.
+        items: The entries that this rank has written, in order.
+        name: The name of this rank's file.
+        locations: The locations of the entries in the file.
+        metadata: The metadata of all ranks' files, on the rank that writes it; None on other ranks.
     """
 
     def __init__(self, folder: Path, background: bool = False) -> None:
@@ -62,19 +62,19 @@ class ShardWriter(FileSystemWriter):
         self.metadata: Metadata | None = None
 
     def storage_meta(self) -> None:
-        """Return nothing: the checkpoint is moved to another folder when it is complete."""
+        """Store no metadata about the location, because the finished checkpoint is moved to another folder."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
 
         Args:
             plan: The entries of the file.
-            planner: Returns their values.
+            planner: The planner, which returns their values.
 
         Returns:
-            A future that is done, with the entries' locations.
+            A completed future with the locations of the entries.
         """
-        # Objects come last: their size can change, and the tensors keep their offsets in the next checkpoint.
+        # Objects come last because their size can change: the tensors then keep their offsets in the next checkpoint.
         self.items = sorted(plan.items, key=is_object)
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         contents = ((item.index, planner.resolve_data(item)) for item in self.items)
@@ -84,14 +84,14 @@ class ShardWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata; called on one rank.
+        """Write the metadata. torch calls this on one rank.
 
         Args:
-            metadata: The plan of all ranks.
+            metadata: The metadata of all ranks' entries, without locations.
             results: The locations of all ranks' entries.
         """
         super().finish(metadata, results)
-        # Some versions of torch (2.9) complete a copy, and leave the locations out of this object.
+        # Read the file again: some versions of torch (2.9) add the locations to a copy instead of to this object.
         with Path(self.path, ".metadata").open("rb") as file:
             self.metadata = read_metadata(file)
 
@@ -107,10 +107,10 @@ def write_rank_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[M
     Args:
         files: The file system.
         path: The file.
-        contents: Tensors, and pickled objects as streams of bytes.
+        contents: The entries: tensors, and pickled objects as byte streams.
 
     Returns:
-        The entries' locations in the file.
+        The locations of the entries in the file.
     """
     locations: Locations = {}
     with files.create_stream(path, "wb") as stream:
@@ -128,8 +128,8 @@ def write_rank_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[M
 # ---- tensors
 
 _MAX_FRAMED = 1 << 24
-"""Bytes of the largest tensor that is framed: for larger ones torch.save costs little, and making a frame takes as much
-memory as the tensor."""
+"""The size in bytes of the largest tensor that is framed. For larger tensors the cost of torch.save is small, and
+creating a frame takes as much memory as the tensor."""
 _DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -139,8 +139,8 @@ _DTYPES = {
 def _write_tensor(stream: Any, tensor: torch.Tensor) -> None:
     tensor = tensor.detach().cpu()
     if not _can_be_framed(tensor):
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes whole storages
-            tensor = tensor.clone()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save would write the whole storage of a view.
         torch.save(tensor, stream)
         return
     before, after = frame_of(tensor.dtype, tensor.shape)
@@ -150,7 +150,7 @@ def _write_tensor(stream: Any, tensor: torch.Tensor) -> None:
 
 
 def is_framed(dtype: torch.dtype, nbytes: int) -> bool:
-    """Return whether tensors of a dtype and size are framed, where they are contiguous."""
+    """Return whether contiguous tensors of a dtype and size are framed."""
     return dtype in _DTYPES and 0 < nbytes <= _MAX_FRAMED
 
 
@@ -168,8 +168,8 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """Return the bytes that torch.save writes before and after the values of a contiguous tensor.
 
     Args:
-        dtype: The tensor's.
-        shape: The tensor's.
+        dtype: The dtype of the tensor.
+        shape: The shape of the tensor.
     """
     stream = io.BytesIO()
     with without_record_checksums():
@@ -177,7 +177,7 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     content = stream.getbuffer()
     with zipfile.ZipFile(stream) as records:
         record = next(entry for entry in records.infolist() if entry.filename.endswith("/data/0"))
-    # A zip record begins with 30 bytes; the last four are the lengths of its name and of its padding.
+    # The header of a zip record has 30 bytes. The last four are the lengths of its name and of its padding.
     name, padding = (int.from_bytes(content[record.header_offset + at :][:2], "little") for at in (26, 28))
     begin = record.header_offset + 30 + name + padding
     return bytes(content[:begin]), bytes(content[begin + record.file_size :])
@@ -185,7 +185,7 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
 
 @contextmanager
 def without_record_checksums() -> Iterator[None]:
-    """Have torch.save compute no checksums of records in a context: the manifest has those of files."""
+    """Keep torch.save from computing checksums of records, because the manifest has checksums of whole files."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -198,10 +198,10 @@ def without_record_checksums() -> Iterator[None]:
 
 
 class ChecksumFiles(FileSystem):
-    """Computes checksums of files while they are written: reading a gigabyte again takes a second.
+    """Computes checksums of files while they are written, because reading a gigabyte again would take a second.
 
     Args:
-        background: Whether training continues meanwhile; writing has low priority then.
+        background: Whether training continues while files are written. If so, writing has low priority.
     """
 
     def __init__(self, background: bool = False) -> None:
@@ -211,11 +211,11 @@ class ChecksumFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file, whose checksum is computed while it is written.
+        """Open a file. If it is opened for writing, its checksum is computed while it is written.
 
         Args:
             path: The file.
-            mode: As for `open`.
+            mode: The mode, as in `open`.
         """
         with super().create_stream(path, mode) as file:
             if "w" not in mode:
@@ -238,19 +238,21 @@ class ChecksumFiles(FileSystem):
 
 
 Call = Callable[..., Any]
-"""Calls a function with arguments and returns its result."""
+"""A function that calls another function with arguments, and returns its result."""
 _MIN_PIECE, _FULL_PIECE = 1 << 15, 1 << 18
-"""Pieces of fewer bytes are joined, up to this many bytes."""
+"""Pieces smaller than the first number of bytes are joined, until they have at least the second number of bytes."""
 _MAX_PIECES, _MAX_QUEUED = 512, 1 << 26
-"""Pieces and bytes per write: the system takes up to 1024 pieces, and queued copies from a device keep their memory."""
+"""The most pieces and bytes to queue. The system accepts up to 1024 pieces in a call, and tensors that were copied from
+a device occupy memory while they are queued."""
 _MAX_CALL = 1 << 19
-"""Bytes of one system call. Linux 6.18 allocates the page cache of longer calls in larger blocks, which took up to 10
-times the processor time in a virtual machine: 240 to 390 ms for 115 MB, and 40 ms in calls of 512 KiB."""
+"""The most bytes to write in one system call. For longer calls, Linux 6.18 allocates the page cache in larger blocks.
+This took up to 10 times the processor time in a virtual machine: 240 to 390 ms for 115 MB, against 40 ms in calls of
+512 KiB."""
 
 
 @dataclass
 class ChecksumStream:
-    """A file that is written from the beginning to the end, in as few system calls as possible."""
+    """A file that is written sequentially, in as few system calls as possible."""
 
     file: Any
     call: Call
@@ -261,14 +263,14 @@ class ChecksumStream:
     _passed: int = 0
 
     def write(self, content: Any) -> int:
-        """Write bytes whose memory may be reused afterwards."""
+        """Write bytes whose memory the caller may reuse after this call."""
         size = self.keep(content)
         if size >= _MIN_PIECE:
             self._write_queued()
         return size
 
     def keep(self, content: Any) -> int:
-        """Write bytes whose memory stays unchanged until the file is closed."""
+        """Write bytes, now or later; their memory must not change until the file is closed."""
         size = len(content)
         self.size += size
         if size < _MIN_PIECE:
@@ -295,16 +297,16 @@ class ChecksumStream:
             pieces = _remaining(pieces, self.call(_write_pieces, self.file, pieces))
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
+        """Return the number of bytes written so far, including queued ones."""
         return self.size
 
     def fileno(self) -> int:
-        """Return the file's descriptor, after writing everything that is queued."""
+        """Write everything that is queued, and return the file's descriptor."""
         self._write_queued()
         return int(self.file.fileno())
 
     def flush(self) -> None:
-        """Do nothing: torch calls it after every tensor."""
+        """Do nothing, because torch calls this after every tensor."""
 
     def sync(self) -> None:
         """Write everything that is queued, and sync the file to the disk."""
@@ -317,7 +319,10 @@ class ChecksumStream:
 
 
 def _write_pieces(file: Any, pieces: list[Any]) -> int:
-    """Write the first of the pieces, mostly without the GIL, and return the number of bytes."""
+    """Write as many pieces as the system accepts, and return the number of bytes written.
+
+    Most of the time is spent in system calls, which release the GIL.
+    """
     descriptor, total = file.fileno(), 0
     for batch in list(_batches(pieces)):
         written = os.writev(descriptor, batch) if hasattr(os, "writev") else os.write(descriptor, batch[0])
@@ -328,7 +333,7 @@ def _write_pieces(file: Any, pieces: list[Any]) -> int:
 
 
 def _batches(pieces: list[Any]) -> Iterator[list[Any]]:
-    """Divide pieces among system calls."""
+    """Split pieces into batches, one for each system call."""
     batch: list[Any] = []
     room = _MAX_CALL
     for content in pieces:
@@ -356,7 +361,7 @@ def _remaining(pieces: list[Any], written: int) -> list[Any]:
 # ---- in the background
 
 _NICENESS = 10
-"""Niceness of a thread that writes: it gets a tenth of a core that training needs too."""
+"""How much nicer a writing thread is: it gets a tenth of a core that training needs, too."""
 
 
 def _call(function: Call, *arguments: Any) -> Any:
@@ -366,7 +371,7 @@ def _call(function: Call, *arguments: Any) -> Any:
 def _call_at_low_priority(function: Call, *arguments: Any) -> Any:
     """Call a system function in a thread of low priority, and wait for it.
 
-    The calling thread keeps its priority: with a low one it would wait for a core while it holds the GIL, which
+    The calling thread keeps its priority. With a low priority, it could wait for a core while it holds the GIL, which
     training needs.
     """
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -375,18 +380,18 @@ def _call_at_low_priority(function: Call, *arguments: Any) -> Any:
     )
     try:
         thread.start()
-    except RuntimeError:  # a limit on threads, or the interpreter is shutting down
+    except RuntimeError:  # The limit of threads is reached, or the interpreter is shutting down.
         return function(*arguments)
     thread.join()
     return outcome.result()
 
 
 def _run_at_low_priority(outcome: concurrent.futures.Future[Any], function: Call, arguments: tuple[Any, ...]) -> None:
-    if sys.platform == "linux":  # other systems have no priorities of threads
+    if sys.platform == "linux":  # Other systems do not have a priority for each thread.
         thread = threading.get_native_id()
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     try:
         outcome.set_result(function(*arguments))
-    except BaseException as error:  # noqa: BLE001 - raised by the caller
+    except BaseException as error:  # noqa: BLE001 - the caller raises it
         outcome.set_exception(error)

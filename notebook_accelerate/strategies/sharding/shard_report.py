@@ -1,4 +1,4 @@
-"""Counts the parameters, gradients and optimizer state of this rank from their shapes, without a collective."""
+"""Count the parameters, gradients and optimizer state of this rank from their shapes, without a collective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSize
 from notebook_accelerate.torch_internals import local_tensor
 
 _FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "dp_shard_cp": ("dp_shard", "cp")}
-"""The axes of the submeshes that a parallel layout flattens."""
+"""The axes that each flattened submesh of a parallel layout combines."""
 
 
 class ReportsShards(Protocol):
@@ -29,7 +29,7 @@ class ReportsShards(Protocol):
 
     @property
     def name(self) -> str:
-        """The strategy's name."""
+        """The name of the strategy."""
 
     def sharding(self) -> ShardReport:
         """Count the parameters, gradients and optimizer state of this rank."""
@@ -37,11 +37,11 @@ class ReportsShards(Protocol):
 
 @dataclass(frozen=True)
 class ShardTally:
-    """Bytes of a set of tensors.
+    """The sizes of a set of tensors.
 
     Attributes:
-        whole: Bytes of the whole tensors.
-        here: Bytes of this rank's parts.
+        whole: The size of the whole tensors in bytes.
+        here: The size of this rank's parts in bytes.
         sharded: The axes over which at least one tensor is sharded.
     """
 
@@ -53,22 +53,25 @@ class ShardTally:
         return ShardTally(self.whole + other.whole, self.here + other.here, self.sharded | other.sharded)
 
     def times(self, count: int) -> ShardTally:
-        """Return the tally of `count` tensors of each of these shapes."""
+        """Return the tally for `count` tensors of each of these shapes."""
         return replace(self, whole=self.whole * count, here=self.here * count)
 
     def state_sizes(self, count: int | None, offloaded: str = "") -> ShardSizes:
-        """Return the sizes of optimizer state with `count` tensors of each of these shapes; None: not known."""
+        """Return the size of an optimizer state that has `count` tensors of each of these shapes.
+
+        If `count` is None, the size is unknown.
+        """
         if count is None:
             return ShardSizes(None, None, tuple(sorted(self.sharded)), offloaded)
         return self.times(count).sizes(offloaded)
 
     def sizes(self, offloaded: str = "", note: str = "") -> ShardSizes:
-        """Return the tally as a part of a report."""
+        """Return the tally as the entry of a report."""
         return ShardSizes(self.whole, self.here, tuple(sorted(self.sharded)), offloaded, note)
 
 
 def count_tensors(tensors: Iterable[torch.Tensor]) -> ShardTally:
-    """Count the bytes of tensors, of DTensors by their shards.
+    """Add up the sizes of tensors; this rank's part of a DTensor is its shard.
 
     Args:
         tensors: Parameters.
@@ -87,13 +90,13 @@ def _count_tensor(tensor: torch.Tensor) -> ShardTally:
 
 
 def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
-    """Count the state that optimizers keep after a step, without the few numbers per parameter.
+    """Count the state that optimizers keep after a step, except single numbers such as step counts.
 
     Args:
-        optimizers: torch's optimizers.
+        optimizers: Optimizers of torch.
 
     Returns:
-        The tally; None where an optimizer's state is not known.
+        The tally, or None if the state of an optimizer is not known.
     """
     found = ShardTally()
     for optimizer in optimizers:
@@ -106,17 +109,17 @@ def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
 
 
 def common_states_per_parameter(optimizers: Sequence[Any]) -> int | None:
-    """Return how many tensors of a parameter's shape optimizers keep; None if the numbers differ or are not known.
+    """Return how many tensors of a parameter's shape optimizers keep, or None if that differs or is not known.
 
     Args:
-        optimizers: torch's optimizers.
+        optimizers: Optimizers of torch.
     """
     counts = {states_per_parameter(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups}
     return counts.pop() if len(counts) == 1 else None
 
 
 def inner_optimizers(strategy: ReportsShards) -> list[Any]:
-    """Return torch's optimizers inside a strategy's prepared ones.
+    """Return torch's optimizers inside the prepared optimizers of a strategy.
 
     Args:
         strategy: The strategy.
@@ -125,11 +128,11 @@ def inner_optimizers(strategy: ReportsShards) -> list[Any]:
 
 
 def mesh_axes(strategy: ReportsShards, axis: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return sizes of the mesh of ranks, and this rank's coordinates, by axis; without axes of one rank.
+    """Return the sizes of the mesh of ranks and this rank's coordinates, by axis; axes with one rank are left out.
 
     Args:
         strategy: The strategy.
-        axis: Name of the only axis if the user gave no parallel layout.
+        axis: The name of the only axis if the user has not given a parallel layout.
     """
     state = strategy.setup.state
     mesh = state.device_mesh
@@ -140,10 +143,10 @@ def mesh_axes(strategy: ReportsShards, axis: str) -> tuple[dict[str, int], dict[
 
 
 def axes_of_several_ranks(axes: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return sizes and coordinates of the axes that have more than one rank.
+    """Return the sizes and this rank's coordinates of the axes that have more than one rank.
 
     Args:
-        axes: Size and this rank's coordinate by axis, the outermost first.
+        axes: The size and this rank's coordinate by axis, the outermost axis first.
     """
     kept = {name: both for name, both in axes.items() if both[0] > 1}
     return {name: size for name, (size, _) in kept.items()}, {name: at for name, (_, at) in kept.items()}
@@ -161,18 +164,18 @@ def make_report(
     stages: str = "",
     units: tuple[int, str] = (0, "units"),
 ) -> ShardReport:
-    """Make a strategy's report.
+    """Create the report of a strategy.
 
     Args:
         strategy: The strategy.
-        parameters: Sizes of the parameters.
-        gradients: Sizes of the gradients, between backward and step.
-        state: Sizes of the optimizer state after a step.
-        variant: Which variant of the strategy, as FULL_SHARD or ZeRO-2.
-        axis: Name of the only axis if the user gave no parallel layout.
-        mesh: Sizes and coordinates by axis; None means those of the parallel layout.
+        parameters: The sizes of the parameters.
+        gradients: The sizes of the gradients between the backward pass and the step.
+        state: The sizes of the optimizer state after a step.
+        variant: The variant of the strategy, such as FULL_SHARD or ZeRO-2.
+        axis: The name of the only axis if the user has not given a parallel layout.
+        mesh: The sizes and coordinates by axis; None means the axes of the parallel layout.
         stages: The axis along which ranks have different layers.
-        units: Number and name of the units that the rank computes.
+        units: The number and the name of the units that the rank computes.
     """
     axes, place = mesh_axes(strategy, axis) if mesh is None else mesh
     held = dict(zip(KINDS, (parameters, gradients, state), strict=True))
@@ -181,13 +184,13 @@ def make_report(
 
 
 def count_shards(strategy: ReportsShards, offloaded: str = "", note: str = "", **more: Any) -> ShardReport:
-    """Count a strategy's models and optimizers by their parameters.
+    """Create the report of a strategy by counting the parameters of its models and optimizers.
 
     Args:
         strategy: The strategy.
-        offloaded: Where everything rests while it is not used for computing.
+        offloaded: The device that stores everything while it is not used for computing.
         note: A note on the parameters.
-        more: As for `make_report`.
+        more: Further arguments of `make_report`.
     """
     parameters = list(all_parameters(strategy.models))
     trained = count_tensors(p for p in parameters if p.requires_grad)
@@ -202,7 +205,7 @@ def count_shards(strategy: ReportsShards, offloaded: str = "", note: str = "", *
 
 
 def all_parameters(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
-    """Iterate over the parameters of models, each once.
+    """Iterate over the parameters of models, visiting each parameter once.
 
     Args:
         models: The models.
@@ -211,20 +214,20 @@ def all_parameters(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Param
 
 
 def emit_changes(strategy: ReportsShards, last: ShardReport | None) -> ShardReport | None:
-    """Emit a strategy's report if a kernel listens and the report differs from the last one.
+    """Emit a strategy's report if a kernel is listening and the report differs from the last one.
 
     Args:
         strategy: The strategy.
-        last: The report that was emitted last.
+        last: The last report that was emitted, or None.
 
     Returns:
-        The report that was emitted last, now.
+        The report to pass as `last` the next time.
     """
     if telemetry.current_sink() is None or not strategy.models:
         return last
     try:
         now = strategy.sharding()
-    except Exception as error:  # noqa: BLE001 - reads internals of other libraries; training continues without
+    except Exception as error:  # noqa: BLE001 - internals of other libraries are read; training continues without it
         warn_once(f"the sharding of this rank cannot be shown ({type(error).__name__}: {error})")
         return last
     if now != last:

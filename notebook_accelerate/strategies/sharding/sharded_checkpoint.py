@@ -1,7 +1,7 @@
-"""Saves and loads sharded models and optimizers under Accelerate's names, by torch's distributed checkpoint.
+"""Save and load sharded models and optimizers under Accelerate's names, with torch's distributed checkpoint.
 
-The content of a folder decides how it is read, not the reader's settings: full files load into any number of ranks,
-and so do sharded folders.
+The content of a folder decides how it is read, not the settings of the reader. Both full files and sharded folders load
+into any number of ranks.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
         model: The sharded model.
 
     Returns:
-        Tensors by name, the same tensor under all names of a tied weight; nothing on other ranks.
+        The tensors by name, and an empty dict on other ranks. All names of a tied weight have the same tensor.
     """
     state = get_model_state_dict(model, options=_full_state_options(model))
     if _rank() != 0:
         return {}
-    for first, *others in tied_names(model):  # torch gathers a copy for each name
+    for first, *others in tied_names(model):  # torch gathers a separate copy for each name.
         state.update({name: state[first] for name in others if {first, name} <= state.keys()})
     return state
 
@@ -69,16 +69,17 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
 def _full_state_options(model: nn.Module) -> StateDictOptions:
     """Return torch's options for a full state on rank 0, in main memory.
 
-    On the CPU, FSDP 1 makes no copy to offload and frees the state it returned (torch 2.13): every rank gets a copy.
+    For FSDP 1 on the CPU, offloading is off and every rank gets the state: torch would not copy the state to offload
+    it, and would free the memory of the state that it returned (torch 2.13).
     """
     flat_on_cpu = isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu"
     return StateDictOptions(full_state_dict=True, cpu_offload=not flat_on_cpu)
 
 
 OWN_SHARDS = "own shards"
-"""A kind of files besides those of FSDP's `state_dict_type`: each rank writes its shards alone (FSDP 2)."""
+"""A format in addition to FSDP's `state_dict_type`: each rank writes its shards to a separate file (FSDP 2)."""
 Filter = Callable[[dict[str, Any]], dict[str, Any]]
-"""Selects the entries of a state that are written or read."""
+"""A function that selects the entries of a state to write or read."""
 
 
 # ---- models
@@ -92,9 +93,9 @@ def save_model(
     Args:
         model: The sharded model.
         folder: The folder.
-        index: Position of the model among the prepared ones.
-        kind: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT.
-        keep: Filters the state before it is written; None keeps everything.
+        index: The position of the model among the prepared models.
+        kind: The format: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT.
+        keep: A filter for the state before it is written; None keeps everything.
     """
     for part in model_parts(model, index, kind, keep):
         part.write_here(Path(folder))
@@ -105,12 +106,12 @@ def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = N
 
     Args:
         model: The sharded model.
-        index: Position of the model among the prepared ones.
-        kind: As for `save_model`.
-        keep: As for `save_model`.
+        index: The position of the model among the prepared models.
+        kind: The format (see `save_model`), or OWN_SHARDS.
+        keep: A filter for the state before it is written; None keeps everything.
 
     Returns:
-        One part, or none on a rank that writes nothing.
+        One part, or an empty list on a rank that writes nothing.
     """
     keep = keep or _keep_all
     if kind == "SHARDED_STATE_DICT":
@@ -155,15 +156,15 @@ def load_model(
     Args:
         model: The sharded model.
         folder: The folder.
-        index: Position of the model among the prepared ones.
-        strict: Whether the names must be those of the model.
-        keep: The filter that the state was written with; None keeps everything.
+        index: The position of the model among the prepared models.
+        strict: Whether all names must match the model's.
+        keep: The filter that was used to write the state; None keeps everything.
 
     Returns:
         The names that were missing or not expected, if torch returns them.
 
     Raises:
-        CheckpointMismatchError: The folder has no such model, or parts of another number of ranks.
+        CheckpointMismatchError: The folder does not contain this model, or parts for another number of ranks.
     """
     folder = Path(folder)
     shards = folder / f"{constants.FSDP_MODEL_NAME}_{index}"
@@ -210,11 +211,11 @@ def save_optimizer(
     """Write the optimizer of a sharded model into a folder; every rank must call this.
 
     Args:
-        optimizer: torch's optimizer.
-        model: The sharded model that has its parameters.
+        optimizer: An optimizer of torch.
+        model: The sharded model that has the optimizer's parameters.
         folder: The folder.
-        index: Position of the optimizer among the prepared ones.
-        kind: As for `save_model`; LOCAL_STATE_DICT writes the full state.
+        index: The position of the optimizer among the prepared optimizers.
+        kind: The format, as in `save_model`. LOCAL_STATE_DICT writes the full state.
     """
     for part in optimizer_parts(optimizer, model, index, kind):
         part.write_here(Path(folder))
@@ -224,13 +225,13 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: i
     """Return this rank's parts of the optimizer of a sharded model; every rank must call this.
 
     Args:
-        optimizer: torch's optimizer.
-        model: The sharded model that has its parameters.
-        index: Position of the optimizer among the prepared ones.
-        kind: As for `save_optimizer`.
+        optimizer: An optimizer of torch.
+        model: The sharded model that has the optimizer's parameters.
+        index: The position of the optimizer among the prepared optimizers.
+        kind: The format (see `save_optimizer`), or OWN_SHARDS.
 
     Returns:
-        One part, or none on a rank that writes nothing.
+        One part, or an empty list on a rank that writes nothing.
     """
     if kind == OWN_SHARDS:
         own = sharded_optimizer_state(model, optimizer)
@@ -248,13 +249,13 @@ def load_optimizer(
     """Read the optimizer of a sharded model from a folder; every rank must call this.
 
     Args:
-        optimizer: torch's optimizer.
-        model: The sharded model that has its parameters.
+        optimizer: An optimizer of torch.
+        model: The sharded model that has the optimizer's parameters.
         folder: The folder.
-        index: Position of the optimizer among the prepared ones.
+        index: The position of the optimizer among the prepared optimizers.
 
     Raises:
-        CheckpointMismatchError: The folder has no such optimizer.
+        CheckpointMismatchError: The folder does not contain this optimizer.
     """
     folder = Path(folder)
     shards = folder / f"{constants.OPTIMIZER_NAME}_{index}"
@@ -276,7 +277,10 @@ def load_optimizer(
 
 
 def _read_on_first_rank(path: Path) -> dict[str, Any]:
-    """Return the content of a file on rank 0, which broadcasts it, and nothing on others; if it fails, all raise."""
+    """Return the content of a file on rank 0, which broadcasts it later, and an empty dict on other ranks.
+
+    If reading fails, every rank raises.
+    """
     state: dict[str, Any] = {}
     failure: BaseException | None = None
     try:
@@ -288,20 +292,18 @@ def _read_on_first_rank(path: Path) -> dict[str, Any]:
     return state
 
 
-# ---- state dicts, as torch's `get_state_dict` returns them
+# ---- faster versions of torch's `get_model_state_dict` and `get_optimizer_state_dict`
 #
-# torch looks up every name in the modules several times: for 300 parameters with Adam's states, its two functions take
-# 40 ms of the call of a background save, and these 10 ms (torch 2.13).
+# torch looks up every name in the modules several times. For 300 parameters with Adam's states, its two functions
+# delay training by 40 ms when a background save starts, and these functions by 10 ms (torch 2.13).
 
 
 def sharded_model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
-    """Return a model's state with this rank's shards, by the names of the model without wrappers.
-
-    Every rank must call this.
+    """Return a model's state with this rank's shards, under names without wrappers; every rank must call this.
 
     Args:
         model: The sharded model.
-        keep_vars: Allow the values to be parameters: a detached DTensor takes 30 us.
+        keep_vars: Whether values may be parameters. Detaching a DTensor takes 30 us.
     """
     if not _has_own_names(model):
         return get_model_state_dict(model)
@@ -311,19 +313,20 @@ def sharded_model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, 
 
 
 def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state with this rank's shards, by the names of the parameters; every rank must call this.
+    """Return an optimizer's state with this rank's shards, by parameter name; every rank must call this.
 
     Args:
-        model: The sharded model that has its parameters.
-        optimizer: torch's optimizer; one that has not stepped yet gets the state of its first step.
+        model: The sharded model that has the optimizer's parameters.
+        optimizer: An optimizer of torch. If it has not stepped yet, torch initializes its state.
     """
     if not (_has_own_names(model) and optimizer.state):
         return get_optimizer_state_dict(model, optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     if any(id(parameter) not in names for parameter in parameters):
-        return get_optimizer_state_dict(model, optimizer)  # raises
-    # State dicts number the parameters; checkpoint wrappers are in the names of parameters, but not of states.
+        return get_optimizer_state_dict(model, optimizer)  # This raises torch's error.
+    # An optimizer's state dict numbers the parameters. Their names contain the prefixes of activation checkpointing,
+    # which the names in checkpoints do not have.
     named = [names[id(parameter)].replace(CHECKPOINT_PREFIX, "") for parameter in parameters]
     with torch.no_grad():
         state = optimizer.state_dict()
@@ -332,7 +335,7 @@ def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _has_own_names(model: nn.Module) -> bool:
-    """Return whether no wrapper of torch or hook of a module changes the names of parameters."""
+    """Return whether parameters keep their names in state dicts, unchanged by torch's wrappers or modules' hooks."""
     return not any(
         isinstance(module, (FullyShardedDataParallel, DistributedDataParallel))
         or is_compiled_module(module)
@@ -343,15 +346,16 @@ def _has_own_names(model: nn.Module) -> bool:
 
 # ---- reading torch's format, without calling torch.load for each tensor
 #
-# torch.load takes 0.6 ms for a tensor, and torch's load exchanges plans, which every rank can make from the metadata.
-# For 230 MB in 1,200 tensors on two gloo ranks, `load_state` took 0.4 to 0.6 s instead of 2.5 to 3.3 s (2 busy cores).
+# torch.load takes 0.6 ms for a tensor. torch's distributed checkpoint also makes ranks exchange plans, although every
+# rank can create its plan from the metadata. For 230 MB in 1,200 tensors on two gloo ranks, `load_state` took 0.4 to
+# 0.6 s instead of 2.5 to 3.3 s (2 busy cores).
 
 
 def read_shards(state: dict[str, Any], folder: Path) -> None:
-    """Load a sharded state from a folder, in place; every rank must call this.
+    """Load a sharded state from a folder in place; every rank must call this.
 
     Args:
-        state: The state, with torch's sharded tensors.
+        state: The state to fill, with torch's sharded tensors.
         folder: The folder.
 
     Raises:
@@ -360,9 +364,10 @@ def read_shards(state: dict[str, Any], folder: Path) -> None:
     failure: BaseException | None = None
     try:
         with plain_data_only(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not needed
+            # Reading needs no collectives, so torch's warning about no_dist does not apply.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(state, storage_reader=ShardReader(folder, read_metadata_in(folder)), no_dist=True)
-    except CheckpointException as error:  # torch's, around this rank's own failure
+    except CheckpointException as error:  # torch wraps this rank's own failure.
         failure = error.failures[0][0]
     except Exception as error:  # noqa: BLE001 - raised below, after the other ranks have received it
         failure = error
@@ -370,9 +375,9 @@ def read_shards(state: dict[str, Any], folder: Path) -> None:
 
 
 def read_metadata_in(folder: Path) -> Metadata | None:
-    """Return the metadata of a folder, or None if each rank wrote its own.
+    """Return the metadata of a folder, or None if each rank has written its own metadata.
 
-    torch takes any error of reading it for a missing file, so it is read first.
+    The metadata is read here because torch mistakes any error while reading it for a missing file.
 
     Args:
         folder: The folder.
@@ -388,11 +393,11 @@ def read_metadata_in(folder: Path) -> Metadata | None:
 
 
 class ShardReader(FileSystemReader):
-    """torch's reader, which copies the tensors that `shard_files` framed straight from the mapped files.
+    """torch's reader, except that tensors framed by `shard_files` are copied directly from memory-mapped files.
 
     Args:
         folder: The folder.
-        metadata: Its metadata; with None torch reads one file of metadata for each rank.
+        metadata: The folder's metadata. If None, torch reads a metadata file for each rank.
     """
 
     def __init__(self, folder: Path, metadata: Metadata | None) -> None:
@@ -400,7 +405,7 @@ class ShardReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that was read already."""
+        """Return the metadata that has been read already."""
         if self._metadata is None:
             return super().read_metadata(*args, **kwargs)
         if self._metadata.storage_meta is None:
@@ -408,16 +413,16 @@ class ShardReader(FileSystemReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        """Receive the metadata, whose shapes tell the frames."""
+        """Store the metadata, whose dtypes and shapes determine the frames."""
         super().set_up_storage_reader(metadata, *args, **kwargs)
         self._tensors = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan: those that are framed here, and the others by torch.
+        """Read the items of a plan: framed items directly, and all others with torch.
 
         Args:
-            plan: This rank's items.
-            planner: Has the tensors to fill.
+            plan: The items of this rank.
+            planner: The planner, which has the tensors to fill.
         """
         with ExitStack() as stack:
             files: dict[str, mmap.mmap] = {}
@@ -427,7 +432,7 @@ class ShardReader(FileSystemReader):
     def _not_framed(
         self, items: list[ReadItem], planner: LoadPlanner, files: dict[str, mmap.mmap], stack: ExitStack
     ) -> Iterator[ReadItem]:
-        """Read the framed items and yield the others."""
+        """Read the framed items, and yield the others."""
         for item in items:
             info: StorageInfo = self.storage_data[item.storage_index]
             if info.relative_path not in files:
@@ -445,7 +450,7 @@ class ShardReader(FileSystemReader):
         return stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def _values(self, item: ReadItem, info: StorageInfo, file: mmap.mmap) -> torch.Tensor | None:
-        """Return a copy of a framed tensor; None for anything else."""
+        """Return a copy of a framed tensor, or None if the item is not framed."""
         found = self._tensors[item.storage_index.fqn]
         if (
             item.type != LoadItemType.TENSOR
@@ -460,6 +465,6 @@ class ShardReader(FileSystemReader):
         before, after = frame_of(dtype, shape)
         begin, end = info.offset + len(before), info.offset + len(before) + size
         if info.length != len(before) + size + len(after) or file[info.offset : begin] != before:
-            return None  # written by torch, or by another version of it
-        # A copy, since the file does not align values.
+            return None  # The item was written by torch itself, or with another version of torch.
+        # Copy the bytes, because values in the file are not aligned.
         return torch.frombuffer(bytearray(file[begin:end]), dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The base class of strategies that shard parameters, and the shared steps of their `prepare_model`."""
+"""The base class of strategies that shard parameters, and the steps that their `prepare_model` methods share."""
 
 from __future__ import annotations
 
@@ -46,22 +46,23 @@ from notebook_accelerate.telemetry.sharding import ShardReport
 
 
 class ShardedStrategy(Strategy):
-    """Every rank has a part of parameters, gradients and optimizer states; each subclass has its `shard`.
+    """Trains with parameters, gradients and optimizer states sharded over ranks. Subclasses define `shard`.
 
     Attributes:
-        models: The prepared models, sharded.
-        replacements: The parameters that replaced those of the models that were given.
+        models: The prepared, sharded models.
+        replacements: The parameters that replaced the original parameters of the models.
     """
 
     checkpoint_layout: ClassVar[str] = "fsdp"
     all_ranks_save: ClassVar[bool] = True
     gathers_fp8: ClassVar[bool] = False
-    """Whether the precision may convert parameters to types that are gathered in fp8 (see `Precision.wrap_model`)."""
+    """Whether the precision may convert parameters to types that ranks gather in fp8 (see `Precision.wrap_model`)."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.replacements = ParameterReplacements()
-        start_watchdog()  # otherwise save_state on some ranks only hangs: every rank writes a part
+        # Each rank writes a part of a checkpoint, so save_state on only some of the ranks would hang without this.
+        start_watchdog()
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -69,20 +70,20 @@ class ShardedStrategy(Strategy):
         """Shard a model; every rank must call this. `prepare` calls it before it prepares optimizers.
 
         Args:
-            model: The model; one that is sharded already is not sharded again.
-            device_placement: Not used: `shard` moves the model to the device.
-            evaluation_mode: Prepare it for inference only: it stays whole.
+            model: The model. If it is sharded already, it is not sharded again.
+            device_placement: Not used, because `shard` moves the model to the device.
+            evaluation_mode: Whether the model is prepared for inference only, and therefore stays whole.
 
         Returns:
-            The result of `shard`, or its compiled module.
+            The result of `shard`, compiled if the Accelerator compiles models.
 
         Raises:
-            ValueError: As for `shard`.
+            ValueError: `shard` cannot shard the model.
         """
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)
         inner = without_compile(model)
-        before = parameters_by_name(inner)  # those that optimizers have: precision and sharding replace them
+        before = parameters_by_name(inner)  # Optimizers have these; the precision and the sharding replace them.
         self.setup.precision.wrap_model(without_wrappers(model), sharded=self.gathers_fp8)
         if not self._has_sharded(inner):
             upcast_trained(inner, self.setup.precision)
@@ -94,10 +95,10 @@ class ShardedStrategy(Strategy):
         return self.compile_and_mark(model if is_compiled_module(model) else inner)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Shard a model, which is not compiled; every rank must call this.
+        """Shard a model that is not compiled; every rank must call this.
 
         Args:
-            model: The model, not sharded by this strategy.
+            model: The model, which this strategy has not sharded yet.
 
         Returns:
             The sharded model: the model itself, or its wrapper.
@@ -111,17 +112,17 @@ class ShardedStrategy(Strategy):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer, and switch it to sharded parameters; see `Strategy.prepare_optimizer`.
+        """See `Strategy.prepare_optimizer`. The optimizer is switched to the sharded parameters.
 
         Raises:
-            ValueError: Its parameters belong to no prepared model.
+            ValueError: The optimizer has no parameter of a prepared model.
         """
         inner = inner_optimizer(optimizer)
         self.replacements.apply(inner)
         if self.models and not self.models_of(inner):
             raise ValueError(
                 f"{type(inner).__name__} has no parameter of a prepared model: it was created before the model was "
-                "sharded, or for another one. Prepare them together: model, optimizer = accelerator.prepare(model, "
+                "sharded, or for another model. Prepare them together: model, optimizer = accelerator.prepare(model, "
                 "optimizer), or create it from model.parameters() of the prepared model"
             )
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -132,7 +133,7 @@ class ShardedStrategy(Strategy):
         """List the prepared models that an optimizer trains.
 
         Args:
-            optimizer: torch's optimizer.
+            optimizer: An optimizer of torch.
         """
         trained = {id(parameter) for parameter in optimizer_parameters(optimizer)}
         return [model for model in self.models if any(id(parameter) in trained for parameter in model.parameters())]
@@ -142,15 +143,15 @@ class ShardedStrategy(Strategy):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Warn that sharded models cannot be joined: a rank without a batch would miss the others' collectives."""
+        """Warn that sharded models cannot be joined, because a rank without a batch would miss collectives."""
         warn_once(
-            "join_uneven_inputs has no effect on sharded models: every rank must run every forward; keep "
+            "join_uneven_inputs has no effect on sharded models: every rank must run every forward pass; keep "
             "even_batches=True"
         )
         return NOTHING
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the norm over all shards; every rank must call this. See `Strategy.clip_grad_norm`."""
+        """See `Strategy.clip_grad_norm`. The norm is computed over all shards, so every rank must call this."""
         self.unscale_gradients()
         groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for parameter in parameters_in(parameters):
@@ -171,7 +172,7 @@ class ShardedStrategy(Strategy):
     # ---- states
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's full state in main memory on rank 0, and nothing on other ranks; every rank must call this.
+        """Return a model's full state in main memory on rank 0, and {} on other ranks; every rank must call this.
 
         Args:
             model: A prepared model.
@@ -183,21 +184,21 @@ class ShardedStrategy(Strategy):
         return sharded_checkpoint.full_model_state(bare)
 
     def state_parts(self, safe_serialization: bool = True, **options: Any) -> list[StatePart]:
-        """Return this rank's parts of models and optimizers; every rank must call this.
+        """Return this rank's parts of the models and optimizers; every rank must call this.
 
         Args:
-            safe_serialization: Not used: the formats are torch's.
-            options: None is allowed.
+            safe_serialization: Not used, because the file formats are torch's.
+            options: Not supported.
 
         Returns:
-            The parts, in the same order on every rank; they refer to the memory that is trained.
+            The parts, in the same order on every rank. They share memory with the models and optimizers.
 
         Raises:
-            ValueError: There are options.
+            ValueError: `options` were given.
         """
-        _refuse("save_state", options)
+        _reject_options("save_state", options)
         plugin = self.setup.state.fsdp_plugin
-        # Read at each call: users change it between checkpoints, by fsdp_plugin.set_state_dict_type(...).
+        # Read the kind at each call: users change it between checkpoints with fsdp_plugin.set_state_dict_type(...).
         kind = "SHARDED_STATE_DICT" if plugin is None else str(plugin.state_dict_kind)
         parts = []
         for index, model in enumerate(self.models):
@@ -212,13 +213,13 @@ class ShardedStrategy(Strategy):
         Args:
             folder: The checkpoint.
             models: The prepared models that no hook has loaded.
-            options: `strict`: whether the names must be those of the model.
+            options: Only `strict`, which says whether all names must match the model's.
 
         Raises:
-            ValueError: There are other options.
+            ValueError: Other options were given.
         """
         strict = options.pop("strict", True)
-        _refuse("load_state", options)
+        _reject_options("load_state", options)
         for index, model in enumerate(self.models):
             if any(model is wanted for wanted in models):
                 sharded_checkpoint.load_model(model, folder, index, strict)
@@ -240,7 +241,7 @@ class ShardedStrategy(Strategy):
         clear_plans()
 
 
-def _refuse(call: str, options: Mapping[str, Any]) -> None:
+def _reject_options(call: str, options: Mapping[str, Any]) -> None:
     if options:
         raise ValueError(f"{call} of sharded models does not take {', '.join(options)}; leave it out")
 
@@ -257,21 +258,21 @@ def is_sharded(model: nn.Module) -> bool:
     """Return whether a rank has only a part of a model.
 
     Args:
-        model: The model, not compiled.
+        model: The model, which must not be compiled.
     """
     wrapped = isinstance(model, (FSDPModule, FullyShardedDataParallel))
     return wrapped or model_has_dtensor(model) or (get_model_tp_size(model) or 1) > 1
 
 
 def upcast_trained(model: nn.Module, precision: Precision) -> bool:
-    """Make a model's trainable parameters of low precision float32, in place; tied ones stay tied.
+    """Convert a model's trainable parameters from low precision to float32, in place; tied ones stay tied.
 
     Args:
         model: The model.
-        precision: The precision of the training; full precision changes nothing.
+        precision: The precision of the training. With full precision, nothing is converted.
 
     Returns:
-        Whether there was one, which is warned about.
+        Whether a parameter was converted. If so, a warning is issued.
     """
     low = [p for p in model.parameters() if p.requires_grad and p.dtype in {torch.float16, torch.bfloat16}]
     if precision.compute_dtype is None or not low:
@@ -288,7 +289,7 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
 
     Args:
         model: The model before it is sharded.
-        device: The device that the ranks exchange tensors on.
+        device: The device for exchanging tensors between ranks.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         moved = tensor.detach().to(device).contiguous()
@@ -298,12 +299,12 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
 
 
 def step_parameters_singly(optimizer: torch.optim.Optimizer) -> None:
-    """Turn off foreach and fused for parameter groups of several meshes, or of sharded and whole parameters.
+    """Turn off foreach and fused for parameter groups that have several meshes, or both sharded and whole parameters.
 
-    torch computes on lists of tensors of one mesh only.
+    torch can compute on a list of tensors only if all of them have the same mesh.
 
     Args:
-        optimizer: torch's optimizer.
+        optimizer: An optimizer of torch.
     """
     for group in optimizer.param_groups:
         meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
@@ -315,14 +316,14 @@ def step_parameters_singly(optimizer: torch.optim.Optimizer) -> None:
 
 
 class SplitLayersStrategy(ShardedStrategy):
-    """Layers are split over the dimension of the mesh that `name` names; every rank has the same data.
+    """Splits layers over the mesh dimension that has the strategy's `name`; all ranks along it read the same data.
 
-    Its checkpoints and those of FSDP load into each other.
+    Its checkpoints and FSDP's are interchangeable.
     """
 
     @abstractmethod
     def split(self, model: nn.Module) -> None:
-        """Split a model on its device, in place; every rank must call this.
+        """Split a model on its device in place; every rank must call this.
 
         Args:
             model: The model, with equal weights on all ranks.
@@ -332,16 +333,16 @@ class SplitLayersStrategy(ShardedStrategy):
         """
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device and split it there, in place; every rank must call this.
+        """Move a model to the device and split it there in place; every rank must call this.
 
         Args:
-            model: The model, not split.
+            model: The model before it is split.
 
         Returns:
-            The model itself, its weights replaced by their parts.
+            The model itself, with its weights replaced by their parts.
 
         Raises:
-            ValueError: As for `split`.
+            ValueError: The model cannot be split.
         """
         model.to(self.setup.device)
         broadcast_weights(model, self.setup.device)

@@ -1,9 +1,10 @@
-"""Who writes each shard, and when: planned by torch once, and again when the form of a rank's part changes.
+"""Plan which rank writes which shards. torch's plan is reused until the form of a rank's part changes.
 
 torch's plan for a thousand tensors takes every rank half a second of Python, as long as writing 100 MB: rank 0 gathers
-and compares the parts of all ranks, and the ranks exchange what they wrote. Cached plans and framed tensors against
-torch's own writer with `enable_plan_caching=True`, on two gloo ranks (torch 2.13): 150 ms against 720 ms for 34 MB in
-1,200 tensors, 150 against 270 ms for 153 MB in 384, 290 against 310 ms for 302 MB in 48 (best of 5).
+and compares the parts of all ranks, and the ranks exchange the locations of their entries. On two gloo ranks (torch
+2.13), cached plans and framed tensors took 150 ms for 34 MB in 1,200 tensors, and torch's own writer with
+`enable_plan_caching=True` 720 ms; 150 against 270 ms for 153 MB in 384 tensors; and 290 against 310 ms for 302 MB in 48
+tensors (best of 5).
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from notebook_accelerate.strategies.sharding.shard_files import (
 from notebook_accelerate.torch_internals import Shard, ShardedTensor, group_of_sharded_tensor, sharded_tensor
 
 KeyPath = tuple[Any, ...]
-"""Keys and indices that lead to a value of a nested state."""
+"""The keys and indices that lead to a value in a nested state."""
 StateForm = list[Any]
-"""Everything a plan depends on: key path, type and layout of each value, in plain data."""
+"""Everything that a plan depends on, as plain data: the key path, type and layout of each value."""
 
 
 class ShardsError(RuntimeError):
-    """A rank could not write or read its part.
+    """Raised when a rank cannot write or read its part of a checkpoint.
 
     Args:
-        failures: The exceptions by rank.
+        failures: The exceptions, by rank.
     """
 
     def __init__(self, failures: dict[int, BaseException]) -> None:
@@ -66,20 +67,20 @@ class _Item:
 
 @dataclass
 class _Plan:
-    """How a rank writes each checkpoint of a state of one form."""
+    """How a rank writes each checkpoint of states that have the same form."""
 
     token: str
-    """Identifies the plan; equal on all ranks."""
+    """The identifier of the plan, equal on all ranks."""
     form: StateForm
     name: str
-    """Name of the rank's file."""
+    """The name of the rank's file."""
     items: list[_Item]
     locations: Locations
-    """Of the entries in the file that was written last."""
+    """The locations of the entries in the last file that was written."""
     metadata: Metadata | None
-    """What all ranks wrote last, on the rank that writes the metadata."""
+    """The metadata of the files that all ranks wrote last, on the rank that writes it; None on other ranks."""
     pickled: bytes = b""
-    """The metadata as a file; empty if it has changed."""
+    """The content of the metadata file; empty if the metadata has changed."""
 
 
 _plans: dict[str, _Plan] = {}
@@ -94,12 +95,12 @@ def write_planned(value: Any, form: StateForm | None, state: Any, folder: Path, 
     """Write a rank's part of a sharded state into a folder; every rank must call this.
 
     Args:
-        value: The part, without torch's wrappers.
-        form: Its form; None if it is planned each time.
-        state: Returns the part with torch's wrappers.
-        folder: The folder; made where it does not exist.
-        group: Processes that agree on who writes what, in the background of training; None: torch's default group, in
-            the foreground.
+        value: The part without torch's wrappers.
+        form: The form of the part, or None to create a new plan each time.
+        state: A function that returns the part with torch's wrappers.
+        folder: The folder, which is created if it does not exist.
+        group: The group of processes that exchange plans. Passing a group means that training continues while files are
+            written; None means torch's default group in the foreground.
 
     Returns:
         The files that this rank wrote, synced to the disk.
@@ -131,12 +132,12 @@ def _plan_and_write(state: Any, planner: DefaultSavePlanner, folder: Path, group
 
 
 def _find_items(writer: ShardWriter, planner: DefaultSavePlanner, value: Any) -> list[_Item] | None:
-    """Find the written entries in the state; None if torch wrote something else to its file."""
+    """Find the written entries in the state. Return None if torch has written anything else to its file."""
     items = []
     for item in writer.items:
         try:
             found = _get(value, path := planner.mappings[item.index.fqn])
-        except (LookupError, TypeError):  # torch converts keys to text
+        except (LookupError, TypeError):  # torch has converted a key to text.
             return None
         if not is_object(item) and not _is_same(found, planner.resolve_data(item)):
             return None
@@ -159,7 +160,7 @@ def _get(value: Any, path: KeyPath) -> Any:
 
 
 def _write_again(plan: _Plan, value: Any, folder: Path, group: Any) -> FileChecksums:
-    """Write what the plan lists; if one rank fails, every rank raises."""
+    """Write the entries that a plan lists. If one rank fails, every rank raises."""
     files, locations, failure = ChecksumFiles(background=group is not None), {}, None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,7 @@ def _contents(plan: _Plan, value: Any) -> Iterator[tuple[MetadataIndex, Any]]:
 def _try_write_metadata(
     plan: _Plan, parts: list[Locations], files: ChecksumFiles, folder: Path
 ) -> BaseException | None:
-    """Write the metadata of all ranks' files; return the exception if that fails."""
+    """Write the metadata of all ranks' files, and return the exception if that fails."""
     assert plan.metadata is not None
     try:
         for changed in parts:
@@ -207,12 +208,12 @@ def _try_write_metadata(
 
 
 def exchange_or_raise(failure: BaseException | None, value: Any, group: Any) -> list[Any]:
-    """Return the values of all ranks, or raise the failures of all ranks; every rank must call this.
+    """Return the values of all ranks, or raise if any rank has failed; every rank must call this.
 
     Args:
         failure: This rank's failure, or None.
         value: This rank's value.
-        group: The ranks; None: torch's default group.
+        group: The group of ranks; None means torch's default group.
 
     Raises:
         ShardsError: A rank failed.
@@ -226,7 +227,7 @@ def exchange_or_raise(failure: BaseException | None, value: Any, group: Any) -> 
 def _picklable(failure: BaseException | None) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(failure))
-    except Exception:  # noqa: BLE001 - users' exceptions can fail in any way
+    except Exception:  # noqa: BLE001 - pickling an exception of a user can fail in any way
         return RuntimeError(f"{type(failure).__name__}: {failure}")
     return failure
 
@@ -239,10 +240,10 @@ def _exchange(value: Any, group: Any) -> list[Any]:
     return found
 
 
-# ---- a rank's part without torch's wrappers: memory that a thread can copy and write
+# ---- a rank's part without torch's wrappers, as memory that a thread can copy and write
 
 Wrapper = Callable[[Any], Any]
-"""Wraps a rank's own memory in torch's sharded tensor again."""
+"""A function that wraps a rank's own memory in torch's sharded tensor again."""
 
 
 @dataclass
@@ -250,10 +251,10 @@ class StatePart:
     """One rank's part of an entry of a checkpoint's folder.
 
     Attributes:
-        name: The entry: a file that this rank writes alone, or a folder that all ranks write to.
-        value: Nested dicts and lists of this rank's own tensors; for a folder, without torch's wrappers.
-        wrappers: The wrappers of a folder's values; None for a file.
-        optimizer: torch's optimizer if its steps alone change the tensors; None otherwise.
+        name: The name of the entry: a file that only this rank writes, or a folder that all ranks write to.
+        value: Nested dicts and lists of this rank's own tensors. For a folder, torch's wrappers are removed.
+        wrappers: The wrappers of the values of a folder, or None for a file.
+        optimizer: The optimizer of torch if only its steps change the tensors, otherwise None.
     """
 
     name: str
@@ -267,7 +268,7 @@ class StatePart:
         Args:
             value: The value, or a copy of it.
             path: The folder.
-            group: Processes that agree on who writes what; None: torch's default group.
+            group: The group of processes that exchange plans; None means torch's default group.
 
         Returns:
             The files that this rank wrote, which are synced to the disk.
@@ -279,7 +280,7 @@ class StatePart:
         return write_shards(value, self.wrappers, path, group)
 
     def write_here(self, folder: Path) -> None:
-        """Write the value itself into a folder, now; every rank must call this.
+        """Write the current value into a folder; every rank must call this.
 
         Args:
             folder: The folder of the checkpoint.
@@ -291,15 +292,15 @@ class StatePart:
 
 
 def make_part(name: str, state: dict[str, Any], optimizer: Any = None) -> StatePart:
-    """Take the wrappers off a sharded state.
+    """Return a rank's part of a sharded state, without torch's wrappers.
 
     Args:
-        name: Name of the folder.
+        name: The name of the folder.
         state: The state, with torch's sharded tensors.
-        optimizer: As for `StatePart`.
+        optimizer: See `StatePart`.
     """
     wrappers: dict[KeyPath, Wrapper] = {}
-    with torch.no_grad():  # with autograd, to_local takes twenty times as long
+    with torch.no_grad():  # With autograd, to_local takes twenty times as long.
         return StatePart(name, _unwrapped(state, wrappers, ()), wrappers, optimizer)
 
 
@@ -332,7 +333,7 @@ def _wrapped(value: Any, wrappers: dict[KeyPath, Wrapper], path: KeyPath) -> Any
 
 @dataclass(frozen=True)
 class _DTensorWrapper:
-    """Wraps the one shard that a rank has of a DTensor."""
+    """Wraps a rank's shard of a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -363,10 +364,10 @@ def write_shards(value: Any, wrappers: dict[KeyPath, Wrapper], folder: Path, gro
     """Write a sharded state into a folder, one file per rank; every rank must call this.
 
     Args:
-        value: The state, without torch's wrappers.
+        value: The state without torch's wrappers.
         wrappers: The wrappers.
-        folder: The folder; made where it does not exist.
-        group: As for `StatePart.write`.
+        folder: The folder, which is created if it does not exist.
+        group: The group of processes that exchange plans; None means torch's default group.
 
     Returns:
         The files that this rank wrote.
@@ -378,7 +379,7 @@ def write_shards(value: Any, wrappers: dict[KeyPath, Wrapper], folder: Path, gro
 
 
 def _form_of(value: Any, wrappers: dict[KeyPath, Wrapper]) -> StateForm | None:
-    """Return everything a plan depends on; None where a rank has several shards of a value (FSDP 1)."""
+    """Return everything that a plan depends on, or None if a rank can have several shards of a value (FSDP 1)."""
     dtensors = {path: wrapper for path, wrapper in wrappers.items() if isinstance(wrapper, _DTensorWrapper)}
     if len(dtensors) != len(wrappers):
         return None

@@ -105,7 +105,7 @@ def test_a_checkpoint_becomes_plain_weights(tmp_path: Path) -> None:
     weights = run_ranks(scripts.weights_in, str(folder), world_size=1, timeout=SECONDS)[0]
     for name, weight in parts()[0].state_dict().items():
         assert torch.equal(weights[name], weight), name
-    with pytest.raises(RankError, match=r"in 2 shards, one per rank, and this run has 1 ranks\.") as caught:
+    with pytest.raises(RankError, match=r"in 2 shards, one per rank, but this run has 1 ranks\.") as caught:
         run_ranks(accelerated, Case(**ZERO["stage 3"], steps=1), None, str(folder), world_size=1)
     assert isinstance(caught.value.__cause__, CheckpointMismatchError)
 
