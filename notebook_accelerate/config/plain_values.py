@@ -71,25 +71,51 @@ def format_setting(value: Any) -> str:
     return f"{type(value).__name__}({format_setting(changed)})"
 
 
-# Texts without secrets: values of environment variables, and credentials in URLs.
+# Texts without secrets: values of environment variables and of names such as api_key, and credentials in URLs.
 
 HIDDEN = "***"
 VARIABLES = ("env", "env_vars", "runtime_env", "rdzv_conf")
 """Fields whose values may be secrets: only their names are shown."""
 _USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
 """user:password@ or token@; a password may contain / and @."""
-_PARAMETER = re.compile(
-    r"([?&][^=&\s'\"]*(?:token|key|secret|password|signature|credential)[^=&\s'\"]*=)[^&#\s'\"]*", re.IGNORECASE
-)
+_PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
 _SHORT = 4
 """Shorter values are not looked for in a text: they would hide parts of ordinary words."""
+
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_ISSUED = re.compile(r"_(?:access|api|auth|encryption|private|refresh|secret|session|signing)_?(?:key|token)s?_")
+"""Words that make a key or a token a secret, whatever else is in the name."""
+_ORDINARY = re.compile(
+    r"_(?:bos|cls|eos|image|mask|pad|per|sep|special|stop|unk|group|primary|sort)_(?:token|key)(?=_)"
+    r"|_(?:token|key)(?=_(?:budget|count|dim|dropout|embedding|frame|head|id|len|length|limit|loss|mask|norm|padding|point|"
+    r"position|size|type|value|weight)s?_)"
+)
+"""The tokens of texts, and the keys of attention, of videos and of tables."""
+_SECRET = re.compile(r"_(?:key|signature|[a-z]*token)_|(?:credential|passphrase|passwd|password|pwd|secret)s?_")
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether the values of this name are hidden, as of ``api_key``, ``accessToken`` and ``db-password``.
+
+    Plural keys and tokens, as in ``max_tokens``, are numbers or names, unless another word makes them secrets.
+
+    Args:
+        name: A parameter, a key of a dict, or a parameter of a URL.
+    """
+    words = f"_{'_'.join(_WORD.findall(name)).lower()}_"
+    return bool(_ISSUED.search(words) or _SECRET.search(_ORDINARY.sub("", words)))
 
 
 def hide_credentials(text: str) -> str:
     """Return a text with the user, password and secret parameters of its URLs replaced."""
     if "://" not in text:
         return text
-    return _PARAMETER.sub(rf"\1{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
+    return _PARAMETER.sub(_without_secret, _USER.sub(f"{HIDDEN}@", text))
+
+
+def _without_secret(parameter: re.Match[str]) -> str:
+    return f"{parameter[1]}{HIDDEN}" if is_secret_name(parameter[2]) else parameter[0]
 
 
 def shown_value(name: str, value: object) -> Any:
@@ -99,7 +125,7 @@ def shown_value(name: str, value: object) -> Any:
         name: The field.
         value: A plain value, or containers of them.
     """
-    if name in VARIABLES and value is not None:
+    if value is not None and (name in VARIABLES or is_secret_name(name)):
         return names_only(value)
     if isinstance(value, str):
         return hide_credentials(value)

@@ -26,7 +26,6 @@ from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.channel import printable
 from notebook_accelerate.telemetry.tracebacks import cell_sources
 
-_SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 _TEXT_CHARS = 1000
 _GIT_SECONDS = 10.0
 
@@ -123,9 +122,7 @@ def _plain(value: object, depth: int = 4) -> Any:
     if type(value) is str:
         return hide_credentials(value)[:_TEXT_CHARS]
     if depth and isinstance(value, Mapping) and len(value) <= _TEXT_CHARS:
-        return {
-            str(key): HIDDEN if _SECRET.search(str(key)) else _plain(item, depth - 1) for key, item in value.items()
-        }
+        return {str(key): _plain(item, depth - 1) for key, item in value.items()}
     if depth and isinstance(value, (list, tuple)) and len(value) <= _TEXT_CHARS:
         return [_plain(item, depth - 1) for item in value]
     return repr(value) if repr(value) == HIDDEN else f"<{type(value).__module__}.{type(value).__qualname__}>"

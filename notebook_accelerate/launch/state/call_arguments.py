@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from notebook_accelerate.config.plain_values import HIDDEN, hide_credentials
+from notebook_accelerate.config.plain_values import HIDDEN, hide_credentials, is_secret_name
 from notebook_accelerate.errors import LaunchError
 
 Plain = bool | int | float | str | None
@@ -19,7 +18,6 @@ MAX_ARGUMENTS = 40
 """Arguments, and entries of settings among them, that are kept."""
 MAX_CHARS = 120
 MAX_DEPTH = 3
-_SECRET = re.compile(r"(?:^|_)(?:token|password|passwd|secret|credentials?|api_?key)(?:$|_)", re.IGNORECASE)
 
 
 def call_arguments(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, Plain]:
@@ -51,7 +49,7 @@ def call_arguments(function: Callable[..., Any], arguments: Sequence[Any]) -> di
 
 
 def _plain(name: str, value: Any, depth: int) -> Iterator[tuple[str, Plain]]:
-    if _SECRET.search(name.rpartition(".")[2]):
+    if any(map(is_secret_name, name.split("."))):
         yield name, HIDDEN
     elif value is None or type(value) in (bool, int, float):
         yield name, value

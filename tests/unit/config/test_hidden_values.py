@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import LaunchConfig, RayCluster
-from notebook_accelerate.config.plain_values import format_setting, hide_credentials, redact
+from notebook_accelerate.config.plain_values import format_setting, hide_credentials, is_secret_name, redact
 from notebook_accelerate.launch.hosts.ray import ray_driver
 from notebook_accelerate.widgets.config_panel import ConfigPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
@@ -39,6 +39,8 @@ CONFIGS = {
         ("ray://user:p@ss/word@host:1", "ray://***@host:1"),
         ("https://host/path?a=1&access_token=abc&b=2#x", "https://host/path?a=1&access_token=***&b=2#x"),
         ("https://host/?X-Amz-Signature=abc", "https://host/?X-Amz-Signature=***"),
+        ("https://host/?AWSAccessKeyId=abc&n=1&apikey=d", "https://host/?AWSAccessKeyId=***&n=1&apikey=***"),
+        ("https://host/?max_tokens=3&tokenizer=a&key=b", "https://host/?max_tokens=3&tokenizer=a&key=***"),
         ("ray://host:10001", "ray://host:10001"),
         ("mail to a@b.org, see https://host/x", "mail to a@b.org, see https://host/x"),
         ("from 'ray://u:p@h:1' and 'ray://v:q@i:2'", "from 'ray://***@h:1' and 'ray://***@i:2'"),
@@ -46,6 +48,20 @@ CONFIGS = {
 )
 def test_credentials_of_urls_are_hidden(text: str, shown: str) -> None:
     assert hide_credentials(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("hidden", "names"),
+    [
+        (True, "token api_key openai_key wandb_key access_key accessToken apiKey APIKEY hfToken hftoken key secret"),
+        (True, "OPENAI_API_KEY api_keys access_tokens db-password password2 userPwd client_secret credentials"),
+        (True, "token_file aws_access_key_id X-Amz-Security-Token X-Amz-Credential passphrase"),
+        (False, "tokenizer tokens max_tokens max_new_tokens pad_token pad_token_id eosToken token_type_ids"),
+        (False, "key_frames keyframes num_key_value_heads key_dim metric_keys keys keyword sort_key loss_per_token lr"),
+    ],
+)
+def test_a_name_tells_whether_its_values_are_secrets(hidden: bool, names: str) -> None:
+    assert [name for name in names.split() if is_secret_name(name) is not hidden] == []
 
 
 @pytest.mark.parametrize("name", CONFIGS)

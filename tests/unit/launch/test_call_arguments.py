@@ -36,6 +36,9 @@ def test_arguments_are_plain_values_by_name() -> None:
         "settings.lr": 0.1, "settings.inner.depth": 3, "settings.inner.api_key": "***", "names.seed": 1,
         "names.path": "https://***@host/x", "rest": "tuple", "layers": 2, "token": "***",
     }  # fmt: skip
+    assert call_arguments(lambda service: service, ({"token.prod": "x", "login": {"accessToken": ["x"]}},)) == {
+        "service.token.prod": "***", "service.login.accessToken": "***",
+    }  # fmt: skip
     assert call_arguments(_train, (1,)) == {"0": 1}, "the ranks report that the call is wrong"
     assert len(call_arguments(lambda many: many, ({str(n): n for n in range(1000)},))) == MAX_ARGUMENTS
 

@@ -145,6 +145,28 @@ def test_a_kept_run_opens_as_the_same_run(tmp_path: Path) -> None:
     assert [each.name for each in table.open()] == ["first", failed.name]
 
 
+def test_no_secret_of_a_call_is_kept_or_shown(tmp_path: Path) -> None:
+    def call(openai_key: str, options: dict[str, Any], tokenizer: str, max_tokens: int, key_frames: int) -> None:
+        pass
+
+    settings = {"accessToken": "sesame", "wandb_key": {"first": "sesame"}, "url": "https://host/?access_key=sesame"}
+    arguments = ("sesame", settings, "bert", 512, 8)
+    run = notebook_launcher(call, arguments, 1, start_method="inline", save=tmp_path / "runs", panel=False)
+    assert run.arguments == {
+        "openai_key": "***", "options.accessToken": "***", "options.wandb_key": "***",
+        "options.url": "https://host/?access_key=***", "tokenizer": "bert", "max_tokens": 512, "key_frames": 8,
+    }  # fmt: skip
+    assert run.folder is not None
+    files = {path.name: path.read_bytes() for path in run.folder.iterdir() if "result" not in path.name}
+    assert len(files) == 2, "the journal and the summary"
+    table = RunsTable([run])
+    kept = runs(tmp_path / "runs")
+    texts = [str(table.rows), repr(kept), kept._repr_html_(), run.report().html, run.report().text]
+    table.close()
+    assert all("sesame" not in text for text in [*texts, *map(repr, files.values())])
+    assert kept[0].arguments == run.arguments
+
+
 def test_the_environment_names_the_folder_and_a_file_in_its_place_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
