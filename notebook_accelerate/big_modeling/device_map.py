@@ -28,7 +28,7 @@ from notebook_accelerate.big_modeling.module_tree import (
     readable,
     totals_of,
 )
-from notebook_accelerate.hardware.detection import memory_bytes, system_memory
+from notebook_accelerate.hardware.detection import machine_memory, system_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def free_bytes(device: torch.device) -> int | None:
         Bytes; None if the device does not report them.
     """
     if device.type == "cpu":
-        return min(system_memory()[1], memory_bytes())
+        return machine_memory()[1]
     backend: Any = getattr(torch, device.type, None)
     if not hasattr(backend, "mem_get_info"):
         return None

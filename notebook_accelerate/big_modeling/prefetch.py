@@ -32,7 +32,7 @@ from notebook_accelerate.big_modeling import tensor_sources
 from notebook_accelerate.big_modeling.empty_init import like
 from notebook_accelerate.big_modeling.tensor_sources import Source
 from notebook_accelerate.config.plain_values import convert_bytes
-from notebook_accelerate.telemetry.sampler import machine_memory
+from notebook_accelerate.hardware.detection import machine_memory
 
 _LOG = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def detect(environment: Mapping[str, str] | None = None) -> HardwareInfo:
         accelerator=accelerator,
         count=number,
         cpu_count=cpu_count(),
-        memory_bytes=memory_bytes(),
+        memory_bytes=machine_memory()[0],
         host=host(),
         loopback=_loopback(),
         tpu=tpu_environment.generation(os.environ, tpu_environment.pci_generations()) if accelerator == "tpu" else "",
@@ -67,21 +68,42 @@ def cpu_count() -> int:
 
 def _container_cores() -> int | None:
     """Return the control group's CPU time quota in cores, rounded up; None without one."""
-    for file in _control_group_files("cpu.max"):
+    for file in control_group_files("cpu.max"):
         quota, _, period = file.read_text(encoding="ascii").strip().partition(" ")
         if quota != "max":
             return -(-int(quota) // int(period or 100_000))
     return None
 
 
-def memory_bytes() -> int:
-    """Return the main memory this process may use, in bytes."""
-    total, _ = system_memory()
-    for file in _control_group_files("memory.max"):
-        limit = file.read_text(encoding="ascii").strip()
-        if limit != "max":
-            return min(total, int(limit))
-    return total
+def machine_memory() -> tuple[int, int]:
+    """Return the total and the available main memory in bytes, within all limits of this process's control groups."""
+    total, available = system_memory()
+    for limit, used in _memory_limits():
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    return total, available
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield the limit and the use of each control group; cached files, which the system drops, are not counted."""
+    for controller, limit_name, used_name, cache in _MEMORY_FILES:
+        for file in control_group_files(limit_name, controller):
+            with suppress(OSError, ValueError):  # "max" is no limit
+                limit, used = int(file.read_text()), int(file.with_name(used_name).read_text())
+                yield limit, used - _statistic(file.with_name("memory.stat"), cache)
+
+
+_MEMORY_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _statistic(file: Path, name: str) -> int:
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
 
 
 def system_memory() -> tuple[int, int]:
@@ -96,15 +118,31 @@ def system_memory() -> tuple[int, int]:
     return int(memory.total), int(memory.available)
 
 
-def _control_group_files(name: str) -> Iterable[Path]:
-    """Return the limit files of this process's control group and its parents (cgroup v2), nearest first."""
-    own = Path("/proc/self/cgroup")
-    if not own.exists():
-        return []
-    lines = [line[3:] for line in os.fsdecode(own.read_bytes()).splitlines() if line.startswith("0::")]
-    group = Path("/sys/fs/cgroup") / lines[0].lstrip("/") if lines else Path("/sys/fs/cgroup")
-    folders = [group, *group.parents]
-    return [folder / name for folder in folders if (folder / name).is_file()]
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def control_group_files(name: str, controller: str = "") -> list[Path]:
+    """Return the files with this name of this process's control group and its parents, nearest first.
+
+    Args:
+        name: The name, as "memory.max".
+        controller: A controller of version 1, as "memory"; "": the groups of version 2.
+    """
+    base = _GROUPS / controller
+    group = base / _own_group(controller)
+    folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(base)]
+    return [file for folder in folders if (file := folder / name).is_file()]
+
+
+def _own_group(controller: str) -> str:
+    """Return the path of this process's group below the root of the groups; "" if it is the root, or is unknown."""
+    with suppress(OSError):
+        for line in os.fsdecode(_OWN_GROUPS.read_bytes()).splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                return path.lstrip("/")
+    return ""
 
 
 def host() -> str:

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.hardware.detection import machine_memory
 from notebook_accelerate.telemetry.pickling import Pickler, anonymous_file, pickle_in_band
-from notebook_accelerate.telemetry.sampler import machine_memory
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 COPIED_BYTES = 1 << 16

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.hardware.detection import system_memory
 from notebook_accelerate.hardware.nvml import GpuReader
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.events import DeviceUseEvent, ResourceEvent
@@ -92,17 +91,3 @@ class ResourceSampler:
             event = DeviceUseEvent(use.uuid, use.percent, use.used_bytes, use.total_bytes)
             records.append(Record(records[0].rank, steady_time.now(), event))
         return records
-
-
-def machine_memory() -> tuple[int, int]:
-    """Return total and available memory in bytes, within the control group's limit where one is set."""
-    total, available = system_memory()
-    for limit_path, used_path in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            limit, used = int(Path(limit_path).read_text()), int(Path(used_path).read_text())
-            if limit < total:
-                total, available = limit, min(available, limit - used)
-    return total, available

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
+from notebook_accelerate.hardware.detection import machine_memory
 from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, svg_text, text_table
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.profiling.tables import PeakMemory, what_fits
 from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply, memory_rows, size_text
 from notebook_accelerate.telemetry.rank_devices import rank_names
-from notebook_accelerate.telemetry.sampler import machine_memory
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 WIDTH, ROW = 900, 18

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.debugging import process_stacks
 from notebook_accelerate.errors import LaunchError, NotebookAccelerateError, WorkerError
+from notebook_accelerate.hardware.detection import control_group_files, machine_memory
 from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.launch.state.run_events import RunEnded
 from notebook_accelerate.telemetry import FailureEvent, FrameInfo, RankFailure, steady_time, tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.rank_devices import rank_names
-from notebook_accelerate.telemetry.sampler import machine_memory
 from notebook_accelerate.telemetry.tracebacks import describe_error, exit_code, is_cell
 
 if TYPE_CHECKING:
@@ -175,16 +175,10 @@ def _gib(size: int) -> str:
 
 
 def oom_kill_count() -> int | None:
-    """Return how many processes of this machine, or this control group, were killed for memory; None: unknown."""
-    counts = [count for path in _OOM_COUNTERS if (count := _oom_kills_in(Path(path))) is not None]
+    """Return how many processes of this machine and of this control group were killed for memory; None: unknown."""
+    groups = [*control_group_files("memory.events"), *control_group_files("memory.oom_control", "memory")]
+    counts = [count for path in (Path("/proc/vmstat"), *groups) if (count := _oom_kills_in(path)) is not None]
     return sum(counts) if counts else None
-
-
-_OOM_COUNTERS = (
-    "/proc/vmstat",
-    "/sys/fs/cgroup/memory.events",
-    "/sys/fs/cgroup/memory/memory.oom_control",  # version 1
-)
 
 
 def _oom_kills_in(path: Path) -> int | None:

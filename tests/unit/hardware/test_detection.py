@@ -56,16 +56,60 @@ def test_the_cores_are_those_this_process_may_use() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-def test_container_limits_are_applied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "memory.max").write_text(f"{2**29}\n")
-    monkeypatch.setattr(detection, "_control_group_files", lambda name: [tmp_path / name])
+def test_the_memory_of_this_machine_is_plausible() -> None:
+    total, available = detection.machine_memory()
+    assert 0 < available <= total
+    assert total >= 1 << 28
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The control groups of a machine: this process is in a service of a slice, and in a job of version 1."""
+    (tmp_path / "own").write_text("4:cpu,memory:/jobs/one\n0::/slice/service\n")
+    monkeypatch.setattr(detection, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(detection, "_GROUPS", tmp_path / "groups")
+    for folder in ("slice/service", "memory/jobs/one"):
+        (tmp_path / "groups" / folder).mkdir(parents=True)
+    return tmp_path / "groups"
+
+
+def _write_files(folder: Path, **values: object) -> None:
+    for name, value in values.items():
+        (folder / name.replace("_", ".", 1)).write_text(f"{value}\n")
+
+
+def test_the_cores_are_limited_by_the_nearest_control_group(groups: Path) -> None:
+    _write_files(groups / "slice", cpu_max="150000 100000")
     assert detection._container_cores() == 2
-    assert detection.memory_bytes() == 2**29
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "memory.max").write_text("max\n")
+    _write_files(groups / "slice", cpu_max="max 100000")
     assert detection._container_cores() is None
-    assert detection.memory_bytes() > 2**29
+
+
+def test_the_memory_is_what_all_control_groups_leave(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "system_memory", lambda: (1000, 600))
+    service = groups / "slice" / "service"
+    _write_files(service, memory_max=800, memory_current=700, memory_stat="file 500\ninactive_file 400")
+    assert detection.machine_memory() == (800, 500), "files in memory make room"
+    _write_files(groups / "slice", memory_max=500, memory_current=450)
+    assert detection.machine_memory() == (500, 50), "the limit of a parent is smaller"
+    _write_files(groups / "slice", memory_max="max", memory_current=900)
+    assert detection.machine_memory() == (800, 500)
+    _write_files(service, memory_max=800, memory_current=900)
+    assert detection.machine_memory() == (800, 300)
+
+
+def test_groups_of_version_1_limit_the_memory_too(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "system_memory", lambda: (1000, 600))
+    _write_files(groups / "memory" / "jobs" / "one", memory_limit_in_bytes=2**62, memory_usage_in_bytes=40)
+    assert detection.machine_memory() == (1000, 600)
+    _write_files(groups / "memory", memory_limit_in_bytes=300, memory_usage_in_bytes=40)
+    assert detection.machine_memory() == (300, 260)
+
+
+def test_without_control_groups_the_memory_is_the_machine_s(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "system_memory", lambda: (1000, 600))
+    monkeypatch.setattr(detection, "_OWN_GROUPS", groups / "absent")
+    assert detection.machine_memory() == (1000, 600)
 
 
 @pytest.mark.parametrize(

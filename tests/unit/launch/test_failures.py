@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from notebook_accelerate.hardware import detection
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.launch.state.run_events import FailuresRecorded, RunEnded
@@ -127,6 +129,21 @@ def test_the_text_names_first_and_consequence() -> None:
 )
 def test_names_of_ranks(ranks: list[int], text: str) -> None:
     assert rank_names(ranks) == text
+
+
+def test_a_death_in_a_slice_names_the_memory_of_the_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/user.slice/notebook.scope\n")
+    (tmp_path / "user.slice" / "notebook.scope").mkdir(parents=True)
+    files = {"memory.max": 3 << 28, "memory.current": 1 << 28, "memory.events": "oom 9\noom_kill 7"}
+    for name, value in files.items():
+        (tmp_path / "user.slice" / name).write_text(f"{value}\n")
+    before = failures.oom_kill_count() or 0
+    monkeypatch.setattr(detection, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(detection, "_GROUPS", tmp_path)
+    found = failures.from_exit(2, Exit(signal=9, max_rss=700 << 20), oom_kills=0)
+    assert "likely an out-of-memory killer" in found.message
+    assert "the machine has 0.75 GiB, " in found.message
+    assert 7 <= (failures.oom_kill_count() or 0) <= 7 + before
 
 
 @pytest.mark.parametrize(

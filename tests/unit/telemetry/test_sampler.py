@@ -11,7 +11,7 @@ import pytest
 
 from notebook_accelerate.hardware.nvml import GpuReader
 from notebook_accelerate.telemetry import DeviceUseEvent, ResourceEvent
-from notebook_accelerate.telemetry.sampler import ResourceSampler, machine_memory, proportional_memory
+from notebook_accelerate.telemetry.sampler import ResourceSampler, proportional_memory
 from notebook_accelerate.telemetry.store import Record
 
 
@@ -63,12 +63,6 @@ def test_without_nvidia_the_gpu_reader_is_quiet() -> None:
     found = reader.read()
     reader.close()
     assert isinstance(found, list)
-
-
-def test_machine_memory_is_plausible() -> None:
-    total, available = machine_memory()
-    assert 0 < available <= total
-    assert total >= 1 << 28
 
 
 @pytest.mark.parametrize("period", [0.01])
