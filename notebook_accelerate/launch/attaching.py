@@ -17,6 +17,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import errors
+from notebook_accelerate.config import environ
 from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError, LaunchError
 from notebook_accelerate.hardware.process_liveness import parse_identity
@@ -83,7 +84,8 @@ def launch_detached(
         undo.callback(os.close, claimed)  # the process of the run has a copy
         order = {
             "config": config.changed(
-                name=name, save=config.save or os.environ.get("NOTEBOOK_ACCELERATE_RUNS") or run_directory.runs_folder()
+                name=name,
+                save=config.save or environ.text("NOTEBOOK_ACCELERATE_RUNS") or run_directory.runs_folder(),
             ),
             "function": function_name,
             "arguments": call_arguments(function, arguments),

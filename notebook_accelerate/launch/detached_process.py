@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.detached import run_directory
@@ -79,13 +80,12 @@ class DetachedRun:
         config: LaunchConfig = order["config"]
         install_sources(order["sources"])
         tracebacks.name_foreign_cells(order["names"])
-        run_registry.watch_launches(self._serve)
         try:
             self._held_seconds = held_seconds()
             self._path = run_directory.new_socket()
             function = PickledFunction(order["function"], self._payload, order["arguments"], order["settings"])
             earlier = None if order["resume"] is None else open_run(order["resume"])
-            run = start_here(config.changed(panel=False), function, (), earlier, order["inherited"])
+            run = start_here(config.changed(panel=False), function, (), earlier, order["inherited"], self._serve)
         except BaseException as error:  # noqa: BLE001 - the kernel raises it again
             self._answer({"error": type(error).__name__, "message": str(error)})
             self._end()
@@ -95,14 +95,16 @@ class DetachedRun:
         self._end()
 
     def _serve(self, run: Run) -> None:
-        """Serve kernels from now on, and tell the one that launches the run; called before its ranks start."""
+        """Serve kernels from now on, and answer the one that launches the run.
+
+        Raises:
+            LaunchError: Kernels could not find the run.
+        """
         try:
             self._service = ControlService(run, self._path)
             run_directory.add_entry(self._entry(run))
         except OSError as error:
-            self._answer({"error": "LaunchError", "message": f"the detached run cannot be found later: {error}"})
-            run.request_stop(grace=0.0)
-            return
+            raise LaunchError(f"the detached run cannot be found later: {error}") from error
         threading.Thread(target=self._watch_kernel, args=(run,), daemon=True).start()
         self._answer({"folder": str(run.folder)})
         _discard_output()

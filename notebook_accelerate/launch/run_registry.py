@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 import traceback
+import warnings
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
@@ -137,8 +138,11 @@ def announce_run(run: Run) -> None:
         watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
         _watchers[:] = [reference for reference in _watchers if reference() is not None]
     for watcher in watchers:
-        with suppress(Exception):  # a view must never prevent the start of a run
+        try:
             watcher(run)
+        except Exception as error:  # noqa: BLE001 - a view must never prevent the start of a run
+            with suppress(Warning):  # where warnings are errors
+                warnings.warn(f"a view of launches failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def _drop_old_results(_ended: Run) -> None:

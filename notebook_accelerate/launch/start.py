@@ -84,6 +84,7 @@ def start_here(
     arguments: tuple[Any, ...],
     resume: Run | None,
     inherited: InheritedState | None = None,
+    on_registered: Callable[[Run], None] | None = None,
 ) -> Run:
     """Launch under the supervision of this process; see `start`.
 
@@ -93,6 +94,8 @@ def start_here(
         arguments: Its arguments.
         resume: An ended run, whose training is continued.
         inherited: State that ranks inherit; by default, it is captured from the calling thread.
+        on_registered: Called with the run before its ranks start; if it raises an error, they do not, and the error is
+            raised here. The run is not inline.
     """
     run_registry.release_held()
     if all(run.ended is not None for run in run_registry.own_runs()):
@@ -109,7 +112,7 @@ def start_here(
         with handle_interrupts(cell.on_signal):
             supervisor = _new_supervisor(run, commands)
             try:
-                plan = _prepare(run, supervisor, plan)
+                plan = _prepare(run, supervisor, plan, on_registered)
                 inherited = inherited or capture_inherited_state()
             except BaseException as problem:  # noqa: BLE001 - the cell raises it
                 supervisor.fail(problem)
@@ -239,12 +242,16 @@ def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
     return found
 
 
-def _prepare(run: Run, supervisor: Supervisor, plan: LaunchPlan) -> LaunchPlan:
+def _prepare(
+    run: Run, supervisor: Supervisor, plan: LaunchPlan, on_registered: Callable[[Run], None] | None
+) -> LaunchPlan:
     """Reserve the plan's resources and register the run; return the plan with the reserved port and folder."""
     run_registry.check_devices(run, plan)
     plan = supervisor.reserve(plan)
     run.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
     run_registry.register_run(run)
+    if on_registered is not None:
+        on_registered(run)
     _announce(run, supervisor.publisher)
     return plan
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from notebook_accelerate import LaunchError, Run, RunLostError, attach, notebook_launcher, open_run, runs, shutdown
-from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.errors import BrokenRunError, SerializationError
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import run_directory
 from tests.faults.test_kept_runs import check_history, train
@@ -183,7 +183,10 @@ def test_the_ranks_end_with_their_supervisor_and_the_training_goes_on(state: Pat
 
 def test_one_user_alone_can_attach_and_stop(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"num_processes": 1, "detach": True, "panel": False}
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_RUNS", f" {tmp_path / 'all'} ")
     run = notebook_launcher(time.sleep, (600,), name="one", **options)  # type: ignore[arg-type]
+    assert run.folder is not None
+    assert run.folder.parent == tmp_path / "all"
     (entry,) = run_directory.entries()
     found = Path(entry.socket).stat()
     assert stat.S_ISSOCK(found.st_mode)
@@ -218,6 +221,30 @@ def test_what_cannot_be_launched_says_so(state: Path, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="is not kept in a folder"):
         notebook_launcher(int, (), num_processes=1, detach=True, resume=plain, panel=False)
     assert run_directory.entries() == []
+
+
+_FAILS_TO_SERVE = """
+import sys
+if any("detached_process" in word for word in sys.orig_argv):
+    from notebook_accelerate.errors import BrokenRunError
+    from notebook_accelerate.launch.detached.control_service import ControlService
+
+    def fail(*_):
+        raise BrokenRunError("the header cannot be read")
+
+    ControlService.__init__ = fail
+"""
+
+
+def test_a_run_whose_service_cannot_start_is_not_launched(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_FAILS_TO_SERVE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with pytest.raises(BrokenRunError, match="the header cannot be read"):
+        notebook_launcher(time.sleep, (600,), num_processes=1, detach=True, save=tmp_path / "runs", panel=False)
+    until(lambda: not processes_of(state), seconds=60)
+    assert [row.status for row in runs(tmp_path / "runs")] == ["failed"]
 
 
 def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,3 +331,16 @@ def test_results_are_deleted_without_the_lock_of_the_registry() -> None:
     del run
     run_registry._drop_old_results(planned)
     assert ended == [True]
+
+
+class _FailingView:
+    def add(self, _run: Run) -> None:
+        raise OSError("the view has no room")
+
+
+def test_a_view_that_fails_warns_and_leaves_the_launch_alone() -> None:
+    view = _FailingView()
+    run_registry.watch_launches(view.add)
+    with pytest.warns(UserWarning, match="a view of launches failed: OSError: the view has no room"):
+        run = launch(int, num_processes=1, start_method="inline")
+    assert run.status == "succeeded"
