@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import torch_internals
+from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.temporary_folders import make_private_folder_for, remove_private_folder
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY, ProfileReply, ProfileRequest
@@ -421,7 +422,7 @@ def _libc() -> ctypes.CDLL:
 
 def asked_for() -> dict[str, Any]:
     """Return what the training was asked to do: its precision, and whether it compiles its model."""
-    found = {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "compiled": ""}
+    found = {"mixed_precision": environ.text("ACCELERATE_MIXED_PRECISION", "no"), "compiled": ""}
     for room in ("notebook_accelerate.state.accelerator_state", "accelerate.state"):
         shared = getattr(getattr(sys.modules.get(room), "AcceleratorState", None), "_shared_state", {})
         found["mixed_precision"] = shared.get("_mixed_precision") or found["mixed_precision"]

@@ -362,6 +362,15 @@ def test_samples_lie_between_begin_and_end() -> None:
     assert 0 < found[0]["cpu"] <= found[0]["seconds"]
 
 
+def test_the_precision_of_a_launch_is_known_before_the_state_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in ("notebook_accelerate.state.accelerator_state", "accelerate.state"):
+        monkeypatch.setitem(sys.modules, room, None)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", " bf16 ")
+    assert step_profiler.asked_for()["mixed_precision"] == "bf16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "")
+    assert step_profiler.asked_for()["mixed_precision"] == "no"
+
+
 def test_samples_go_on_for_the_time_that_was_asked_for() -> None:
     samples, found = timed_samples.TimedSamples(), []
     interval = sys.getswitchinterval()
