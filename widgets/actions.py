@@ -99,7 +99,7 @@ class CopyButton(anywidget.AnyWidget):
         insertable: Whether the text is the code of a cell: it can be inserted in JupyterLab and Notebook.
     """
 
-    _esm = asset("copy.js")
+    _esm = f"{asset('copy.js')}\nexport default {{ render: showCopyButtons }};"
     text: Any = traitlets.Unicode("").tag(sync=True)
     label: Any = traitlets.Unicode("Copy this text").tag(sync=True)
     insertable: Any = traitlets.Bool(default_value=False).tag(sync=True)

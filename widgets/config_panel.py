@@ -7,12 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import ipywidgets
 
 from notebook_accelerate import hardware, launch
 from notebook_accelerate.config.config_file import ClusterConfig, default_config_file
@@ -23,7 +20,6 @@ from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.config_file_form import (
     RUN_VARIABLE,
     arguments_code,
@@ -41,27 +37,33 @@ from notebook_accelerate.widgets.config_file_form import (
     training_functions,
     write_settings,
 )
-from notebook_accelerate.widgets.forms import (
-    INPUT_WIDTH,
-    LABEL_WIDTH,
-    LAUNCH_GROUPS,
-    TRAINING_GROUPS,
-    Form,
-)
+from notebook_accelerate.widgets.fields import groups_of
+from notebook_accelerate.widgets.forms import Form, FormView, Part
 from notebook_accelerate.widgets.memory_panel import MemoryCheck
-from notebook_accelerate.widgets.panel_elements import (
-    SharedModels,
-    alert,
-    notice,
-    style_widget,
-    widget_bundle,
-    with_classes,
-)
+from notebook_accelerate.widgets.panel_elements import alert, notice, widget_bundle
 from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
 """How long the result of the fork probe is valid: a probe per keystroke would be too slow."""
+
+
+@dataclass(kw_only=True)
+class Call:
+    """The call that the Launch button makes."""
+
+    function: str = field(default="", metadata={"label": "Function", "placeholder": "e.g. train"})
+    """Name of the training function."""
+    arguments: str = field(default="", metadata={"label": "Arguments", "placeholder": "e.g. model"})
+    """Its arguments, separated by commas."""
+
+
+@dataclass(kw_only=True)
+class SettingsFile:
+    """The file that the Load and Save buttons use."""
+
+    path: str = field(default=str(default_config_file), metadata={"label": "Path"})
+    """Accelerate's configuration file, YAML or JSON."""
 
 
 class ConfigPanel(CellView):
@@ -104,17 +106,15 @@ class ConfigPanel(CellView):
         self._parent: Any = None
         self._shown = PanelOutput(self._static, lambda: "Settings of a launch")
         self._hidden_arguments: dict[str, Any] = {}
-        self._models = SharedModels()
-        self._wrong_notes: list[Any] = []
+        self._wrong_notes: set[str] = set()
         config = config or LaunchConfig(block=False)
         self.launch_form = Form(
             LaunchConfig,
             config.changed(accelerator=None),
             title="Launch",
-            groups=LAUNCH_GROUPS,
-            names=[name for _, names in LAUNCH_GROUPS for name in names],
+            names=[name for _, names in groups_of(LaunchConfig) for name in names],
             on_change=self._changed,
-            models=self._models,
+            lock=self._lock,
         )
         if config.accelerator:
             training, self._hidden_arguments = (training or TrainingOptions()).with_arguments(config.accelerator)
@@ -122,11 +122,16 @@ class ConfigPanel(CellView):
             TrainingOptions,
             training,
             title="Training",
-            groups=TRAINING_GROUPS,
             on_change=self._changed,
-            models=self._models,
+            lock=self._lock,
         )
-        self._build()
+        given = Call(
+            function=name_of(function) if function is not None else "",
+            arguments=arguments_code(self._arguments, _namespace()),
+        )
+        self.call_form = Form(Call, given, on_change=self._changed, lock=self._lock)
+        self.file_form = Form(SettingsFile, on_change=self._changed, lock=self._lock)
+        self.widget = self._view()
         self.refresh()
 
     # ---- values
@@ -230,8 +235,8 @@ class ConfigPanel(CellView):
         return f"# {_to_correct(errors)}" if errors else self._cell(hidden=True)
 
     def _cell(self, *, hidden: bool) -> str:
-        name = self._name.value.strip() or "train"
-        return launch_cell(name, as_tuple(self._args.value), self.config, hidden=hidden)
+        call = self.call_form.value
+        return launch_cell(call.function or "train", as_tuple(call.arguments), self.config, hidden=hidden)
 
     def launch(self, function: Callable[..., Any] | None = None, args: Iterable[Any] | None = None) -> Run:
         """Start the configured run.
@@ -307,80 +312,52 @@ class ConfigPanel(CellView):
             self._hazard, self._hazard_checked = fork_hazard(), time.monotonic()
         return self._hazard
 
-    # ---- the widgets
+    # ---- the widget
 
-    def _build(self) -> None:
-        make, html = self._models.make, partial(self._models.make, ipywidgets.HTML)
-        button = partial(self._models.make, ipywidgets.Button)
+    def _view(self) -> FormView:
+        forms = {
+            "launch": self.launch_form,
+            "training": self.training_form,
+            "file": self.file_form,
+            "call": self.call_form,
+        }
+        load = Part(kind="button", id="load", title="Load", hint="Read this configuration file")
+        save = Part(kind="button", id="save", title="Save", hint="Write this configuration file")
+        launch = Part(kind="button", id="launch", title="Launch", hint="Start this run", style="na-primary")
+        file = Part(kind="box", style="na-file", parts=(*self.file_form.parts("file"), load, save))
+        tabs = (
+            Part(kind="tab", title="Launch", parts=self.launch_form.parts("launch")),
+            Part(kind="tab", title="Training", parts=self.training_form.parts("training")),
+            Part(kind="tab", title="Configuration file", parts=(file, Part(kind="text", id="file"))),
+        )
+        cell_head = (Part(kind="text", id="caption"), Part(kind="copy", title="Copy this cell"))
+        parts = (
+            Part(kind="text", id="title"),
+            Part(kind="text", id="plan"),
+            Part(kind="tabs", parts=tabs),
+            Part(kind="box", style="na-launch", parts=(*self.call_form.parts("call"), launch)),
+            Part(kind="text", id="run"),
+            Part(kind="box", style="na-cell-head", parts=cell_head),
+            Part(kind="text", id="cell"),
+        )
+        view = FormView(forms, parts, self.click)
+        view.add_class("na-config")
         title = element("h3", "Configure a launch", class_="na-title")
-        self._title = html(value=join([title, chips(self.hardware)]))
-        self._plan_view, self._file_note, self._run_note, self._code = (html() for _ in range(4))
-        self._file = make(ipywidgets.Text, width="44em", description="Path", value=str(default_config_file))
-        self._load = button(description="Load", tooltip="Read this configuration file")
-        self._save = button(description="Save", tooltip="Write this configuration file")
-        given = name_of(self._function) if self._function is not None else ""
-        in_column = {"width": INPUT_WIDTH, "label": LABEL_WIDTH}
-        self._name = make(
-            ipywidgets.Combobox, **in_column, description="Function", placeholder="e.g. train", value=given
-        )
-        self._args = make(
-            ipywidgets.Text,
-            **in_column,
-            value=arguments_code(self._arguments, _namespace()),
-            description="Arguments",
-            placeholder="e.g. model",
-        )
-        self._go = button(description="Launch", button_style="primary", icon="play", tooltip="Start this run")
-        self._copy = CopyButton(label="Copy this cell", insertable=True)
-        for box in (self._name, self._args, self._file):
-            box.observe(self._changed, names="value")
-        self._go.on_click(lambda _: self._guarded(self._launch_clicked, self._run_note))
-        self._load.on_click(lambda _: self._guarded(self._load_clicked, self._file_note))
-        self._save.on_click(lambda _: self._guarded(self._save_clicked, self._file_note))
-        parts = [style_widget("forms.css"), *self._parts()]
-        self.widget = with_classes(make(ipywidgets.VBox, children=parts), "na-form", "na-config")
-
-    def _parts(self) -> list[Any]:
-        make = self._models.make
-        self._training_tab = make(ipywidgets.VBox)
-        self._tabs = with_classes(
-            make(ipywidgets.Tab, children=[self.launch_form.widget, self._training_tab, self._file_tab()]), "na-tabs"
-        )
-        for index, title in enumerate(("Launch", "Training", "Configuration file")):
-            self._tabs.set_title(index, title)
-        self._tabs.observe(self._tab_opened, "selected_index")
-        call = make(ipywidgets.VBox, children=[self._name, self._args])
-        launch_row = with_classes(make(ipywidgets.HBox, children=[call, self._go]), "na-launch")
-        caption = make(ipywidgets.HTML, value=element("span", "The same launch as a cell", class_="na-help"))
-        above = with_classes(make(ipywidgets.HBox, children=[caption, self._copy]), "na-cell-head")
-        code = with_classes(make(ipywidgets.VBox, children=[above, self._code]), "na-cell")
-        return [self._title, self._plan_view, self._tabs, launch_row, self._run_note, code]
-
-    def _tab_opened(self, change: Any) -> None:
-        """Create the form of the training when its tab is first opened."""
-        if change["new"] == 1 and not self._training_tab.children:
-            self._training_tab.children = [self.training_form.widget]
-
-    def _file_tab(self) -> Any:
-        make = self._models.make
-        help_text = element("span", "Accelerate's configuration file, YAML or JSON.", class_="na-help")
-        about = make(ipywidgets.HTML, value=help_text)
-        line = with_classes(make(ipywidgets.HBox, children=[self._file, self._load, self._save]), "na-row")
-        return make(ipywidgets.VBox, children=[about, line, self._file_note])
+        caption = element("span", "The same launch as a cell", class_="na-help")
+        view.show(title=join([title, chips(self.hardware)]), caption=caption, run="", file="")
+        return view
 
     def refresh(self) -> None:
         """Update the plan and the cell."""
-        with self._lock:
+        with self._lock, self.widget.one_message():
             errors = self.errors
-            self._plan_view.value = self._plan_html(errors)
             shown = self._shown_cell(errors)
-            self._code.value = element("pre", shown, class_="na-code", tabindex=0, aria_label="The cell")
-            self._copy.text = shown if errors else self.code
-            self._go.disabled = bool(errors)
-            names = tuple(training_functions(_namespace()))
-            if self._name.options != names:
-                self._name.options = names
-            self._shown.leave()
+            cell = element("pre", shown, class_="na-code", tabindex=0, aria_label="The cell")
+            self.widget.show(plan=self._plan_html(errors), cell=cell)
+            self.widget.code = shown if errors else self.code
+            self.widget.disabled = ["launch"] if errors else []
+            self.widget.suggestions = {"call.function": training_functions(_namespace())}
+        self._shown.leave()
 
     def _plan_html(self, errors: dict[str, str]) -> Markup:
         if errors:
@@ -395,24 +372,36 @@ class ConfigPanel(CellView):
         return element("div", join(lines, "<br>"), class_="na-plan", role="status")
 
     def _changed(self, _: Any) -> None:
-        for note in self._wrong_notes:
-            note.value = ""
+        self.widget.show(**dict.fromkeys(self._wrong_notes, ""))
         self._wrong_notes.clear()
-        self._guarded(self.refresh)
+        self._guarded(self.refresh, "run")
 
-    def _guarded(self, action: Callable[[], None], note: Any = None) -> None:
-        """Run the action of a click or a keystroke; errors are shown in the panel, not raised in a cell."""
+    def _guarded(self, action: Callable[[], None], note: str) -> None:
+        """Run the action of a click or a keystroke; errors are shown in the panel, not raised in a cell.
+
+        Args:
+            action: The action.
+            note: The key of the text that shows its error.
+        """
         try:
             action()
         except Exception as error:  # noqa: BLE001 - shown beside the button
-            shown = note if note is not None else self._run_note
-            shown.value = alert(f"{type(error).__name__}: {error}")
-            self._wrong_notes.append(shown)
+            self.widget.show(**{note: alert(f"{type(error).__name__}: {error}")})
+            self._wrong_notes.add(note)
 
     # ---- clicks
 
+    def click(self, button: str) -> None:
+        """Do what a click does: on "launch", "load" or "save"."""
+        action, note = {
+            "launch": (self._launch_clicked, "run"),
+            "load": (self._load_clicked, "file"),
+            "save": (self._save_clicked, "file"),
+        }[button]
+        self._guarded(action, note)
+
     def _launch_clicked(self) -> None:
-        self._run_note.value = notice("Starting …")
+        self.widget.show(run=notice("Starting …"))
         function, arguments = self._chosen_function(), self._chosen_arguments()
         with published_under(self._parent):
             run = launch.start(self.config.changed(block=False), function, arguments)
@@ -423,9 +412,9 @@ class ConfigPanel(CellView):
     def _show_run(self, run: Run) -> None:
         text = f"run {run.id} {run.status}" + (f" in {run.elapsed:.1f} s" if run.ended else f", as {RUN_VARIABLE!r}")
         if run.error is not None:
-            self._run_note.value = alert(f"{text}: {run.error}")
+            self.widget.show(run=alert(f"{text}: {run.error}"))
         else:
-            self._run_note.value = notice(text, "na-good" if run.status == "succeeded" else "na-help")
+            self.widget.show(run=notice(text, "na-good" if run.status == "succeeded" else "na-help"))
 
     def _keep(self, run: Run) -> Run:
         self.runs.append(run)
@@ -434,22 +423,22 @@ class ConfigPanel(CellView):
         return run
 
     def _load_clicked(self) -> None:
-        self.load(self._file.value)
-        self._file_note.value = notice("Loaded.", "na-good")
+        self.load(self.file_form.value.path)
+        self.widget.show(file=notice("Loaded.", "na-good"))
 
     def _save_clicked(self) -> None:
-        path = Path(self._file.value).expanduser().resolve()
+        path = Path(self.file_form.value.path).expanduser().resolve()
         if path.exists() and path not in self._own_files:
             self._own_files.add(path)
-            self._file_note.value = alert(f"{path} exists. Click Save again to replace it.")
+            self.widget.show(file=alert(f"{path} exists. Click Save again to replace it."))
             return
         self.save(path)
         missing = settings_not_in_file(self.launch_form.value, self.training, self._cluster_config())
         more = f" Not stored: {', '.join(missing)}." if missing else ""
-        self._file_note.value = notice(f"Saved.{more}", "na-good")
+        self.widget.show(file=notice(f"Saved.{more}", "na-good"))
 
     def _chosen_function(self) -> Callable[..., Any]:
-        name = self._name.value.strip()
+        name = self.call_form.value.function
         if self._function is not None and name in {"", name_of(self._function)}:
             return self._function
         if not name:
@@ -461,7 +450,7 @@ class ConfigPanel(CellView):
         return found  # type: ignore[no-any-return]
 
     def _chosen_arguments(self) -> tuple[Any, ...]:
-        text = as_tuple(self._args.value)
+        text = as_tuple(self.call_form.value.arguments)
         return tuple(eval(text, dict(_namespace()))) if text else self._arguments  # noqa: S307 - as in a cell
 
     # ---- display
@@ -491,7 +480,7 @@ class ConfigPanel(CellView):
     def _show_in(self, output: Output) -> None:
         """Show the live panel; a saved notebook keeps the static form beside it."""
         self._parent = output.parent
-        self._guarded(self.refresh)
+        self._guarded(self.refresh, "run")
         self._shown.add(output, self.widget)
 
 

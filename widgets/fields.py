@@ -21,7 +21,9 @@ class Field:
     """One field of a dataclass."""
 
     name: str
-    """Its name, which is also its label."""
+    """Its name."""
+    label: str
+    """The text before its input, usually its name."""
     kind: str
     """A row of ``TEXT_FORMATS``, or flag, choice, nested or code."""
     optional: bool
@@ -36,6 +38,26 @@ class Field:
     """The dataclass of a nested field."""
     scalars: tuple[type[Any], ...] = ()
     """For scalar: the types that a text can be parsed as."""
+    placeholder: str = ""
+    """An example of a text; "": the default."""
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether the form shows a list of choices."""
+        return self.kind == "choice" or (self.kind == "flag" and self.optional)
+
+    def by_label(self) -> dict[str, Any]:
+        """Return the choices by the texts that the list shows."""
+        values = (True, False) if self.kind == "flag" else self.choices
+        return {self.label_of(value): value for value in values}
+
+    def label_of(self, value: Any) -> str:
+        """Return the text of a choice; "" for None."""
+        if value is None or value is MISSING:
+            return ""
+        if self.kind == "flag":
+            return "yes" if value else "no"
+        return str(getattr(value, "value", value))
 
 
 class FieldError(ValueError):
@@ -52,8 +74,8 @@ def fields_of(
 
     Args:
         cls: The dataclass.
-        choices: Allowed values by field name, for types that do not list them; None: as in the class's settings, and
-            in ``metadata={"choices": ...}`` of its fields.
+        choices: Allowed values by field name, for types that do not list them; None: as in the class's settings.
+            ``metadata`` of other fields may have "choices", a "label" and a "placeholder".
         names: Only these; None: all.
 
     Raises:
@@ -85,6 +107,8 @@ def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any]
     kind = _kind([member for member in members if member is not type(None)], allowed)
     return Field(
         name=entry.name,
+        label=entry.metadata.get("label", entry.name),
+        placeholder=entry.metadata.get("placeholder", ""),
         optional=optional,
         default=entry.default_factory() if entry.default_factory is not MISSING else entry.default,
         help=help_texts(cls).get(entry.name, ""),

@@ -1,4 +1,4 @@
-"""Forms over any dataclass, made of plain ipywidgets and checked by the dataclass on each change."""
+"""Forms over any dataclass: entries that the dataclass checks on each change, and the widget that shows them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import dataclasses
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
-from html import escape
 from typing import Any
 
-import ipywidgets
+import anywidget
+import traitlets
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.plain_values import shown_value
-from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table
+from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join
 from notebook_accelerate.widgets.fields import (
     TEXT_FORMATS,
     Field,
@@ -29,37 +29,33 @@ from notebook_accelerate.widgets.fields import (
     summary,
     text_of,
 )
-from notebook_accelerate.widgets.panel_elements import SharedModels, alert, style_widget, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_elements import asset, script, widget_bundle
 
-LABEL_WIDTH, INPUT_WIDTH = "16em", "34em"
-"""Widths of a label, which the style sheet knows too, and of a label with its input."""
-_NOT_SET = "default"
-_NOT_BUILT = "The fields appear here as soon as no cell is running."
 Groups = Sequence[tuple[str, Sequence[str]]]
 
 
 class Form:
     """A form for a dataclass.
 
-    Widgets are created when they are first shown: the form's on the first use of ``widget``, those of a folded group
-    when it is opened. A form of a hundred fields would send 700 messages at once, and a kernel drops messages that a
-    slow server has not taken.
-
     Args:
-        cls: The dataclass, or a draft of one that another form holds.
+        cls: The dataclass.
         value: The initial instance; None: the defaults.
         title: The caption of the static form; "": the name of the class.
         choices: Allowed values by field, for types that do not list them.
-        groups: Titles and fields; the first group is open, the others are folded. Fields without a group come last.
+        groups: Titles and fields; None: as in the class's settings. The first group is open, the others are folded.
+            Fields without a group come last.
         names: Only these fields; None: all.
         on_change: Called with the checked entries after each change, on the thread of the change.
-        models: The layouts and styles of the panel that the form is a part of, which has the style sheet; None: the
-            form is shown on its own.
+        lock: Held during a change; None: a lock of the form's own.
+
+    Attributes:
+        draft: The entries.
+        view: The widget that shows the form; None: not created yet.
     """
 
     def __init__(
         self,
-        cls: type[Any] | FormDraft,
+        cls: type[Any],
         value: Any = None,
         *,
         title: str = "",
@@ -67,62 +63,14 @@ class Form:
         groups: Groups | None = None,
         names: Iterable[str] | None = None,
         on_change: Callable[[Checked], None] | None = None,
-        models: SharedModels | None = None,
+        lock: threading.RLock | None = None,
     ) -> None:
-        self.draft = cls if isinstance(cls, FormDraft) else FormDraft(cls, value, choices=choices, names=names)
-        self.title = title or self.draft.cls.__name__
+        self.draft = FormDraft(cls, value, choices=choices, names=names)
+        self.title = title or cls.__name__
+        self.view: FormView | None = None
+        self._groups = groups or groups_of(cls)
         self._on_change = on_change
-        self._lock = threading.RLock()
-        self._loading = False
-        self._groups = _complete(groups or (), [entry.name for entry in self.draft.fields])
-        self._kinds = {entry.name: entry for entry in self.draft.fields}
-        self._rows: dict[str, _FieldRow] = {}
-        self._pages: list[Any] = []
-        self._titles: dict[int, str] = {}
-        self._is_part = models is not None
-        self.models = models or SharedModels()
-
-    # ---- widgets, created when they are first shown
-
-    @cached_property
-    def widget(self) -> Any:
-        """The form's widget."""
-        make = self.models.make
-        hint = make(ipywidgets.HTML, value=element("span", _NOT_BUILT, class_="na-help"))
-        self._pages = [make(ipywidgets.VBox, children=[hint]) for _ in self._groups]
-        self._folds = make(ipywidgets.Accordion, children=self._pages[1:], selected_index=None)
-        self._folds.observe(self._unfolded, "selected_index")
-        parts = [*self._pages[:1], *([self._folds] if self._pages[1:] else [])]
-        sheet = [] if self._is_part else [style_widget("forms.css")]
-        whole = with_classes(make(ipywidgets.VBox, children=[*sheet, *parts]), "na-form")
-        if self._pages:
-            self._open(0)
-        self._show(self.draft.check())
-        return whole
-
-    def _unfolded(self, change: Any) -> None:
-        if change["new"] is not None:
-            with self._lock:
-                self._open(1 + change["new"])
-
-    def _open(self, index: int) -> None:
-        """Create the rows of a group, if they do not exist."""
-        names = self._groups[index][1]
-        if all(name in self._rows for name in names):
-            return
-        made = {name: _ROW_TYPES.get(self._kinds[name].kind, _TextRow)(self, self._kinds[name]) for name in names}
-        self._rows |= made
-        errors = self.draft.check().errors
-        for name, field_row in made.items():
-            field_row.show_error(errors.get(name, ""))
-        self._pages[index].children = [field_row.widget for field_row in made.values()]
-        self._pages[index].add_class("na-fields")
-
-    def _row(self, name: str) -> _FieldRow:
-        assert self.widget is not None  # creates the pages
-        with self._lock:
-            self._open(next(index for index, (_, names) in enumerate(self._groups) if name in names))
-            return self._rows[name]
+        self._lock = lock or threading.RLock()
 
     # ---- values in and out
 
@@ -142,19 +90,7 @@ class Form:
     def value(self, value: Any) -> None:
         with self._lock:
             self.draft.load(value)
-            self.reload()
-            self.check()
-
-    def reload(self) -> None:
-        """Show the entries of the draft again, after they were changed elsewhere."""
-        with self._lock:
-            self._loading = True
-            try:
-                for field_row in self._rows.values():
-                    field_row.load()
-            finally:
-                self._loading = False
-            self._show(self.draft.check())
+            self._changed()
 
     @property
     def checked(self) -> Checked:
@@ -166,54 +102,39 @@ class Form:
         """Errors by field; empty if there are none."""
         return dict(self.checked.errors)
 
-    def input(self, name: str) -> Any:
-        """Return the input widget of a field."""
-        return self._row(name).input
+    def enter(self, path: str, shown: str | bool) -> None:
+        """Set an entry as typing in the form does.
 
-    def note(self, name: str) -> str:
-        """Return the HTML beside a field: its help text and its error."""
-        return str(self._row(name).note.value)
-
-    def nested(self, name: str) -> Form:
-        """Return the form of a nested dataclass.
-
-        Raises:
-            ValueError: The field is not nested, or its box is not ticked.
+        Args:
+            path: The field; dotted for a field of a nested dataclass.
+            shown: The text, the label of the choice, or whether the box is ticked.
         """
-        form = getattr(self._row(name), "form", None)
-        if form is None:
-            raise ValueError(f"{name} has no form now; tick its box first: form.input({name!r}).value = True")
-        return form  # type: ignore[no-any-return]
-
-    # ---- changes
-
-    def enter(self, name: str, raw: Any) -> None:
-        """Set the entry of a field and check all entries."""
         with self._lock:
-            if not self._loading:
-                self.draft.entries[name] = raw
-                self.check()
+            self.draft.enter(path, shown)
+            self._changed()
 
-    def check(self) -> None:
-        """Check all entries, show the errors, and call ``on_change``."""
-        with self._lock:
-            checked = self.draft.check()
-            self._show(checked)
-            if self._on_change is not None:
-                self._on_change(checked)
+    def _changed(self) -> None:
+        if self.view is not None:
+            self.view.update()
+        if self._on_change is not None:
+            self._on_change(self.checked)
 
-    def _show(self, checked: Checked) -> None:
-        wrong = {name.partition(".")[0] for name in checked.errors}
-        for name, field_row in self._rows.items():
-            field_row.show_error(checked.errors.get(name, ""))
-        for index, (title, names) in enumerate(self._groups[1:] if self._pages else ()):
-            count = len(wrong.intersection(names))
-            shown = f"{title} ({count} to correct)" if count else title
-            if self._titles.get(index) != shown:
-                self._titles[index] = shown
-                self._folds.set_title(index, shown)
+    # ---- what is shown
 
-    # ---- without widgets
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """Return the groups of fields for a view that has the form under this name."""
+        grouped = {field for _, fields in self._groups for field in fields}
+        others = [field.name for field in self.draft.fields if field.name not in grouped]
+        groups = [*self._groups, *([("More", others)] if others else [])]
+        return tuple(
+            Part(kind="fields", id=name, title=title if index else "", names=tuple(fields))
+            for index, (title, fields) in enumerate(groups)
+        )
+
+    @property
+    def widget(self) -> FormView:
+        """The widget that shows the form, created on first use."""
+        return self.view or FormView({"form": self}, self.parts("form"))
 
     @property
     def html(self) -> str:
@@ -230,193 +151,143 @@ class Form:
         return widget_bundle(self.widget, static)
 
 
-class _FieldRow:
-    """One field: its input widget, and a note beside it."""
-
-    def __init__(self, form: Form, field: Field) -> None:
-        self.form_of, self.field = form, field
-        self.note = form.models.make(ipywidgets.HTML, value=self._aside(""))
-        self.input = self.make()
-        self.load()
-        self.input.observe(self._changed, names="value")
-        self.widget = form.models.make(ipywidgets.HBox, children=[self.input, self.note])
-
-    def make(self) -> Any:
-        """Return the input widget, without its value."""
-        raise NotImplementedError
-
-    def _make(self, widget: Callable[..., Any], **settings: Any) -> Any:
-        make = self.form_of.models.make
-        return make(widget, width=INPUT_WIDTH, label=LABEL_WIDTH, description=self.field.name, **settings)
-
-    def shown(self, raw: Any) -> Any:
-        """Return the widget's value for an entry."""
-        return raw
-
-    def read(self, value: Any) -> Any:
-        """Return the entry for the widget's value."""
-        return value
-
-    def load(self) -> None:
-        """Show the entry of the draft."""
-        self.input.value = self.shown(self.form_of.draft.entries[self.field.name])
-
-    def help(self) -> str:
-        """Return the help text."""
-        return self.field.help
-
-    def show_error(self, error: str) -> None:
-        """Show the error of the entry; "" removes it."""
-        html = self._aside(error)
-        if self.note.value != html:
-            self.note.value = html
-            (self.input.add_class if error else self.input.remove_class)("na-invalid")
-
-    def _aside(self, error: str) -> Markup:
-        text = element("span", _with_code(self.help()), class_="na-help")
-        return element("div", text, alert(error) if error else "", class_="na-aside")
-
-    def _changed(self, change: Any) -> None:
-        self.form_of.enter(self.field.name, self.read(change["new"]))
+# ---- the widget
 
 
-class _TextRow(_FieldRow):
-    def make(self) -> Any:
-        text_format = TEXT_FORMATS[self.field.kind]
-        settings = {"placeholder": self._placeholder(text_format.hint), "continuous_update": True}
-        if text_format.many_lines:
-            return self._make(ipywidgets.Textarea, rows=2, **settings)
-        return self._make(ipywidgets.Text, **settings)
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a view, drawn by the method of ``static/forms.js`` that is named after its kind."""
 
-    def _placeholder(self, hint: str) -> str:
-        default = text_of(self.field, self.field.default).replace("\n", " ")
-        return f"{default} (default)" if default else (f"{_NOT_SET} ({hint})" if hint else _NOT_SET)
-
-
-class _FlagRow(_FieldRow):
-    def make(self) -> Any:
-        return self._make(ipywidgets.Checkbox, indent=True)
-
-
-class _ChoiceRow(_FieldRow):
-    """A list of choices. It works with labels, so that None can be one of the values."""
-
-    def make(self) -> Any:
-        flag = self.field.kind == "flag"
-        values = [("yes", True), ("no", False)] if flag else [(_label(value), value) for value in self.field.choices]
-        self._values = [*([(_NOT_SET, None)] if self.field.optional else []), *values]
-        return self._make(ipywidgets.Dropdown, options=[label for label, _ in self._values])
-
-    def shown(self, raw: Any) -> Any:
-        known = [label for label, value in self._values if value == raw and type(value) is type(raw)]
-        if not known and raw is not None:  # set in code: an object, or a value that is not in the list
-            self._values.append((_label(raw), raw))
-            self.input.options = [label for label, _ in self._values]
-            return _label(raw)
-        return known[0] if known else _NOT_SET
-
-    def read(self, value: Any) -> Any:
-        return next(entry for label, entry in self._values if label == value)
+    kind: str
+    """fields, text, button, copy, box, or tabs with a tab for each of its parts."""
+    id: str = ""
+    """The name of the form, the key of the text, or the id that a click reports."""
+    title: str = ""
+    """The label. Fields with a title are folded."""
+    hint: str = ""
+    """What a click does."""
+    style: str = ""
+    """Classes of the style sheet."""
+    names: tuple[str, ...] = ()
+    """The fields, in their order."""
+    parts: tuple[Part, ...] = ()
+    """The parts inside."""
 
 
-class _CodeRow(_FieldRow):
-    """A value that can only be created in code: shown, but not entered."""
+class FormView(anywidget.AnyWidget):
+    """Forms, texts and buttons in one widget.
 
-    def make(self) -> Any:
-        return self._make(ipywidgets.Text, disabled=True)
+    The browser sends the path and the new content of the input that was changed. That entry is not sent back to it:
+    ``entries`` is modified in place, and sent only if the entries of the forms differ from it after the change.
 
-    def shown(self, raw: Any) -> Any:
-        return "set in code only" if raw is None else f"set in code: {raw!r}"
+    Args:
+        forms: The forms by name.
+        parts: The parts, from the top.
+        on_click: Called with the id of the button that was clicked.
+    """
 
-    def _changed(self, change: Any) -> None:
-        """The text is not an entry."""
+    _esm = script("copy.js", "forms.js")
+    _css = asset("forms.css")
+    parts: Any = traitlets.List().tag(sync=True)
+    tables: Any = traitlets.Dict().tag(sync=True)
+    """Fields by the path of their form: of each form, and of the nested dataclasses that were opened."""
+    entries: Any = traitlets.Dict().tag(sync=True)
+    """The contents of the inputs by path."""
+    version: Any = traitlets.Int(0).tag(sync=True)
+    """How often ``entries`` was sent: an entry that was typed before the browser received the last ones is repeated."""
+    errors: Any = traitlets.Dict().tag(sync=True)
+    """Errors by path."""
+    suggestions: Any = traitlets.Dict().tag(sync=True)
+    """Values that are offered while typing, by path."""
+    texts: Any = traitlets.Dict().tag(sync=True)
+    """The HTML of the texts by key; see `show`."""
+    code: Any = traitlets.Unicode("").tag(sync=True)
+    """The text that the copy buttons copy."""
+    disabled: Any = traitlets.List().tag(sync=True)
+    """Ids of the buttons that cannot be clicked now."""
+
+    def __init__(
+        self, forms: Mapping[str, Form], parts: Iterable[Part], on_click: Callable[[str], None] | None = None
+    ) -> None:
+        super().__init__(parts=[asdict(part) for part in parts])
+        self._lock = threading.RLock()
+        self.add_class("na-form")
+        self._forms, self._on_click = forms, on_click
+        for form in forms.values():
+            form.view = self
+        self.update()
+        self.on_msg(self._on_message)
+
+    def update(self) -> None:
+        """Send what has changed in the forms since the last update."""
+        tables: dict[str, list[dict[str, Any]]] = {}
+        entries: dict[str, str | bool] = {}
+        errors: dict[str, str] = {}
+        for name, form in self._forms.items():
+            for path, draft in form.draft.opened(name):
+                tables[path] = draft.table
+                entries |= {f"{path}.{field}": shown for field, shown in draft.shown().items()}
+            errors |= {f"{name}.{field}": error for field, error in form.errors.items()}
+        with self.one_message():
+            self.tables, self.errors = tables, errors
+            if self.entries != entries:
+                self.entries, self.version = entries, self.version + 1
+
+    def show(self, **texts: str) -> None:
+        """Show texts by key: `Markup` as HTML, other strings as text."""
+        with self.one_message():
+            self.texts = {**self.texts, **{key: join([text]) for key, text in texts.items()}}
+
+    @contextmanager
+    def one_message(self) -> Iterator[None]:
+        """Send all changes at the end of the block in one message; other threads wait with theirs."""
+        with self._lock, self.hold_sync():
+            yield
+
+    def enter(self, path: str, shown: str | bool) -> None:
+        """Do what a change of an input does."""
+        form, _, name = path.partition(".")
+        self.entries[path] = shown
+        self._forms[form].enter(name, shown)
+
+    def click(self, button: str) -> None:
+        """Do what a click does."""
+        if self._on_click is not None:
+            self._on_click(button)
+
+    def _on_message(self, _: object, content: Any, __: object) -> None:
+        if content.get("kind") == "click":
+            self.click(content["id"])
+        elif content.get("kind") == "enter":
+            is_late = content["version"] != self.version
+            self.enter(content["path"], content["value"])
+            if is_late:
+                self.send_state("entries")
 
 
-class _NestedRow(_FlagRow):
-    """A box that opens the form of another dataclass below it. The form is created when it is first opened."""
-
-    form: Form | None = None
-
-    def __init__(self, form: Form, field: Field) -> None:
-        # Its own layout: it is hidden while the box is not ticked.
-        self._below = with_classes(ipywidgets.VBox(layout={"display": "none"}), "na-nested")
-        super().__init__(form, field)
-        self.widget = form.models.make(ipywidgets.VBox, children=[self.widget, self._below])
-
-    def load(self) -> None:
-        super().load()
-        if not self.field.optional:
-            self.input.disabled = True
-        self._open(bool(self.input.value))
-        if self.form is not None:
-            self.form.reload()
-
-    def _open(self, wanted: bool) -> None:
-        if wanted and self.form is None:
-            draft = self.form_of.draft.nested(self.field.name)
-            self.form = Form(draft, on_change=lambda _: self.form_of.check(), models=self.form_of.models)
-        self._below.children = (self.form.widget,) if wanted and self.form is not None else ()
-        self._below.layout.display = "" if wanted else "none"
-
-    def help(self) -> str:
-        return self.field.help or (summary(self.field.nested) if self.field.nested else "")
-
-    def _changed(self, change: Any) -> None:
-        self._open(bool(change["new"]))
-        super()._changed(change)
+def _drawn(field: Field) -> dict[str, Any]:
+    """Return a field as ``static/forms.js`` draws it."""
+    text_format = TEXT_FORMATS.get(field.kind)
+    input_kind, placeholder = field.kind, _NOT_SET
+    if text_format is not None:
+        input_kind = "area" if text_format.many_lines else "text"
+        default = text_of(field, field.default).replace("\n", " ")
+        hint = f"{_NOT_SET} ({text_format.hint})" if text_format.hint else _NOT_SET
+        placeholder = field.placeholder or (f"{default} (default)" if default else hint)
+    elif field.is_choice:
+        input_kind = "choice"
+    return {
+        "name": field.name,
+        "label": field.label,
+        "kind": input_kind,
+        "help": field.help or (summary(field.nested) if field.nested else ""),
+        "placeholder": placeholder,
+        "optional": field.optional,
+        "choices": list(field.by_label()) if field.is_choice else [],
+    }
 
 
-def _flag_row(form: Form, field: Field) -> _FieldRow:
-    return _ChoiceRow(form, field) if field.optional else _FlagRow(form, field)
-
-
-_ROW_TYPES: dict[str, Callable[[Form, Field], _FieldRow]] = {
-    "flag": _flag_row,
-    "choice": _ChoiceRow,
-    "code": _CodeRow,
-    "nested": _NestedRow,
-}
-
-
-def _complete(groups: Groups, names: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
-    """Return the groups, and one more with the fields that are in none."""
-    others = [name for name in names if not any(name in group for _, group in groups)]
-    return [*groups, *([("More" if groups else "", others)] if others else [])]
-
-
-def _label(value: Any) -> str:
-    return str(getattr(value, "value", value))
-
-
-def _with_code(text: str) -> Markup:
-    """Return a text with its `names` in backquotes as code elements."""
-    return Markup(re.sub(r"``?([^`]+)``?", r"<code>\1</code>", escape(text)))
-
-
-# ---- the order of the fields in the config panel
-
-LAUNCH_GROUPS = groups_of(LaunchConfig)
-TRAINING_GROUPS = (
-    ("", ("batch_size", "gradient_accumulation_steps")),
-    (
-        "Data, projects, compilation",
-        (
-            "dataloader_config", "gradient_accumulation_plugin", "project_config", "dynamo_plugin", "log_with",
-            "step_scheduler_with_optimizer",
-        ),
-    ),
-    (
-        "Arguments of torch and fp8 recipes",
-        (
-            "ddp_kwargs", "autocast_kwargs", "scaler_kwargs", "process_group_kwargs", "profile_kwargs",
-            "torchao_recipe", "transformer_engine_recipe", "msamp_recipe",
-        ),
-    ),
-    (
-        "Sharded and parallel training",
-        ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config", "torch_tp_plugin"),
-    ),
-)  # fmt: skip
+_NOT_SET = "default"
 
 
 # ---- entries: their values, their errors, and the instance that they make
@@ -454,6 +325,7 @@ class FormDraft:
         self.fields = fields_of(cls, choices, names)
         self.entries: dict[str, Any] = {}
         self._nested: dict[str, FormDraft] = {}
+        self._choices = {entry.name: entry.by_label() for entry in self.fields if entry.is_choice}
         self.load(value)
 
     def load(self, value: Any) -> None:
@@ -486,7 +358,9 @@ class FormDraft:
             if self.entries[entry.name]:
                 self.nested(entry.name).load(given if present else None)
         elif entry.kind in {"flag", "choice", "code"}:
-            self.entries[entry.name] = _member(entry, given)
+            self.entries[entry.name] = member = _member(entry, given)
+            if entry.is_choice:  # an object that was set in code can be chosen again
+                self._choices[entry.name].setdefault(entry.label_of(member), member)
         else:
             self.entries[entry.name] = text_of(entry, given)
 
@@ -497,6 +371,42 @@ class FormDraft:
             assert nested is not None, f"{name} is not a nested dataclass"
             self._nested[name] = FormDraft(nested, choices=CHOICES.get(nested.__name__))
         return self._nested[name]
+
+    # ---- what a view shows, and sends back
+
+    @cached_property
+    def table(self) -> list[dict[str, Any]]:
+        """The fields as a view draws them."""
+        return [_drawn(entry) for entry in self.fields]
+
+    def opened(self, path: str) -> Iterator[tuple[str, FormDraft]]:
+        """Return this draft and the drafts of nested dataclasses that have been opened, with their paths.
+
+        Args:
+            path: The path of this draft.
+        """
+        yield path, self
+        for name, draft in self._nested.items():
+            yield from draft.opened(f"{path}.{name}")
+
+    def shown(self) -> dict[str, str | bool]:
+        """Return the contents of the inputs by field."""
+        return {entry.name: _shown(entry, self.entries[entry.name]) for entry in self.fields}
+
+    def enter(self, path: str, shown: str | bool) -> None:
+        """Set an entry from the content of its input; see `Form.enter`."""
+        name, _, inner = path.partition(".")
+        if inner:
+            self.nested(name).enter(inner, shown)
+        elif name in self._choices:
+            self.entries[name] = self._choices[name].get(str(shown), shown) if shown else None
+        else:
+            entry = next(entry for entry in self.fields if entry.name == name)
+            if entry.kind == "nested" and shown:
+                self.nested(name)
+            self.entries[name] = shown
+
+    # ---- the instance
 
     def check(self) -> Checked:
         """Create the instance, with the checks of the dataclass itself, and collect the errors by field."""
@@ -585,6 +495,15 @@ class FormDraft:
 
 CHOICES: dict[str, Mapping[str, Sequence[Any]]] = {}
 """Allowed values by class name and field, for types that do not list them; panels add their own rows."""
+
+
+def _shown(entry: Field, raw: Any) -> str | bool:
+    """Return the content of the input of a field."""
+    if entry.kind == "code":
+        return "set in code only" if raw is None else f"set in code: {raw!r}"
+    if entry.is_choice:
+        return entry.label_of(raw)
+    return raw  # type: ignore[no-any-return]  # a text, or whether the box is ticked
 
 
 def _member(entry: Field, given: Any) -> Any:

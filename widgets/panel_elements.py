@@ -1,4 +1,4 @@
-"""What panels and forms share: scripts, style sheets, boxes, messages, MIME bundles, and models.
+"""What panels and forms share: scripts, style sheets, boxes, messages, and MIME bundles.
 
 Importing this module imports no widget library: panels without widgets use it, too.
 """
@@ -78,40 +78,6 @@ def widget_bundle(widget: Any, static: Mapping[str, Any]) -> dict[str, Any]:
     """
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {"application/vnd.jupyter.widget-view+json": view, **static}
-
-
-class SharedModels:
-    """Layouts and styles, shared by the widgets that `make` returns.
-
-    Each is a model, and a message to the browser: without sharing, two of three models of a form are these.
-    """
-
-    def __init__(self) -> None:
-        self._layouts: dict[str, Any] = {}
-        self._styles: dict[tuple[Any, str], Any] = {}
-
-    def make(self, kind: Any, *, width: str = "", label: str = "", **traits: Any) -> Any:
-        """Return a widget.
-
-        Args:
-            kind: Its class.
-            width: Its width, as in a style sheet; "": the style sheet's.
-            label: Width of its description; "": the class's own.
-            **traits: Values of its other traits.
-        """
-        import ipywidgets
-
-        if width not in self._layouts:
-            self._layouts[width] = ipywidgets.Layout(**({"width": width} if width else {}))
-        traits["layout"] = self._layouts[width]
-        if not kind.class_traits().get("style"):
-            return kind(**traits)
-        known = self._styles.get((kind, label))
-        if known is None:
-            made = kind(**traits, **({"style": {"description_width": label}} if label else {}))
-            self._styles[kind, label] = made.style
-            return made
-        return kind(**traits, style=known)
 
 
 def asset(name: str) -> str:

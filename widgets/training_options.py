@@ -24,6 +24,7 @@ from notebook_accelerate.config.low_precision import AORecipeKwargs, MSAMPRecipe
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig, TorchTensorParallelPlugin
 from notebook_accelerate.config.plain_values import check_whole_number
+from notebook_accelerate.config.settings import setting
 from notebook_accelerate.widgets.forms import CHOICES
 
 HANDLERS = {
@@ -45,6 +46,9 @@ DYNAMO_KEYS = {
     "use_regional_compilation": "dynamo_use_regional_compilation",
 }
 """Fields of TorchDynamoPlugin, and their names in a configuration file."""
+_DATA = "Data, projects, compilation"
+_ARGUMENTS = "Arguments of torch and fp8 recipes"
+_SHARDED = "Sharded and parallel training"
 
 
 @dataclass(kw_only=True)
@@ -55,47 +59,47 @@ class TrainingOptions:
         ValueError: A value is not allowed, or two options exclude each other.
     """
 
-    batch_size: int | None = None
+    batch_size: int | None = setting()
     """Batch size of your loader in the training function; only used to show the effective batch size."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = setting(1)
     """Batches per optimizer step."""
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = setting(group=_DATA)
     """How gradients are accumulated, in detail."""
-    dataloader_config: DataLoaderConfiguration | None = None
+    dataloader_config: DataLoaderConfiguration | None = setting(group=_DATA)
     """How data loaders divide their data among ranks; None: the defaults."""
-    project_config: ProjectConfiguration | None = None
+    project_config: ProjectConfiguration | None = setting(group=_DATA)
     """Folders of checkpoints and logs; None: none are set."""
-    dynamo_plugin: TorchDynamoPlugin | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = setting(group=_DATA)
     """How ``torch.compile`` compiles models; None: they are not compiled."""
-    log_with: list[str] | None = None
+    log_with: list[str] | None = setting(group=_DATA)
     """Experiment trackers: all, aim, tensorboard, wandb, comet_ml, mlflow, trackio, clearml, dvclive, swanlab."""
-    step_scheduler_with_optimizer: bool = True
+    step_scheduler_with_optimizer: bool = setting(True, group=_DATA)
     """Whether a scheduler advances with the optimizer's steps (True) or when you call it (False)."""
-    ddp_kwargs: DistributedDataParallelKwargs | None = None
+    ddp_kwargs: DistributedDataParallelKwargs | None = setting(group=_ARGUMENTS)
     """Arguments of DistributedDataParallel; None: torch's defaults."""
-    autocast_kwargs: AutocastKwargs | None = None
+    autocast_kwargs: AutocastKwargs | None = setting(group=_ARGUMENTS)
     """Arguments of ``torch.autocast``; None: torch's defaults."""
-    scaler_kwargs: GradScalerKwargs | None = None
+    scaler_kwargs: GradScalerKwargs | None = setting(group=_ARGUMENTS)
     """Arguments of the gradient scaler of fp16; None: torch's defaults."""
-    process_group_kwargs: InitProcessGroupKwargs | None = None
+    process_group_kwargs: InitProcessGroupKwargs | None = setting(group=_ARGUMENTS)
     """Backend and time limit of collectives; None: those of the device."""
-    profile_kwargs: ProfileKwargs | None = None
+    profile_kwargs: ProfileKwargs | None = setting(group=_ARGUMENTS)
     """What ``Accelerator.profile`` records; None: every step."""
-    torchao_recipe: AORecipeKwargs | None = None
+    torchao_recipe: AORecipeKwargs | None = setting(group=_ARGUMENTS)
     """Recipe of fp8 by torchao."""
-    transformer_engine_recipe: TERecipeKwargs | None = None
+    transformer_engine_recipe: TERecipeKwargs | None = setting(group=_ARGUMENTS)
     """Recipe of fp8 by Transformer Engine."""
-    msamp_recipe: MSAMPRecipeKwargs | None = None
+    msamp_recipe: MSAMPRecipeKwargs | None = setting(group=_ARGUMENTS)
     """Recipe of fp8 by MS-AMP."""
-    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = setting(group=_SHARDED)
     """Settings of FSDP; None: it is not used."""
-    deepspeed_plugin: DeepSpeedPlugin | None = None
+    deepspeed_plugin: DeepSpeedPlugin | None = setting(group=_SHARDED)
     """Settings of DeepSpeed; None: it is not used."""
-    megatron_lm_plugin: MegatronLMPlugin | None = None
+    megatron_lm_plugin: MegatronLMPlugin | None = setting(group=_SHARDED)
     """Settings of Megatron-LM; None: it is not used."""
-    torch_tp_plugin: TorchTensorParallelPlugin | None = None
+    torch_tp_plugin: TorchTensorParallelPlugin | None = setting(group=_SHARDED)
     """Tensor parallelism of models that split themselves; None: it is not used."""
-    parallelism_config: ParallelismConfig | None = None
+    parallelism_config: ParallelismConfig | None = setting(group=_SHARDED)
     """The degree of each kind of parallelism; None: data parallelism only."""
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from notebook_accelerate.widgets.panel_elements import script
 from tests.support.browser import DAILY_IN_LAB, App, Browser, NotebookPage, Server
 
 TRAIN = """
@@ -31,7 +32,7 @@ FOCUSED = """() => {
   const element = document.activeElement;
   return element.getAttribute('aria-label') || element.labels?.[0]?.innerText || element.innerText || '';
 }"""
-LAUNCH = ".na-form button.mod-primary"
+LAUNCH = ".na-form button.na-primary"
 # The message is shown for four seconds only.
 WATCH_FOR_COPIED = """() => {
   const text = () => [...document.querySelectorAll('[role=status]')].some(e => e.textContent.includes('Copied'));
@@ -84,6 +85,89 @@ def _tab(page: NotebookPage, title: str) -> None:
     page.page.locator(".na-form [role=tab]", has_text=title).first.click()
 
 
+# ---- the script alone
+
+MODEL = """() => {
+  const handlers = {};
+  const field = (name, kind, more) => ({
+    name, label: name, kind, help: "", placeholder: "default", optional: true, choices: [], ...more,
+  });
+  window.traits = {
+    parts: [
+      { kind: "fields", id: "f", title: "", names: ["a", "b"] },
+      { kind: "fields", id: "f", title: "Folded", names: ["inner", "mode"] },
+    ],
+    tables: {
+      f: [
+        field("a", "text"), field("b", "area"), field("inner", "nested"), field("mode", "choice", { choices: ["x"] }),
+      ],
+      size: [field("size", "text")],
+    },
+    entries: { "f.a": "1", "f.b": "2", "f.inner": false, "f.mode": "" },
+    version: 7, errors: {}, suggestions: {}, texts: {}, code: "", disabled: [],
+  };
+  window.sent = [];
+  window.model = {
+    get: (name) => traits[name],
+    set: (name, value) => { traits[name] = value; (handlers[`change:${name}`] || []).forEach((handler) => handler()); },
+    on: (event, handler) => { (handlers[event] ||= []).push(handler); },
+    off: (event, handler) => { handlers[event] = handlers[event].filter((each) => each !== handler); },
+    send: (message) => sent.push(message),
+  };
+  const el = document.createElement("div");
+  el.className = "na-form";
+  document.body.append(el);
+  const stop = view.render({ model, el });
+  window.leave = () => { stop(); return Object.values(handlers).flat().length; };
+}"""
+
+
+@pytest.fixture
+def drawn(chromium: Browser) -> Iterator[Any]:
+    """Draw a form of four fields on an empty page."""
+    page = chromium.context.new_page()
+    page.add_script_tag(content=script("copy.js", "forms.js").replace("export default", "globalThis.view ="))
+    page.evaluate(MODEL)
+    yield page
+    page.close()
+
+
+def test_what_is_typed_is_sent_and_never_replaced_while_it_is_typed(drawn: Any) -> None:
+    a, b = drawn.get_by_label("a", exact=True), drawn.get_by_label("b", exact=True)
+    a.focus()
+    drawn.keyboard.press("End")
+    drawn.keyboard.type("0")
+    assert drawn.evaluate("sent") == [{"kind": "enter", "path": "f.a", "value": "10", "version": 7}]
+    drawn.evaluate("model.set('errors', {'f.a': '<b>wrong'})")
+    drawn.evaluate("model.set('entries', {...traits.entries, 'f.a': '5', 'f.b': '6'})")
+    assert drawn.locator("[role=alert]").inner_text() == "<b>wrong"
+    assert (a.input_value(), b.input_value()) == ("10", "6")
+    drawn.keyboard.type("2")
+    assert a.input_value() == "102"
+    drawn.evaluate("model.set('entries', {...traits.entries, 'f.a': '5'})")
+    b.focus()
+    assert a.input_value() == "5"
+
+
+def test_folds_stay_open_and_count_their_errors(drawn: Any) -> None:
+    drawn.locator("summary").click()
+    drawn.get_by_label("inner", exact=True).check()
+    assert drawn.evaluate("sent.at(-1).path") == "f.inner"
+    drawn.evaluate("model.set('tables', {...traits.tables, 'f.inner': traits.tables.size})")
+    drawn.evaluate("model.set('entries', {...traits.entries, 'f.inner.size': 'many', 'f.mode': 'an object'})")
+    drawn.evaluate("model.set('errors', {'f.inner.size': 'not a number', 'f.a': 'wrong'})")
+    assert drawn.locator("summary").inner_text() == "Folded (1 to correct)"
+    assert drawn.locator("details").evaluate("each => each.open")
+    assert drawn.get_by_label("size", exact=True).input_value() == "many"
+    assert drawn.get_by_label("mode", exact=True).input_value() == "an object"
+    drawn.get_by_label("inner", exact=True).uncheck()
+    assert not drawn.get_by_label("size", exact=True).is_visible()
+    assert drawn.evaluate("leave()") == 0, "handlers of the model"
+
+
+# ---- in a notebook
+
+
 @BOTH
 def test_configure_and_launch(opened: Any, app: App) -> None:
     page = opened()
@@ -115,7 +199,7 @@ EDGES = """() => {
     .filter(each => each.checkVisibility()).map(each => each.getBoundingClientRect());
   const inputs = edges(':is(.na-fields, .na-launch) :is(input[type=text], select)');
   const spread = (values) => Math.max(...values) - Math.min(...values);
-  const [button] = edges('.na-launch button'), [panel] = edges('.na-plan');
+  const [button] = edges(".na-launch > button"), [panel] = edges('.na-plan');
   return [inputs.length, spread(inputs.map(each => each.left)), spread(inputs.map(each => each.width)),
     Math.abs(panel.right - button.right)];
 }"""

@@ -53,9 +53,9 @@ def test_the_panel_is_a_widget_with_its_static_form_below(shown: Cell) -> None:
 
 
 def test_the_static_form_follows_what_is_entered(kernel: Kernel, shown: Cell) -> None:
-    kernel.check("panel.launch_form.input('max_restarts').value = '3'")
+    kernel.check("panel.launch_form.enter('max_restarts', '3')")
     kernel.wait_for(lambda: "max_restarts=3" in _static(kernel, shown), what="the static form to follow")
-    kernel.check("panel.launch_form.input('max_restarts').value = '0'")
+    kernel.check("panel.launch_form.enter('max_restarts', '0')")
 
 
 def _static(kernel: Kernel, shown: Cell) -> str:
@@ -67,21 +67,21 @@ def _static(kernel: Kernel, shown: Cell) -> str:
 
 
 def test_a_click_launches_and_output_appears_under_the_panels_cell(kernel: Kernel, shown: Cell) -> None:
-    click = kernel.check("panel._go.click()")
+    click = kernel.check("panel.click('launch')")
     kernel.check("panel.runs[-1].wait()")
     kernel.wait_for(lambda: "[rank 1] training 21" in shown.stdout, what="the ranks' output under the panel")
     kernel.wait_for(lambda: "[rank 0] training 21" in shown.stdout, what="the ranks' output under the panel")
     assert "training" not in click.stdout
     assert kernel.value("panel.runs[-1].results") == [42, 42]
-    kernel.wait_for(lambda: "succeeded" in kernel.value("panel._run_note.value"), what="the panel to say so")
+    kernel.wait_for(lambda: "succeeded" in kernel.value("panel.widget.texts['run']"), what="the panel to say so")
 
 
 def test_a_click_that_cannot_launch_raises_nothing_in_the_cell(kernel: Kernel, shown: Cell) -> None:
-    kernel.check("panel._args.value = '(1'")
-    click = kernel.check("panel._go.click()")
+    kernel.check("panel.widget.enter('call.arguments', '(1')")
+    click = kernel.check("panel.click('launch')")
     assert click.stderr == ""
-    assert "SyntaxError" in kernel.value("panel._run_note.value")
-    kernel.check("panel._args.value = ''")
+    assert "SyntaxError" in kernel.value("panel.widget.texts['run']")
+    kernel.check("panel.widget.enter('call.arguments', '')")
 
 
 def test_closing_replaces_the_widget_by_the_static_form(kernel: Kernel, shown: Cell) -> None:
@@ -99,7 +99,7 @@ def test_closing_replaces_the_widget_by_the_static_form(kernel: Kernel, shown: C
 
 def test_functions_of_the_notebook_are_offered(kernel: Kernel) -> None:
     kernel.check("def other():\n    pass\npanel.refresh()")
-    assert kernel.value("panel._name.options")[:2] == ["other", "train"]
+    assert kernel.value("panel.widget.suggestions['call.function']")[:2] == ["other", "train"]
 
 
 def test_a_panel_loads_no_torch_into_the_kernel() -> None:
@@ -108,16 +108,16 @@ def test_a_panel_loads_no_torch_into_the_kernel() -> None:
         assert kernel.value("'torch' not in __import__('sys').modules")
 
 
-def test_a_panel_sends_few_messages_until_its_tabs_and_folds_are_opened(fresh: Kernel) -> None:
+def test_a_panel_sends_few_messages_and_nested_forms_when_they_are_opened(fresh: Kernel) -> None:
     """A kernel drops what a slow server has not taken, beyond 1,000 messages; there were 720 at once."""
     shown = fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
     sent = [message["msg_type"] for message in shown.comms]
-    assert sent.count("comm_open") < 100
-    assert len(sent) < 150
-    assert fresh.value("len(panel.training_form._rows)") == 0
-    opened = fresh.check("panel._tabs.selected_index = 1")
-    assert fresh.value("[*panel.training_form._rows]") == ["batch_size", "gradient_accumulation_steps"]
-    assert 0 < len(opened.comms) < 50
+    assert sent.count("comm_open") == 2, "the view and its layout"
+    assert len(sent) < 10
+    assert "training.fsdp_plugin" not in fresh.value("list(panel.widget.tables)")
+    opened = fresh.check("panel.widget.enter('training.fsdp_plugin', True)")
+    assert "training.fsdp_plugin" in fresh.value("list(panel.widget.tables)")
+    assert 0 < len(opened.comms) < 5
 
 
 WARM_TORCH = """
@@ -134,7 +134,7 @@ def test_the_form_and_the_launch_make_the_same_plan_after_work_of_many_threads()
         kernel.check(WARM_TORCH)
         kernel.check(CONFIGURE)
         assert kernel.value("panel.plan.sentence()") == "2 processes on cpu · fork (the kernel is safe to fork) · gloo"
-        kernel.check("panel._go.click()\nrun.wait()")
+        kernel.check("panel.click('launch')\nrun.wait()")
         assert kernel.value("run.plan.start_method") == "fork"
         assert kernel.value("run.plan.sentence() == panel.plan.sentence()")
 
@@ -142,6 +142,6 @@ def test_the_form_and_the_launch_make_the_same_plan_after_work_of_many_threads()
 def test_a_click_binds_the_variable_of_the_cell_that_the_panel_shows(kernel: Kernel, shown: Cell) -> None:
     kernel.check("run = None")
     assert "run = notebook_launcher(" in kernel.value("panel.code")
-    kernel.check("panel._go.click()\nrun.wait()")
+    kernel.check("panel.click('launch')\nrun.wait()")
     assert kernel.value("run is panel.runs[-1]")
     assert kernel.value("list(run.results)") == [42, 42]

@@ -69,17 +69,21 @@ function makeButton(name, aria) {
   return button;
 }
 
-function render({ model, el }) {
-  const button = makeButton("Copy", `${model.get("label")} to the clipboard`);
+/* Adds the buttons to an element, and returns a function that removes their observers.
+ *
+ * `label` says what is copied, `insertable` whether the text is the code of a cell, and `text()` returns it.
+ */
+function addCopyButtons(el, label, insertable, text) {
+  const button = makeButton("Copy", `${label} to the clipboard`);
   const insert = makeButton("Insert cell below", "Insert a cell below with this code");
   const status = document.createElement("span");
   status.setAttribute("role", "status");
   status.className = "na-hidden";
   const timers = new Map();
-  const say = (target, name, done, text, problem) => {
-    status.textContent = done ? text : problem;
+  const say = (target, name, done, success, problem) => {
+    status.textContent = done ? success : problem;
     status.className = done ? "na-hidden" : "na-help";
-    target.textContent = done ? `${text} ✓` : name;
+    target.textContent = done ? `${success} ✓` : name;
     target.classList.toggle("na-done", done);
     clearTimeout(timers.get(target));
     timers.set(target, setTimeout(() => {
@@ -89,24 +93,25 @@ function render({ model, el }) {
     }, 4000));
   };
   button.addEventListener("click", async () => {
-    say(button, "Copy", await copy(model.get("text")), "Copied", "The browser does not allow copying here: select the text and copy it");
+    say(button, "Copy", await copy(text()), "Copied", "The browser does not allow copying here: select the text and copy it");
   });
   insert.addEventListener("click", async () => {
-    const done = await insertBelow(el, model.get("text")).then(() => true, () => false);
+    const done = await insertBelow(el, text()).then(() => true, () => false);
     say(insert, "Insert cell below", done, "Inserted", "The cell could not be inserted here: copy the code");
   });
   el.classList.add("na-copies");
   insert.hidden = true;
   el.append(button, insert, status);
-  const offer = () => { insert.hidden = !(model.get("insertable") && insertButton(el)); };
-  const shown = new IntersectionObserver(offer);  // the element is attached later, and the toolbar may be too
+  // The element is attached later, and the toolbar may be too.
+  const shown = new IntersectionObserver(() => { insert.hidden = !(insertable && insertButton(el)); });
   shown.observe(el);
-  model.on("change:insertable", offer);
   return () => {
     shown.disconnect();
-    model.off("change:insertable", offer);
     timers.forEach(clearTimeout);
   };
 }
 
-export default { render };
+/* Draws a CopyButton. */
+function showCopyButtons({ model, el }) {
+  return addCopyButtons(el, model.get("label"), model.get("insertable"), () => model.get("text"));
+}

@@ -76,7 +76,7 @@ def test_no_text_about_a_launch_shows_a_value(name: str) -> None:
     }
     if config.num_nodes == 1:
         panel = ConfigPanel(config=config)
-        texts["panel"] = panel.text + panel.html + panel.sentence + str(panel._code.value)
+        texts["panel"] = panel.text + panel.html + panel.sentence + panel.widget.texts["cell"]
         texts["plan"] = repr(panel.plan) + panel.plan.sentence()
         panel.close()
     table = RunsTable([run, make_run(2)])

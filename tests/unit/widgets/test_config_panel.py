@@ -1,4 +1,4 @@
-"""The config panel without a browser: its widgets are set as a browser would set them."""
+"""The config panel without a browser: what a browser would send is entered and clicked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.widgets import ConfigPanel, TrainingOptions, config_file_form
-from notebook_accelerate.widgets.forms import LAUNCH_GROUPS, TRAINING_GROUPS
+from notebook_accelerate.widgets.fields import groups_of
 from tests.support.detached import user_folder
 
 CPU = HardwareInfo(accelerator="cpu", count=0, cpu_count=8, memory_bytes=2**34, host="jupyter", loopback="lo")
@@ -39,8 +39,13 @@ def _panel(machine: HardwareInfo = CPU, facts: KernelFacts = SAFE, **values: Any
 def _set(panel: ConfigPanel, **values: Any) -> ConfigPanel:
     for name, value in values.items():
         form = panel.launch_form if name in LaunchConfig.__dataclass_fields__ else panel.training_form
-        form.input(name).value = value
+        form.enter(name, value)
     return panel
+
+
+def _call(panel: ConfigPanel, function: str, arguments: str) -> None:
+    panel.widget.enter("call.function", function)
+    panel.widget.enter("call.arguments", arguments)
 
 
 NUMBERS = object()
@@ -61,8 +66,8 @@ def fail() -> None:
 def test_the_sentence_describes_the_plan() -> None:
     panel = _set(_panel(), num_processes="2", mixed_precision="bf16", batch_size="8", gradient_accumulation_steps="4")
     assert panel.sentence == "2 processes on cpu, fork, gloo, bf16; effective batch: 64"
-    assert panel.sentence in panel._plan_view.value
-    assert "8 per process × 2 processes × 4 accumulation steps" in panel._plan_view.value
+    assert panel.sentence in panel.widget.texts["plan"]
+    assert "8 per process × 2 processes × 4 accumulation steps" in panel.widget.texts["plan"]
 
 
 def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
@@ -70,7 +75,7 @@ def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
     busy = KernelFacts(environment={}, fork_hazard=lambda: "CUDA is initialised in the kernel")
     panel = _panel(GPUS, busy)
     assert panel.sentence.startswith("4 processes on cuda, zygote, nccl")
-    assert "zygote: CUDA is initialised in the kernel" in panel._plan_view.value
+    assert "zygote: CUDA is initialised in the kernel" in panel.widget.texts["plan"]
     assert _set(panel, cpu=True).sentence.startswith("1 process on cpu, zygote, fp32")
     assert _set(panel, num_nodes="2", num_processes="3").sentence.startswith("3 processes of 6 on cpu, zygote, gloo")
 
@@ -78,30 +83,30 @@ def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
 def test_split_batches_are_not_multiplied_by_the_processes() -> None:
     panel = _set(_panel(), num_processes="2", batch_size="8", dataloader_config=True)
     assert panel.sentence.endswith("effective batch: 16")
-    panel.training_form.nested("dataloader_config").input("split_batches").value = True
+    panel.training_form.enter("dataloader_config.split_batches", True)
     assert panel.sentence.endswith("effective batch: 8")
 
 
 def test_one_blocking_process_runs_inline() -> None:
     panel = _set(_panel(), block=True)
     assert panel.sentence.startswith("1 process on cpu, inline, fp32")
-    assert "Launch starts it in the background" in panel._plan_view.value
+    assert "Launch starts it in the background" in panel.widget.texts["plan"]
 
 
 def test_a_launch_that_does_not_fit_the_machine_is_an_error() -> None:
     panel = _set(_panel(GPUS), num_processes="5")
     assert "this machine has 4 cuda devices" in panel.errors[""]
-    assert 'role="alert"' in panel._plan_view.value
-    assert panel._go.disabled
+    assert 'role="alert"' in panel.widget.texts["plan"]
+    assert panel.widget.disabled == ["launch"]
     assert panel.code.startswith("# num_processes=5")
     _set(panel, num_processes="4")
     assert panel.errors == {}
-    assert not panel._go.disabled
+    assert panel.widget.disabled == []
 
 
 def test_the_hardware_is_shown() -> None:
     for fact in ("4 × cuda", "16 CPU cores", "64.0 GB memory", "Colab"):
-        assert f"<li>{fact}</li>" in _panel(GPUS)._title.value
+        assert f"<li>{fact}</li>" in _panel(GPUS).widget.texts["title"]
     assert "no accelerator" in _panel().text
 
 
@@ -130,7 +135,7 @@ def test_fields_are_set_from_code() -> None:
     panel.change(num_processes=2, timeout=60.0, batch_size=8, dataloader_config=DataLoaderConfiguration(data_seed=1))
     given = {"dataloader_config": DataLoaderConfiguration(data_seed=1)}
     assert panel.config == LaunchConfig(num_processes=2, timeout=60.0, block=False, accelerator=given)
-    assert panel.launch_form.input("num_processes").value == "2"
+    assert panel.launch_form.draft.shown()["num_processes"] == "2"
     assert panel.training.dataloader_config == DataLoaderConfiguration(data_seed=1)
     with pytest.raises(ValueError, match="num_processes=0 is not allowed"):
         panel.change(batch_size=9, num_processes=0)
@@ -213,7 +218,7 @@ def test_the_accelerator_takes_every_option() -> None:
 )
 def test_the_cell_launches_what_is_set(entries: dict[str, Any]) -> None:
     panel = _set(_panel(), **entries)
-    panel._name.value, panel._args.value = "train", "(3,)"
+    _call(panel, "train", "(3,)")
     called: dict[str, Any] = {}
 
     def notebook_launcher(function: Any, args: Any = (), **values: Any) -> str:
@@ -247,8 +252,8 @@ def test_the_cell_contains_the_options_of_the_training() -> None:
 
 def test_the_copied_text_is_the_cell() -> None:
     panel = _set(_panel(), num_processes="2")
-    assert panel._copy.text == panel.code
-    assert "num_processes=2" in panel._code.value
+    assert panel.widget.code == panel.code
+    assert "num_processes=2" in panel.widget.texts["cell"]
 
 
 # ---- configuration files
@@ -292,28 +297,29 @@ def test_a_saved_configuration_is_the_same_when_it_is_loaded(
 def test_an_error_is_shown_once_and_goes_when_it_is_mended() -> None:
     panel = _set(_panel(), num_processes="0")
     error = panel.errors["num_processes"]
-    shown = [panel._plan_view.value, panel._code.value, panel._copy.text, panel._run_note.value]
-    assert panel.launch_form.note("num_processes").count(str(escape(error))) == 1
+    shown = [panel.widget.texts["plan"], panel.widget.texts["cell"], panel.widget.code, panel.widget.texts["run"]]
+    assert panel.widget.errors == {"launch.num_processes": error}
     assert not any(str(escape(error)) in text or error in text for text in shown)
-    assert "Correct num_processes to see the plan" in panel._plan_view.value
+    assert "Correct num_processes to see the plan" in panel.widget.texts["plan"]
     assert (panel.text.count(error), panel.html.count(str(escape(error)))) == (1, 1)
     _set(panel, num_processes="2")
-    assert "num_processes=0" not in panel.launch_form.note("num_processes") + panel._plan_view.value
-    assert "2 processes on" in panel._plan_view.value
+    assert panel.widget.errors == {}
+    assert "num_processes=0" not in panel.widget.texts["plan"]
+    assert "2 processes on" in panel.widget.texts["plan"]
 
 
 def test_the_error_of_a_click_goes_when_something_is_entered() -> None:
     panel = _panel()
-    panel._name.value = "nothing_here"
-    panel._go.click()
-    assert "is not a function of this notebook" in panel._run_note.value
-    panel._name.value = "nothing_here_eithe"
-    assert panel._run_note.value == ""
-    panel._file.value = "/nowhere/config.yaml"
-    panel._load.click()
-    assert "FileNotFoundError" in panel._file_note.value
-    panel._file.value = "/nowhere/else.yaml"
-    assert panel._file_note.value == ""
+    panel.widget.enter("call.function", "nothing_here")
+    panel.click("launch")
+    assert "is not a function of this notebook" in panel.widget.texts["run"]
+    panel.widget.enter("call.function", "nothing_here_eithe")
+    assert panel.widget.texts["run"] == ""
+    panel.widget.enter("file.path", "/nowhere/config.yaml")
+    panel.click("load")
+    assert "FileNotFoundError" in panel.widget.texts["file"]
+    panel.widget.enter("file.path", "/nowhere/else.yaml")
+    assert panel.widget.texts["file"] == ""
 
 
 def test_settings_of_a_file_without_a_field_are_kept_and_reach_the_ranks(tmp_path: Path) -> None:
@@ -357,12 +363,12 @@ def test_gpu_ids_of_a_file_become_the_visible_devices(tmp_path: Path) -> None:
 def test_files_that_cannot_be_loaded_are_reported_beside_the_button(tmp_path: Path) -> None:
     panel = _set(_panel(), num_processes="3")
     file = tmp_path / "config.yaml"
-    panel._file.value = str(file)
-    panel._load.click()
-    assert "FileNotFoundError" in panel._file_note.value
+    panel.widget.enter("file.path", str(file))
+    panel.click("load")
+    assert "FileNotFoundError" in panel.widget.texts["file"]
     file.write_text(yaml.safe_dump({"num_process": 2}))
-    panel._load.click()
-    assert "unknown keys: num_process" in panel._file_note.value
+    panel.click("load")
+    assert "unknown keys: num_process" in panel.widget.texts["file"]
     assert panel.config.num_processes == 3
     with pytest.raises(ValueError, match="unknown keys"):
         panel.load(file)
@@ -372,14 +378,14 @@ def test_saving_over_another_file_asks_first(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("mine: true\n")
     panel = _set(_panel(), num_processes="2", timeout="5")
-    panel._file.value = str(file)
-    panel._save.click()
-    assert "Click Save again" in panel._file_note.value
+    panel.widget.enter("file.path", str(file))
+    panel.click("save")
+    assert "Click Save again" in panel.widget.texts["file"]
     assert file.read_text() == "mine: true\n"
-    panel._save.click()
-    assert "Saved. Not stored: block, timeout." in panel._file_note.value
+    panel.click("save")
+    assert "Saved. Not stored: block, timeout." in panel.widget.texts["file"]
     assert ClusterConfig.from_yaml_file(file).num_processes == 2
-    _set(panel, num_processes="")._save.click()
+    _set(panel, num_processes="").click("save")
     assert "num_processes" not in file.read_text(), "Accelerate's launcher refuses -1"
 
 
@@ -397,12 +403,12 @@ def test_a_launch_from_code_returns_the_run() -> None:
 
 def test_the_button_launches_without_blocking_and_shows_the_outcome() -> None:
     panel = _set(ConfigPanel(double, (5,)), num_processes="2", cpu=True, use_port="0", block=True)
-    panel._go.click()
+    panel.click("launch")
     run = panel.runs[-1]
     assert run.config.block is False
     run.wait()
     assert run.results == (10, 10)
-    assert f"run {run.id} succeeded" in panel._run_note.value
+    assert f"run {run.id} succeeded" in panel.widget.texts["run"]
 
 
 def test_the_check_box_detaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,31 +418,31 @@ def test_the_check_box_detaches_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert panel.sentence.startswith("2 processes on cpu, zygote")
     assert "detach=True" in panel.code
     with user_folder(tmp_path, monkeypatch):
-        panel._go.click()
+        panel.click("launch")
         run = panel.runs[-1]
         assert run.folder is not None
         assert run.wait(120)
         assert (run.results, run.plan and run.plan.start_method) == ((10, 10), "zygote")
         assert attach(run.name) is run
-        assert f"run {run.id} succeeded" in panel._run_note.value
+        assert f"run {run.id} succeeded" in panel.widget.texts["run"]
     assert "detach=True is not allowed with start_method='fork'" in str(_set(panel, start_method="fork").errors)
 
 
 def test_a_failing_run_is_shown_in_the_panel_and_raises_nothing() -> None:
     panel = _set(ConfigPanel(fail), num_processes="2", cpu=True, use_port="0")
-    panel._go.click()
+    panel.click("launch")
     panel.runs[-1].wait()
     assert panel.runs[-1].status == "failed"
-    assert "KeyError" in panel._run_note.value
-    assert 'role="alert"' in panel._run_note.value
+    assert "KeyError" in panel.widget.texts["run"]
+    assert 'role="alert"' in panel.widget.texts["run"]
 
 
 def test_functions_and_arguments_are_taken_from_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "twice", double, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "number", 21, raising=False)
     panel = _set(ConfigPanel(), cpu=True)
-    panel._name.value, panel._args.value = "twice", "(number,)"
-    panel._go.click()
+    _call(panel, "twice", "(number,)")
+    panel.click("launch")
     panel.runs[-1].wait()
     assert panel.runs[-1].results == (42,)
 
@@ -450,7 +456,7 @@ def test_the_cell_has_the_arguments_that_the_form_was_made_with(
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "numbers", NUMBERS, raising=False)
     panel = ConfigPanel(double, arguments)
-    assert panel._args.value == shown
+    assert panel.widget.entries["call.arguments"] == shown
     assert f"notebook_launcher(double, {shown}" in panel.code or not shown
     assert panel._chosen_arguments() == arguments
 
@@ -469,9 +475,9 @@ def test_a_launch_that_is_not_possible_is_reported_beside_the_button(
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "double", double, raising=False)
     panel = _panel()
-    panel._name.value, panel._args.value = name, arguments
-    panel._go.click()
-    assert message in panel._run_note.value
+    _call(panel, name, arguments)
+    panel.click("launch")
+    assert message in panel.widget.texts["run"]
     assert panel.runs == []
 
 
@@ -500,20 +506,20 @@ def test_a_broken_listener_leaves_the_form_usable(monkeypatch: pytest.MonkeyPatc
     panel = _panel()
     monkeypatch.setattr(ConfigPanel, "_plan_html", lambda *_: 1 / 0)
     _set(panel, num_processes="2")
-    assert "ZeroDivisionError" in panel._run_note.value
+    assert "ZeroDivisionError" in panel.widget.texts["run"]
     assert panel.config.num_processes == 2
 
 
 def test_configure_is_a_public_name() -> None:
     panel = notebook_accelerate.configure(double, (3,), config=LaunchConfig(num_processes=2, cpu=True))
     assert isinstance(panel, ConfigPanel)
-    assert panel._name.value == "double"
+    assert panel.widget.entries["call.function"] == "double"
     assert panel.config == LaunchConfig(num_processes=2, cpu=True)
 
 
 def test_every_field_has_its_place_in_the_panel() -> None:
-    for groups, cls in ((LAUNCH_GROUPS, LaunchConfig), (TRAINING_GROUPS, TrainingOptions)):
-        placed = [name for _, names in groups for name in names]
+    for cls in (LaunchConfig, TrainingOptions):
+        placed = [name for _, names in groups_of(cls) for name in names]
         # The arguments of an Accelerator are the other form.
         assert sorted(placed) == sorted(set(cls.__dataclass_fields__) - {"accelerator"})
 

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-import ipywidgets
 import pytest
 
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
@@ -18,7 +17,7 @@ from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugi
 from notebook_accelerate.config.kwargs_handlers import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
 from notebook_accelerate.widgets.fields import fields_of, summary
-from notebook_accelerate.widgets.forms import Form, FormDraft, code_of
+from notebook_accelerate.widgets.forms import Form, FormDraft, FormView, code_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 
@@ -94,7 +93,7 @@ ENTERED = [
 @pytest.mark.parametrize(("name", "raw", "value"), ENTERED)
 def test_entries_become_values_of_the_fields_type(name: str, raw: Any, value: Any) -> None:
     form = Form(Everything, Everything("x"))
-    form.input(name).value = raw
+    form.enter(name, raw)
     assert form.errors == {}
     assert getattr(form.value, name) == value
     assert type(getattr(form.value, name)) is type(value)
@@ -106,7 +105,7 @@ def test_values_are_shown_and_read_unchanged(name: str, raw: Any, value: Any) ->
     given = dataclasses.replace(Everything("x"), **{name: value})
     form.value = given
     assert form.value == given
-    assert form.input(name).value == {"1_000": "1000", "1e-3": "0.001", "a\n\n b ": "a\nb"}.get(raw, raw)
+    assert form.draft.shown()[name] == {"1_000": "1000", "1e-3": "0.001", "a\n\n b ": "a\nb"}.get(raw, raw)
 
 
 @pytest.mark.parametrize(
@@ -121,31 +120,28 @@ def test_values_are_shown_and_read_unchanged(name: str, raw: Any, value: Any) ->
 )
 def test_invalid_entries_show_an_error_until_they_are_corrected(name: str, raw: str, message: str) -> None:
     form = Form(Everything, Everything("x"))
-    before = form.input(name).value
-    form.input(name).value = raw
+    before = form.draft.shown()[name]
+    form.enter(name, raw)
     assert message in form.errors[name]
-    assert 'role="alert"' in form.note(name)
-    assert "na-invalid" in form.input(name)._dom_classes
+    assert form.widget.errors[f"form.{name}"] == form.errors[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         _ = form.value
-    form.input(name).value = before
-    assert form.errors == {}
-    assert "alert" not in form.note(name)
-    assert "na-invalid" not in form.input(name)._dom_classes
+    form.enter(name, before)
+    assert form.errors == form.widget.errors == {}
 
 
 def test_a_missing_required_field_is_an_error() -> None:
     form = Form(Everything)
     assert form.errors == {"required": "required is required: write a value"}
-    form.input("required").value = "here"
+    form.enter("required", "here")
     assert form.value == Everything("here")
 
 
 def test_the_dataclass_checks_and_every_invalid_field_has_an_error() -> None:
     form = Form(LaunchConfig, choices={"start_method": START_METHODS})
-    form.input("num_processes").value = "0"
-    form.input("max_restarts").value = "-2"
-    form.input("timeout").value = "x"
+    form.enter("num_processes", "0")
+    form.enter("max_restarts", "-2")
+    form.enter("timeout", "x")
     assert set(form.errors) == {"num_processes", "max_restarts", "timeout"}
     assert form.errors["num_processes"] == _refusal(num_processes=0)
     assert form.errors["max_restarts"] == _refusal(max_restarts=-2)
@@ -153,9 +149,9 @@ def test_the_dataclass_checks_and_every_invalid_field_has_an_error() -> None:
 
 def test_an_error_of_two_fields_is_shown_at_a_changed_one() -> None:
     form = Form(LaunchConfig)
-    form.input("node_rank").value = "1"
+    form.enter("node_rank", "1")
     assert form.errors == {"node_rank": _refusal(node_rank=1)}
-    form.input("num_nodes").value = "2"
+    form.enter("num_nodes", "2")
     assert form.value == LaunchConfig(node_rank=1, num_nodes=2)
 
 
@@ -169,8 +165,6 @@ def test_help_texts_are_literals_after_fields_and_docstrings() -> None:
     texts = {field.name: field.help for field in fields_of(Everything)}
     assert texts["count"] == "How many there are, over two lines."
     assert texts["name"] == "What it is ``called``."
-    form = Form(Everything, Everything("x"))
-    assert "What it is <code>called</code>." in form.note("name")
     launch = {field.name: field.help for field in fields_of(LaunchConfig)}
     assert all(launch.values())
     assert summary(Inner) == "What is inside."
@@ -191,17 +185,18 @@ def test_fields_that_the_constructor_does_not_take_are_left_out() -> None:
 
 def test_a_nested_dataclass_opens_with_its_box_and_is_checked_too() -> None:
     form = Form(Everything, Everything("x"))
-    with pytest.raises(ValueError, match="tick its box"):
-        form.nested("inner")
-    form.input("inner").value = True
-    form.nested("inner").input("size").value = "-1"
+    assert "form.inner" not in form.widget.tables
+    form.enter("inner", True)
+    assert [field["name"] for field in form.widget.tables["form.inner"]] == ["size"]
+    assert form.widget.entries["form.inner.size"] == "1"
+    form.enter("inner.size", "-1")
     assert form.errors == {"inner.size": "size=-1 is not allowed; pass 0 or more"}
-    assert "alert" in form.nested("inner").note("size")
-    form.nested("inner").input("size").value = "4"
+    assert form.widget.errors == {"form.inner.size": "size=-1 is not allowed; pass 0 or more"}
+    form.enter("inner.size", "4")
     assert form.value.inner == Inner(4)
-    form.input("inner").value = False
+    form.enter("inner", False)
     assert form.value.inner is None
-    form.nested("always").input("size").value = "2"
+    form.enter("always.size", "2")
     assert form.value.always == Inner(2)
 
 
@@ -214,10 +209,10 @@ def test_values_of_nested_dataclasses_are_shown_and_read() -> None:
     )
     form.value = given
     assert form.value == given
-    assert form.nested("dataloader_config").input("dispatch_batches").value == "no"
+    assert form.draft.nested("dataloader_config").shown()["dispatch_batches"] == "no"
     form.value = TrainingOptions()
     assert form.value == TrainingOptions()
-    assert form.input("dataloader_config").value is False
+    assert form.draft.shown()["dataloader_config"] is False
 
 
 def test_values_that_the_class_sets_itself_are_not_entries() -> None:
@@ -229,7 +224,7 @@ def test_a_variable_of_the_environment_does_not_hide_a_choice(monkeypatch: pytes
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     form = Form(TorchDynamoPlugin)
     assert form.value.backend == "INDUCTOR"
-    form.input("backend").value = "NO"
+    form.enter("backend", "NO")
     assert form.value.backend == "NO"
 
 
@@ -237,71 +232,103 @@ def test_objects_set_in_code_are_kept() -> None:
     marker = object()
     given = Everything("x", made=marker)
     form = Form(Everything, given)
-    assert form.input("made").disabled
+    assert form.widget.entries["form.made"] == f"set in code: {marker!r}"
     assert form.value.made is marker
+    form.value = dataclasses.replace(given, mode=marker)
+    assert form.value.mode is marker
+    form.enter("mode", "slow")
+    form.enter("mode", str(marker))
+    assert form.value.mode is marker, "it can be chosen again"
 
 
 def test_each_change_calls_on_change_once_also_with_errors() -> None:
     told: list[Any] = []
     form = Form(LaunchConfig, on_change=told.append)
-    form.input("num_processes").value = "2"
-    form.input("num_processes").value = "x"
+    form.enter("num_processes", "2")
+    form.enter("num_processes", "x")
     assert [checked.value.num_processes if checked.value else None for checked in told] == [2, None]
     form.value = LaunchConfig(num_processes=3, max_restarts=1)
     assert len(told) == 3
     assert told[-1].value == LaunchConfig(num_processes=3, max_restarts=1)
 
 
-def test_every_input_has_its_fields_name_as_label() -> None:
-    form = Form(Everything, Everything("x"))
-    for field in form.draft.fields:
-        assert form.input(field.name).description == field.name  # a <label for=...> in the browser
+def _parts(form: Form) -> dict[str, tuple[str, ...]]:
+    return {part["title"]: part["names"] for part in form.widget.parts}
 
 
-def test_folded_groups_show_their_number_of_errors() -> None:
-    form = Form(LaunchConfig, groups=[("", ["num_processes"]), ("Limits", ["timeout", "max_restarts"])])
-    folds = form.widget.children[-1]
-    assert folds.selected_index is None
-    form.input("timeout").value = "-1"
-    assert folds.get_title(0) == "Limits (1 to correct)"
-    form.input("timeout").value = ""
-    assert folds.get_title(0) == "Limits"
+def test_the_first_group_is_open_and_the_others_are_folded() -> None:
+    groups = [("", ["num_processes"]), ("Limits", ["timeout", "max_restarts"])]
+    form = Form(LaunchConfig, groups=groups, names=["num_processes", "timeout", "max_restarts"])
+    assert _parts(form) == {"": ("num_processes",), "Limits": ("timeout", "max_restarts")}
 
 
-def test_a_folded_groups_inputs_are_created_when_it_is_opened_with_its_entries_and_errors() -> None:
-    form = Form(
-        LaunchConfig, groups=[("", ["num_processes"]), ("Limits", ["timeout"])], names=["num_processes", "timeout"]
-    )
-    folds = form.widget.children[-1]
-    form.enter("timeout", "soon")
-    assert folds.get_title(0) == "Limits (1 to correct)"
-    assert not any(isinstance(each, ipywidgets.Text) for each in _descendants(folds))
-    folds.selected_index = 0
-    (box,) = [each for each in _descendants(folds) if isinstance(each, ipywidgets.Text)]
-    assert (box.description, box.value) == ("timeout", "soon")
-    assert "is not a number" in form.note("timeout")
-    box.value = "3"
-    assert form.value.timeout == 3
+def test_fields_are_drawn_with_their_label_help_default_and_choices() -> None:
+    drawn = {field["name"]: field for field in Form(Everything, Everything("x")).widget.tables["form"]}
+    assert all(field["label"] == name for name, field in drawn.items())
+    assert drawn["name"]["help"] == "What it is ``called``."
+    assert drawn["count"]["placeholder"] == "3 (default)"
+    assert drawn["limit"]["placeholder"] == "default (a whole number)"
+    assert drawn["inner"]["help"] == "What is inside."
+    assert drawn["maybe"]["choices"] == ["yes", "no"]
+    assert drawn["colour"]["choices"] == ["red", "blue"]
+    kinds = [drawn[name]["kind"] for name in ("flag", "maybe", "count", "colour", "env", "inner", "made")]
+    assert kinds == ["flag", "choice", "text", "choice", "area", "nested", "code"]
 
 
-def test_inputs_of_a_kind_share_their_layout_and_style() -> None:
+# ---- messages
+
+
+def _receive(view: FormView, **content: Any) -> None:
+    view._handle_msg({"content": {"data": {"method": "custom", "content": content}}, "buffers": []})
+
+
+def _sent(view: FormView) -> list[dict[str, Any]]:
+    """Return a list of the states that the view sends from now on."""
+    states: list[dict[str, Any]] = []
+    view.comm.send = lambda data, **_: states.append(data["state"])
+    return states
+
+
+def test_what_is_typed_is_not_sent_back() -> None:
+    view = Form(LaunchConfig).widget
+    sent = _sent(view)
+    _receive(view, kind="enter", path="form.num_processes", value="2", version=view.version)
+    assert sent == []
+    _receive(view, kind="enter", path="form.num_processes", value="x", version=view.version)
+    assert [list(state) for state in sent] == [["errors"]]
+    assert view.entries["form.num_processes"] == "x", "for views that are opened later"
+
+
+def test_entries_that_are_set_in_code_are_sent() -> None:
     form = Form(LaunchConfig)
-    found = _descendants(form.widget)
-    assert len({each.layout.model_id for each in found}) <= 4
-    texts = [each for each in found if type(each) is ipywidgets.Text]
-    assert len(texts) > 5
-    assert len({each.style.model_id for each in texts}) == 1
+    view, version = form.widget, form.widget.version
+    sent = _sent(view)
+    form.value = LaunchConfig(num_processes=2)
+    assert [set(state) for state in sent] == [{"entries", "version"}]
+    assert sent[0]["entries"]["form.num_processes"] == "2"
+    _receive(view, kind="enter", path="form.cpu", value=True, version=version)
+    assert sent[1]["entries"]["form.cpu"] is True, (
+        "typed before the browser received the entries, which did not have it"
+    )
 
 
-def _descendants(widget: Any) -> list[Any]:
-    return [widget, *(below for child in getattr(widget, "children", ()) for below in _descendants(child))]
+def test_a_nested_form_is_sent_when_it_is_opened() -> None:
+    view = Form(TrainingOptions).widget
+    assert list(view.tables) == ["form"]
+    sent = _sent(view)
+    _receive(view, kind="enter", path="form.dataloader_config", value=True, version=view.version)
+    assert [set(state) for state in sent] == [{"tables", "entries", "version"}]
+    assert sent[0]["entries"]["form.dataloader_config.even_batches"] is True
+
+
+# ---- without widgets
 
 
 def test_the_static_forms_show_and_escape_changed_entries() -> None:
     form = Form(LaunchConfig, title="Launch")
     assert form.text == "defaults"
-    form.input("rdzv_id").value = "<script>alert(1)</script>"
-    form.input("num_processes").value = "2"
+    form.enter("rdzv_id", "<script>alert(1)</script>")
+    form.enter("num_processes", "2")
     assert form.text.splitlines()[0].split() == ["num_processes", "2"]
     assert "<script>" not in form.html
     assert '<th scope="row" style="text-align:left">num_processes</th>' in form.html
@@ -312,10 +339,9 @@ def test_the_static_forms_show_and_escape_changed_entries() -> None:
 
 def test_the_static_form_includes_invalid_entries() -> None:
     form = Form(LaunchConfig)
-    form.input("num_processes").value = "many<b>"
+    form.enter("num_processes", "many<b>")
     assert "many<b> (not allowed)" in form.text
     assert "<b>" not in form.html
-    assert "<b>" not in form.note("num_processes").replace("<br>", "")
 
 
 @pytest.mark.parametrize(
@@ -342,6 +368,6 @@ def test_only_dataclasses_have_forms() -> None:
 
 def test_fields_in_no_group_come_last() -> None:
     form = Form(Inner, groups=[("", [])])
-    assert form.widget.children[-1].get_title(0) == "More"
-    form.input("size").value = "2"
+    assert _parts(form) == {"": (), "More": ("size",)}
+    form.enter("size", "2")
     assert form.value == Inner(2)

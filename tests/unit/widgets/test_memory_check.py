@@ -42,11 +42,11 @@ def test_a_training_that_does_not_fit_has_a_warning_and_can_be_launched() -> Non
     assert made.warning.startswith("This will not fit: training needs about ")
     assert "most of it for optimizer" in made.warning
     assert "for 2 on this machine" in made.warning
-    assert made.warning in made._plan_view.value
+    assert made.warning in made.widget.texts["plan"]
     assert made.warning in made.html
     assert made.warning in made.text
     assert not made.errors
-    assert not made._go.disabled
+    assert made.widget.disabled == []
 
 
 def test_a_training_that_fits_has_no_warning() -> None:
