@@ -50,7 +50,6 @@ class DebugPanel(LivePanel):
     def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         self.found: Diagnosis | None = run.diagnoses[-1] if run.diagnoses else None
         self.history: list[Entry] = []
-        self._request: threading.Thread | None = None
         self._completion: threading.Thread | None = None
         self._known = len(run.diagnoses)
         super().__init__(run, clock)
@@ -122,17 +121,18 @@ class DebugPanel(LivePanel):
         def diagnose() -> None:
             self.found = self.run.diagnose()
 
-        self._start(diagnose)
+        self._start_request(diagnose)
 
     def _pause(self) -> None:
-        self._start(lambda: self._record("pause", "", self.run.pause()))
+        self._start_request(lambda: self._record("pause", "", self.run.pause()))
 
     def _resume(self) -> None:
-        self._start(lambda: self._record("resume", "", self.run.resume([info.rank for info in self.run.ranks])))
+        ranks = [info.rank for info in self.run.ranks]
+        self._start_request(lambda: self._record("resume", "", self.run.resume(ranks)))
 
     def _send(self) -> None:
         line = self.line.value.strip()
-        if line and self._start(lambda: self._ask_or_cast(line)):
+        if line and self._start_request(lambda: self._ask_or_cast(line)):
             self.line.value = ""
 
     def _ask_or_cast(self, line: str) -> None:
@@ -150,28 +150,6 @@ class DebugPanel(LivePanel):
 
     def _record(self, kind: str, line: str, answers: dict[int, str]) -> None:
         self.history = [*self.history, Entry(kind, line, answers)][-MAX_HISTORY:]
-
-    def _start(self, request: Callable[[], None]) -> bool:
-        """Run a request on a thread; return False if another one is running."""
-        if self._request is not None and self._request.is_alive():
-            self._show_problem("The previous request is still running; wait for its reply.")
-            return False
-        self._show_problem("")
-        self._request = self._thread(lambda: self._run(request))
-        return True
-
-    def _thread(self, work: Callable[[], None]) -> threading.Thread:
-        name = f"notebook-accelerate-debug-panel-{self.run.id}"
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def _run(self, request: Callable[[], None]) -> None:
-        try:
-            request()
-        except Exception as error:  # noqa: BLE001 - an error is the reply to the request
-            self._show_problem(str(error) or type(error).__name__)
-        self._render_soon()
 
     def wait(self, timeout: float = 10.0) -> None:
         """Wait until the running requests have ended.
@@ -200,7 +178,7 @@ class DebugPanel(LivePanel):
         if busy or text in self.line.options or not _PARTIAL_NAME.search(text) or not self._reachable():
             return
         rank = (self._chosen() or [info.rank for info in self.run.ranks] or [0])[0]
-        self._completion = self._thread(lambda: self._offer(text, rank))
+        self._completion = self._start_thread(lambda: self._offer(text, rank))
 
     def _offer(self, text: str, rank: int) -> None:
         with suppress(Exception):  # the rank has ended: no completions

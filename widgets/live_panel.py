@@ -81,6 +81,7 @@ class LivePanel(PanelOfRun):
         self._lock = threading.RLock()
         self._rests = False
         self._shown_at = float("-inf")
+        self._request: threading.Thread | None = None
         self._problem = ipywidgets.HTML()
         self.widget: Any = self._build()
         self.schedule = RenderSchedule([run.store], self._tick, self._failed, clock)
@@ -108,6 +109,30 @@ class LivePanel(PanelOfRun):
             self._shown.update(now)
             if self.stays and over and self._shown:
                 self._rest()
+
+    # ---- requests to the ranks, on a thread: a rank replies within seconds, at its next step
+
+    def _start_request(self, request: Callable[[], object]) -> bool:
+        """Send a request to the ranks; return False if another one is running."""
+        if self._request is not None and self._request.is_alive():
+            self._show_problem("The previous request is still running; wait for its reply.")
+            return False
+        self._show_problem("")
+        self._request = self._start_thread(lambda: self._send_request(request))
+        return True
+
+    def _send_request(self, request: Callable[[], object]) -> None:
+        try:
+            request()
+        except Exception as error:  # noqa: BLE001 - an error is the reply to the request
+            self._show_problem(str(error) or type(error).__name__)
+        self._render_soon()
+
+    def _start_thread(self, work: Callable[[], object]) -> threading.Thread:
+        name = f"notebook-accelerate-panel-request-{self.run.id}"
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        return thread
 
     # ---- being displayed
 

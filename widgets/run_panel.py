@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -69,7 +68,6 @@ class RunPanel(LivePanel):
         self._ranks_due = float("-inf")
         self._rendered_errors: tuple[int, object] | None = None
         self._rendered_setup: tuple[object, int] | None = None
-        self._request: threading.Thread | None = None
         self._resume_offer = ResumeOffer()
         super().__init__(run, clock)
 
@@ -205,32 +203,15 @@ class RunPanel(LivePanel):
         elif name == "stop":
             self.run.request_stop()
         elif name in ("pause", "resume"):
-            self._start(getattr(self.run, name))
+            self._start_request(getattr(self.run, name))
         elif name == "continue":
-            self._start(partial(self._resume_offer.launch, self.run))
+            self._start_request(partial(self._resume_offer.launch, self.run))
         elif name in ("debug", "answer"):
             self.debug_section.toggle(name)
         elif name == "profile":
             self.profile_section.start()
         elif name == "errors":
             self._tabs.selected_index = TABS.index("Errors")
-        self._render_soon()
-
-    def _start(self, request: Callable[[], object]) -> None:
-        """Send a request to the ranks on a thread: they reply within seconds, at their next step."""
-        if self._request is not None and self._request.is_alive():
-            self._show_problem("The previous request is still running; wait for its reply.")
-            return
-        self._show_problem("")
-        name = f"notebook-accelerate-panel-request-{self.run.id}"
-        self._request = threading.Thread(target=self._send, args=(request,), name=name, daemon=True)
-        self._request.start()
-
-    def _send(self, request: Callable[[], object]) -> None:
-        try:
-            request()
-        except Exception as error:  # noqa: BLE001 - an error is the reply to the request
-            self._show_problem(str(error) or type(error).__name__)
         self._render_soon()
 
     def close(self) -> None:
