@@ -12,6 +12,7 @@ import numpy as np
 import traitlets
 
 from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
@@ -44,7 +45,7 @@ class ProfilePanel:
     def __init__(self, profile: Profile) -> None:
         self.view = TimelineView(profile.timeline)
         self.widget = card(*self.parts(profile, self.view))
-        static = {"text/plain": repr(profile), "text/html": profile.html}
+        static = profile.bundle
         self._shown = PanelOutput(lambda: static, lambda: "Profile")
 
     @staticmethod
@@ -56,7 +57,8 @@ class ProfilePanel:
             view: Its timeline.
         """
         style = style_widget("profile.css")
-        head, tables = (ipywidgets.HTML(text) for text in (profile.summary_html(), profile.tables_html()))
+        documents = (profile.summary(), profile.tables())
+        head, tables = (ipywidgets.HTML(rendering.html(each, inline=False)) for each in documents)
         return [style, with_classes(head, "na-findings"), view, with_classes(tables, "na-profile-tables")]
 
     def show(self, output: Output) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from tests.support.kernel import Kernel
 
 SETUP = """
-from notebook_accelerate.launch.report.markup import Markup
+from notebook_accelerate.launch.report.document import Section, Text
+from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.widgets import profile_panel
 from tests.support.timelines import training
 
-class Profile:
+class Profile(DocumentView):
     timeline = training(ranks=1, steps=1, ops=4)
-    def summary_html(self): return Markup("<p>sentences</p>")
-    def tables_html(self): return Markup("<table></table>")
-    html = "<p>static form</p>"
+    def summary(self): return Section(key="summary", nodes=(Text(lines=("sentences",)),))
+    def tables(self): return Section(key="tables", nodes=())
+    def document(self): return Section(key="profile", nodes=(Text(lines=("static form",)),))
 
 def show():
     assert profile_panel.show(Profile())

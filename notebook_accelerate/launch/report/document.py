@@ -74,7 +74,8 @@ class Column:
     Attributes:
         title: The text of its head.
         numeric: Whether it is aligned to the right.
-        kind: What live tables sort it by, and its width: "run", "state", "text" or "number"; "": a plain column.
+        kind: What live tables sort it by, and its width: "run", "state", "text" or "number"; "code": lines of code;
+            "": a plain column.
         muted: Whether its texts are of less importance.
         text_only: Whether only the text form has it.
     """
@@ -152,11 +153,13 @@ class Table:
         return [row for group in self.groups for row in group.rows or ()]
 
 
-_NUMBER = re.compile(r"-?(?!0\d)[\d.,]+(e[+-]?\d+)?( ?(%|B|ms|[KMGT]iB))?|-?inf|nan")
+_NUMBER = re.compile(r"-?(?!0\d)[\d.,]+(e[+-]?\d+)?( ?(%|B|ms|[kKMGT]i?B))?|-?inf|nan")
 _UNKNOWN = ("", "–")
 
 
-def table_of(key: str, rows: Sequence[Sequence[str]], *, caption: str = "", pairs: bool = False) -> Table:
+def table_of(
+    key: str, rows: Sequence[Sequence[str]], *, caption: str = "", pairs: bool = False, code: bool = False
+) -> Table:
     """Return a table of texts. Columns of numbers, except the names of the rows, are aligned to the right.
 
     Args:
@@ -164,12 +167,15 @@ def table_of(key: str, rows: Sequence[Sequence[str]], *, caption: str = "", pair
         rows: The titles of the columns, then the cells of each row.
         caption: See `Table`.
         pairs: See `Table`.
+        code: Whether the last column has lines of code.
     """
     head, *body = rows
     columns = [Column(title=head[0])]
     for index, title in enumerate(head[1:], 1):
         known = [row[index] for row in body if row[index] not in _UNKNOWN]
         columns.append(Column(title=title, numeric=bool(known) and not pairs and all(map(_NUMBER.fullmatch, known))))
+    if code:
+        columns[-1] = Column(title=head[-1], kind="code")
     group = Group(rows=tuple(Row(cells=tuple(row)) for row in body))
     return Table(key=key, columns=tuple(columns), groups=(group,), caption=caption, pairs=pairs)
 

@@ -6,7 +6,7 @@ import gzip
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.hardware.temporary_folders import make_private_folder_for
-from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, text_table
+from notebook_accelerate.launch.report.document import Drawing, Section, Table, Text, table_of
+from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg
 from notebook_accelerate.profiling.analysis import Analysis, Finding
 from notebook_accelerate.profiling.tables import LineSeconds, OpTime, PeakMemory, peak_of
@@ -80,7 +81,7 @@ class Traces:
     read: dict[int, RankTrace] = field(default_factory=dict)
 
 
-class Profile:
+class Profile(DocumentView):
     """Recorded steps of ranks; as the last line of a cell, sentences, tables and the timeline.
 
     ``Run.profile`` returns one; ``Profile.load`` reads the files that ``save``, or torch's profiler, has written.
@@ -224,7 +225,21 @@ class Profile:
             json.dump({"traceEvents": list(ChromeEvents(self.timeline).rows()), "displayTimeUnit": "ms"}, stream)
         return [*written, merged]
 
-    # ---- as text and as HTML
+    # ---- as a document
+
+    def document(self) -> Section:
+        """Return the sentences, a picture of the timeline and the tables."""
+        picture = [Drawing(html=timeline_svg(self.timeline))] if self.paths else []
+        return Section(key="profile", nodes=(self.summary(), *picture, self.tables()))
+
+    def summary(self) -> Section:
+        """Return what was profiled, the sentences, and why ranks are missing."""
+        sentences = Text(lines=tuple(self._sentences()), tone="list")
+        return Section(key="summary", nodes=(Text(lines=(self._head(),)), sentences, Text(lines=tuple(self._notes()))))
+
+    def tables(self) -> Section:
+        """Return the tables of lines and operations."""
+        return Section(key="tables", nodes=(self._line_table(), self._op_table()))
 
     def _head(self) -> str:
         if not self.paths:
@@ -244,47 +259,19 @@ class Profile:
     def _sentences(self) -> list[str]:
         return [each.sentence for each in self.findings] or ([NOTHING] if self.steps else [])
 
-    def _op_rows(self) -> list[list[str]]:
+    def _op_table(self) -> Table:
         rows = [["operation", "calls", *(f"rank {rank}" for rank in self.ranks)]]
         for row in self.ops()[:MAX_ROWS]:
             times = [f"{1000 * row.own.get(rank, 0.0):.2f} ms" for rank in self.ranks]
             rows.append([row.name[:60], f"{sum(row.calls.values()):,}", *times])
-        return rows
+        return table_of("operations", rows)
 
-    def _line_rows(self) -> list[list[str]]:
+    def _line_table(self) -> Table:
         rows = [["line", *(f"rank {rank}" for rank in self.ranks), "code"]]
         for row in self.lines()[:MAX_ROWS]:
             shares = [f"{100 * row.shares.get(rank, 0.0):.0f} %" for rank in self.ranks]
             rows.append([row.place, *shares, row.line.source[:60]])
-        return rows
-
-    def __repr__(self) -> str:
-        parts = [self._head(), *(f"  {sentence}" for sentence in self._sentences()), *self._notes()]
-        for rows in (self._line_rows(), self._op_rows()):
-            if len(rows) > 1:
-                parts += ["", text_table(rows, rule=True)]
-        return "\n".join(parts)
-
-    def summary_html(self) -> Markup:
-        """Return what was profiled, the sentences, and why ranks are missing."""
-        sentences = [element("li", sentence) for sentence in self._sentences()]
-        notes = [element("p", note) for note in self._notes()]
-        return join([element("p", self._head()), *([element("ul", *sentences)] if sentences else []), *notes])
-
-    def tables_html(self) -> Markup:
-        """Return the tables of lines and operations."""
-        tables = [rows for rows in (self._line_rows(), self._op_rows()) if len(rows) > 1]
-        return join([html_table(rows[0], rows[1:], columns=_columns(rows[0])) for rows in tables])
-
-    @property
-    def html(self) -> str:
-        """Sentences, a picture of the timeline and the tables as static HTML."""
-        picture = timeline_svg(self.timeline) if self.paths else Markup()
-        parts = [self.summary_html(), picture, self.tables_html()]
-        return element("div", *parts, class_="notebook-accelerate-profile")
-
-    def _repr_html_(self) -> str:
-        return self.html
+        return table_of("lines", rows, code=True)
 
     def _ipython_display_(self) -> None:
         """Show the live view where there are widgets; otherwise IPython shows the static form."""
@@ -294,10 +281,6 @@ class Profile:
                 shown = import_module(_VIEW).show(self)
         if not shown:
             raise NotImplementedError  # IPython then asks for the text and the HTML
-
-
-def _columns(head: Sequence[str]) -> list[Mapping[str, object]]:
-    return [LEFT, *[LEFT if name == "code" else {} for name in head[1:]]]
 
 
 def _compress(path: Path, file: Path) -> None:

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Group, Node, Row, Section, Table, Text
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.svg_curves import COLOURS
+
+
+class DocumentView(ABC):
+    """An object that a notebook displays as a document."""
+
+    @abstractmethod
+    def document(self) -> Section:
+        """Return what is displayed."""
+
+    @property
+    def html(self) -> Markup:
+        """The document as HTML without scripts or external references."""
+        return _page(self.document())
+
+    @property
+    def text(self) -> str:
+        """The document as plain text."""
+        return text(self.document())
+
+    @property
+    def bundle(self) -> dict[str, str]:
+        """The document as a MIME bundle: HTML and text of the same state."""
+        document = self.document()
+        return {"text/html": _page(document), "text/plain": text(document)}
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _page(document: Section) -> Markup:
+    return element("div", html(document), class_=f"notebook-accelerate-{document.key}")
 
 
 def html(node: Node, *, inline: bool = True) -> Markup:
@@ -55,6 +90,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 Attributes = Mapping[str, object]
 _LEFT: Attributes = {"style": "text-align:left"}
+_CODE: Attributes = {"style": "text-align:left;white-space:nowrap;font-family:monospace"}
 _RIGHT: Attributes = {"style": "text-align:right"}
 """Front ends align the cells of a table to the right, those of its head too."""
 _PRE = "font-family:monospace;white-space:pre-wrap;margin:0.3em 0"
@@ -109,8 +145,9 @@ class _Html:
 
     def _column_attributes(self, column: Column) -> Attributes:
         if self._inline:
-            return _RIGHT if column.numeric else _LEFT
-        return {"class_": "na-num" if column.numeric else "na-muted" if column.muted else None}
+            return _RIGHT if column.numeric else _CODE if column.kind == "code" else _LEFT
+        names = {"na-num": column.numeric, "na-source": column.kind == "code", "na-muted": column.muted}
+        return {"class_": " ".join(name for name, is_set in names.items() if is_set) or None}
 
     def _group(self, group: Group, given: Sequence[tuple[int, Attributes]]) -> Markup:
         title = element("th", group.title, scope="rowgroup", colspan=len(given), **(_LEFT if self._inline else {}))
@@ -149,6 +186,10 @@ def _sentences(node: Text) -> Markup:
 
 
 def _plain_cell(cell: Cell) -> str:
+    if cell.meter is not None:
+        share = f"{min(100.0, 100 * cell.meter):.0f}%"
+        bar = f"linear-gradient(to right, rgba(106, 155, 214, .35) {share}, transparent {share})"
+        return element("span", cell.text, style=f"display:inline-block;min-width:5em;background:{bar}")
     if cell.colour < 0:
         return str(cell)
     # The curves of later runs have the same colours, and are dashed.

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.hardware.versions import installed_version
-from notebook_accelerate.launch.report import mesh_diagram, rank_rows, rendering, svg_curves
+from notebook_accelerate.launch.report import mesh_diagram, rank_rows, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
 from notebook_accelerate.launch.report.document import Drawing, Node, Rows, Section, Table, Text, table_of
 from notebook_accelerate.launch.report.markup import Markup, byte_size, element, join
 from notebook_accelerate.launch.report.rank_rows import findings
+from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry.rank_devices import rank_names
 
@@ -46,7 +47,7 @@ _PRINT_STYLE = Markup(f"<style>@media print {{ {_UNFOLDED} }}</style>")
 _PRE = "font-family:monospace;white-space:pre-wrap;margin:0.3em 0"
 
 
-class Report:
+class Report(DocumentView):
     """The report of a run; each property reads the run's present state.
 
     Attributes:
@@ -55,22 +56,6 @@ class Report:
 
     def __init__(self, run: RunView) -> None:
         self.run = run
-
-    @property
-    def text(self) -> str:
-        """The report as plain text."""
-        return rendering.text(self.document())
-
-    @property
-    def html(self) -> str:
-        """The report as HTML without scripts or external references."""
-        return _page(self.document())
-
-    @property
-    def bundle(self) -> dict[str, str]:
-        """The report as a MIME bundle: HTML and text of the same state."""
-        document = self.document()
-        return {"text/html": _page(document), "text/plain": rendering.text(document)}
 
     def document(self) -> Section:
         """Return the run's present state: what happened, its curves, and tables behind folds."""
@@ -120,16 +105,6 @@ class Report:
         lines = failures.failure_lines(self.run.failures)
         text = f"{type(error).__name__}: {error}"
         return [*lines, "", text.partition("\n")[0]] if lines else [text]
-
-    def _repr_html_(self) -> str:
-        return self.html
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def _page(document: Section) -> Markup:
-    return element("div", rendering.html(document), class_="notebook-accelerate-report")
 
 
 def _head(run: RunView) -> Drawing:

@@ -9,8 +9,10 @@ from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.hardware.detection import machine_memory
-from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, svg_text, text_table
+from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Group, Row, Section, Table, Text, table_of
+from notebook_accelerate.launch.report.markup import Markup, element, join, svg_text
 from notebook_accelerate.launch.report.profile import Profile
+from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.profiling.tables import PeakMemory, what_fits
 from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply, memory_rows, size_text
 from notebook_accelerate.telemetry.rank_devices import rank_names
@@ -29,7 +31,6 @@ STRONG_SHARE = 0.5
 _LIBRARY, _USER, _DIFFERENT = "#e0cda8", "#a9c9ea", "#e8694f"
 _INK = "#1c1c1c"
 _NARROW, _WIDE = frozenset("ijlrtfI.,:;'|!()[]· "), frozenset("mwMW@%")
-_NOWRAP = {"style": "text-align:left;white-space:nowrap"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Node:
     children: dict[tuple[str, int, str], _Node] = field(default_factory=dict)
 
 
-class Samples:
+class Samples(DocumentView):
     """The stacks of ranks that were sampled; as the last line of a cell, a flame graph and the lines by time.
 
     Args:
@@ -102,35 +103,33 @@ class Samples:
     def _named(self, place: tuple[str, int, str]) -> str:
         return self._name_place(FrameInfo(place[0], place[1], place[2], ""))
 
-    # ---- as text and as HTML
+    # ---- as a document
 
-    def _rows(self) -> list[list[str]]:
-        ranks = list(self._replies)
-        rows = [["line", "function", *(f"rank {rank}" for rank in ranks), "code"]]
+    def document(self) -> Section:
+        """Return a flame graph and the lines by time."""
+        notes = Text(lines=tuple(f"{rank_names([rank])} was not sampled: {why}" for rank, why in self.missing.items()))
+        if not self._replies:
+            return Section(key="samples", nodes=(notes,))
+        legend, graph = self._legend(), element("div", self.flame_graph(), style="overflow-x:auto")
+        drawing = Drawing(html=join([legend, graph]), text=self._sampled())
+        return Section(key="samples", nodes=(drawing, self._table(), notes))
+
+    def _table(self) -> Table:
+        """Return the lines by time; a share is also drawn as a bar."""
+        titles = ["line", "function", *(f"rank {rank}" for rank in self._replies), "code"]
+        kinds = ["code", "code", *["number"] * len(self._replies), "code"]
+        columns = [
+            Column(title=title, kind=kind, numeric=kind == "number") for title, kind in zip(titles, kinds, strict=True)
+        ]
+        rows = []
         for line in self.lines()[:MAX_LINES]:
-            shares = [f"{100 * line.shares[rank]:.0f} %" for rank in ranks]
-            rows.append([line.place, line.function, *shares, line.source[:60]])
-        return rows
+            shares = [Cell(text=f"{100 * share:.0f} %", meter=share) for share in line.shares.values()]
+            rows.append(Row(cells=(line.place, line.function, *shares, line.source[:60])))
+        return Table(key="lines", columns=tuple(columns), groups=(Group(rows=tuple(rows)),))
 
     def _sampled(self) -> str:
         seconds = max(self.seconds.values())
         return f"{rank_names(list(self._replies))} sampled for {seconds:.1f} s"
-
-    def _notes(self) -> list[str]:
-        return [f"{rank_names([rank])} was not sampled: {why}" for rank, why in self.missing.items()]
-
-    def __repr__(self) -> str:
-        table = [self._sampled(), text_table(self._rows(), rule=True)] if self._replies else []
-        return "\n".join([*table, *self._notes()])
-
-    def _repr_html_(self) -> str:
-        parts: list[Markup] = [element("p", note) for note in self._notes()]
-        if self._replies:
-            table = self._html_table()
-            scroll = {"style": "overflow-x:auto"}
-            parts = [self._legend(), element("div", self.flame_graph(), **scroll),
-                     *([element("div", table, **scroll)] if table else []), *parts]  # fmt: skip
-        return element("div", *parts, class_="notebook-accelerate-samples")
 
     def _legend(self) -> Markup:
         colours = [(_USER, "your code"), (_LIBRARY, "libraries")]
@@ -141,18 +140,6 @@ class Samples:
             for colour, text in colours
         ]
         return element("p", *(element("span", part, style=_ENTRY) for part in (self._sampled(), *entries)))
-
-    def _html_table(self) -> Markup | None:
-        """Return the lines by time; the background of a share is as wide as the share."""
-        head, *rows = self._rows()
-        if not rows:
-            return None
-        ranks = len(self._replies)
-        cells = [
-            [row[0], row[1], *map(_share_cell, row[2 : 2 + ranks]), element("code", row[-1]) if row[-1] else ""]
-            for row in rows
-        ]
-        return html_table(head, cells, columns=[_NOWRAP, _NOWRAP, *[{}] * ranks, _NOWRAP])
 
     def flame_graph(self) -> Markup:
         """Return a flame graph as SVG: a bar per frame, as wide as the ranks' mean share, callers above callees.
@@ -226,12 +213,6 @@ _SWATCH = "display:inline-block;width:10px;height:10px;border-radius:2px;margin-
 _ENTRY = "margin-right:16px;white-space:nowrap"
 
 
-def _share_cell(share: str) -> Markup:
-    percent = share.removesuffix(" %")
-    back = f"background:linear-gradient(to right, rgba(106, 155, 214, .35) {percent}%, transparent {percent}%)"
-    return element("span", share, style=f"display:inline-block;min-width:5em;{back}")
-
-
 def _colour(base: str, difference: float) -> str:
     """Return the colour of a bar, the redder, the more its shares differ."""
     if difference < DIFFERENT_SHARE:
@@ -266,7 +247,7 @@ _ESTIMATED = {
 }  # fmt: skip
 
 
-class RunMemory:
+class RunMemory(DocumentView):
     """What the memory of ranks holds; as the last line of a cell, tables.
 
     Args:
@@ -320,7 +301,12 @@ class RunMemory:
                     found.append(sentence)
         return found
 
-    def _part_table(self) -> list[list[str]]:
+    def document(self) -> Section:
+        """Return what would fit, and tables of parts, modules, variables and lines."""
+        tables = (self._part_table(), self._module_table(), self._variable_table(), self._line_table())
+        return Section(key="memory", nodes=(Text(lines=tuple(self._sentences())), *tables))
+
+    def _part_table(self) -> Table:
         ranks = list(self.reports)
         columns = {rank: self.bytes(rank) for rank in ranks}
         names = list(dict.fromkeys(name for parts in columns.values() for name in parts))
@@ -331,7 +317,7 @@ class RunMemory:
             cells = [size_text(columns[rank][name]) if name in columns[rank] else "–" for rank in ranks]
             last = [size_text(estimated[name]) if name in estimated else "–"] if estimated else []
             rows.append([name, *cells, *last])
-        return rows
+        return table_of("parts", rows)
 
     def _compared(self) -> tuple[str, dict[str, int]]:
         """Return the last column: the estimate, else what parameters and optimizers ask for, if all ranks say the same.
@@ -344,21 +330,21 @@ class RunMemory:
         expected = [dict(report.get("expected", {})) for report in self.reports.values()]
         return "expected", expected[0] if expected and all(each == expected[0] for each in expected) else {}
 
-    def _module_table(self) -> list[list[str]]:
+    def _module_table(self) -> Table:
         rows = [["module", "rank", "parameters", "gradients", "optimizer state"]]
         for rank, report in list(self.reports.items())[:1]:
             rows += [[row[0], str(rank), *map(size_text, row[1:])] for row in report["modules"][:MAX_ROWS]]
-        return rows
+        return table_of("modules", rows)
 
-    def _variable_table(self) -> list[list[str]]:
+    def _variable_table(self) -> Table:
         rows = [["variable", "rank", "function", "bytes"]]
         for rank, report in self.reports.items():
             rows += [
                 [name, str(rank), function, size_text(nbytes)] for name, function, nbytes in report["variables"][:5]
             ]
-        return rows
+        return table_of("variables", rows)
 
-    def _line_table(self) -> list[list[str]]:
+    def _line_table(self) -> Table:
         rows = [["line", "rank", "bytes", "code"]]
         for rank, peak in self.peaks.items():
             rows += [[line.place, str(rank), size_text(nbytes), line.source[:60]] for line, nbytes in peak.lines[:5]]
@@ -367,11 +353,7 @@ class RunMemory:
                 rows.append(
                     [self._where(FrameInfo(name, number, "", "")), str(rank), size_text(nbytes), "Python's own"]
                 )
-        return rows
-
-    def _tables(self) -> list[list[list[str]]]:
-        every = self._part_table(), self._module_table(), self._variable_table(), self._line_table()
-        return [rows for rows in every if len(rows) > 1]
+        return table_of("lines", rows, code=True)
 
     def _sentences(self) -> list[str]:
         return [
@@ -379,15 +361,3 @@ class RunMemory:
             *(f"rank {rank} was not looked at: {why}" for rank, why in self.missing.items()),
             *(f"the activations of rank {rank} are not known: {why}" for rank, why in self._without_step.items()),
         ]
-
-    def __repr__(self) -> str:
-        return "\n\n".join(
-            ["\n".join(self._sentences()), *(text_table(rows, rule=True) for rows in self._tables())]
-        ).strip()
-
-    def _repr_html_(self) -> str:
-        parts = [element("p", sentence) for sentence in self._sentences()]
-        for rows in self._tables():
-            columns = [LEFT, *[{} if name not in ("code", "function") else LEFT for name in rows[0][1:]]]
-            parts.append(html_table(rows[0], rows[1:], columns=columns))
-        return element("div", *parts, class_="notebook-accelerate-memory")

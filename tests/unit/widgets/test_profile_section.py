@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from notebook_accelerate.launch.report.markup import Markup, element
+from notebook_accelerate.launch.report.document import Section, Text
+from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.widgets.profile_panel import TimelineView
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.support.runs import Clock, make_run
@@ -14,7 +15,7 @@ from tests.support.timelines import training
 from tests.support.waiting import until
 
 
-class _Profile:
+class _Profile(DocumentView):
     """What the panel uses of a profile."""
 
     def __init__(self, *, missing: bool = False) -> None:
@@ -23,15 +24,14 @@ class _Profile:
         self.timeline = training(ranks=2, steps=1)
         self.steps = 2  # the rank ended before the third one
 
-    def summary_html(self) -> Markup:
-        return element("p", "rank 1's data loading takes 41 % of each step")
+    def summary(self) -> Section:
+        return Section(key="summary", nodes=(Text(lines=("rank 1's data loading takes 41 % of each step",)),))
 
-    def tables_html(self) -> Markup:
-        return element("table")
+    def tables(self) -> Section:
+        return Section(key="tables", nodes=())
 
-    @property
-    def html(self) -> str:
-        return element("p", "static <form>")
+    def document(self) -> Section:
+        return Section(key="profile", nodes=(Text(lines=("static <form>",)),))
 
 
 def _panel(monkeypatch: Any, profile: Callable[[int | None], Any]) -> RunPanel:
