@@ -14,11 +14,11 @@ from notebook_accelerate import launch
 from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.report import rank_rows
 from notebook_accelerate.launch.report.document import Action
+from notebook_accelerate.launch.report.markup import duration
 from notebook_accelerate.launch.resumption import newest_complete_checkpoint
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry.rank_devices import rank_names
-from notebook_accelerate.widgets.panel_elements import asset
-from notebook_accelerate.widgets.run_summary import duration
+from notebook_accelerate.widgets.panel_elements import asset, script
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -50,7 +50,7 @@ class ActionRows(anywidget.AnyWidget):
         label: Name of the rows for screen readers.
     """
 
-    _esm = asset("actions.js")
+    _esm = script("feed.js", "actions.js")
     rows: Any = traitlets.List().tag(sync=True)
     note: Any = traitlets.Dict().tag(sync=True)
     label: Any = traitlets.Unicode("").tag(sync=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accelerate.launch.report.markup import Markup, byte_size, element, html_table, join, text_table
-from notebook_accelerate.launch.report.rank_rows import MANY, by_node, use_text
+from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title, use_text
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.widgets.live_panel import LivePanel
@@ -95,10 +95,11 @@ def _node_meters(ranks: Sequence[RankSnapshot]) -> Markup:
     gpu, groups = has_gpu(ranks), by_node(ranks)
     tiny, meters = len(groups) > MANY, []
     for node, members in list(groups.items())[:MAX_SHOWN]:
-        row = node_row(members, gpu=gpu, several=True)
-        figures = dict(zip(column_titles("loss", gpu=gpu), row.cells, strict=True))
+        cells = map(str, node_row(members, gpu=gpu, several=True).cells)
+        figures = dict(zip(column_titles("loss", gpu=gpu), cells, strict=True))
         used, memory = (figures["GPU"], figures["GPU memory"]) if gpu else (figures["CPU"], figures["memory"])
-        text = f"{row.name}, {rank_names([rank.rank for rank in members])}: CPU {figures['CPU']}, {figures['memory']}"
+        who = f"{node_title(members, several=True)}, {rank_names([rank.rank for rank in members])}"
+        text = f"{who}: CPU {figures['CPU']}, {figures['memory']}"
         text += f", GPU {used}, GPU memory {memory}" if gpu else ""
         meters.append(_meter(str(node), text, used, "" if tiny else memory))
     total = byte_size(sum((rank.gpu_memory if gpu else rank.memory) or 0 for rank in ranks))

@@ -33,10 +33,10 @@ from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import card, row, script, widget_bundle, with_classes
 from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.profile_panel import PROFILE, ProfileSection
-from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
 from notebook_accelerate.widgets.run_panel_html import ShardingPage
 from notebook_accelerate.widgets.run_summary import RunWatcher, loss_name
+from notebook_accelerate.widgets.table_view import TableView
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -84,7 +84,7 @@ class RunPanel(LivePanel):
         self.attention = with_classes(ActionRows(self._act, "What needs you"), "na-attention")
         self.debug_section = DebugSection(self.run, self._clock)
         self.profile_section = ProfileSection(self.run, self._render_soon)
-        self.rank_table = RankTable()
+        self.rank_table = TableView(throttled=rank_table.OTHERS)
         for feed in (self.plot, self.logs, self.rank_table):
             feed.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, ["wanted", "chosen"])
@@ -162,16 +162,16 @@ class RunPanel(LivePanel):
     def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
         """Update the parts that grow with the ranks; most of them once a second, if they are many or hidden."""
         run, many = self.run, len(seen.ranks) > MANY
-        self.rank_table.layout.display = "" if many else "none"
-        if many:
+        due = now >= self._ranks_due or run.ended is not None or (self._shows_ranks() and not many)
+        if many or due:
             self._ranks.value = run_panel_html.verdict(seen)
-            self.rank_table.update(now, seen, loss_name(run))
+            table = partial(rank_table.ranks_table, seen, loss_name(run))
+            self.rank_table.update(now, lambda complete: table(with_others=complete), complete=run.ended is not None)
+        if many:
             self.plot.draw_outliers(rank.rank for rank in rank_table.outliers(seen.ranks))
-        if now < self._ranks_due and run.ended is None and (many or not self._shows_ranks()):
+        if not due:
             return
         self._ranks_due = now + 0.95 * SLOW_SECONDS
-        if not many:
-            self._ranks.value = run_panel_html.ranks(seen, loss_name(run))
         self._devices.value = run_panel_html.devices(seen)
         self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
         self._times.value = run_panel_html.step_times(seen) + run_panel_html.traces(run)

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import mesh_diagram, rank_rows, rendering, run_report
-from notebook_accelerate.launch.report.markup import Markup, element, html_table, join
+from notebook_accelerate.launch.report.markup import Markup, duration, element, join
 from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title
 from notebook_accelerate.launch.report.rendering import badge, state, swatch
 from notebook_accelerate.launch.report.run_report import errors_html, trace_table
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets import rank_table
-from notebook_accelerate.widgets.run_summary import HELD, duration
+from notebook_accelerate.widgets.run_summary import HELD
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.report.mesh_diagram import ShardReports
-    from notebook_accelerate.widgets.rank_table import TableRow
     from notebook_accelerate.widgets.run_summary import Progress, RankSnapshot, RunSnapshot
 
 
@@ -91,42 +90,11 @@ def verdict(now: RunSnapshot) -> Markup:
     return element("p", now.verdict, class_=f"na-verdict{warned}") if now.verdict else Markup()
 
 
-def ranks(now: RunSnapshot, loss: str) -> Markup:
-    """Return the table of few ranks, grouped by node if there are several nodes; stragglers are marked."""
-    gpu, groups = rank_table.has_gpu(now.ranks), by_node(now.ranks)
-    titles = ["rank", "state", *rank_table.column_titles(loss, gpu=gpu)]
-    rows = []
-    for members in groups.values():
-        rows += [rank_table.node_row(members, gpu=gpu, several=True)] if len(groups) > 1 else []
-        rows += [rank_table.rank_row(rank, gpu=gpu) for rank in members]
-    table = html_table(
-        titles,
-        [_cells(row) for row in rows],
-        caption=element("caption", "Ranks", class_="na-hidden"),
-        columns=[{}, {}, *[NUMBER] * (len(titles) - 2)],
-        row_classes=["na-node" if _is_node(row) else _CLASSES[row.kind] for row in rows],
-        class_="na-table",
-    )
-    return join([verdict(now), element("div", table, class_="na-scroll")])
-
-
 def devices(now: RunSnapshot) -> Markup:
     """Return the table of the ranks' devices; "" before a rank has used one."""
     caption = "Devices: allocated, reserved and peak count the rank's own memory; use and in use count all processes"
     table = rank_rows.device_table(now.ranks, {rank.rank: rank.devices for rank in now.ranks}, caption)
     return rendering.html(table, inline=False)
-
-
-_CLASSES = {"late": "na-late", "dead": "na-dead", "": ""}
-
-
-def _is_node(row: TableRow) -> bool:
-    return row.key.startswith("n")
-
-
-def _cells(row: TableRow) -> list[str]:
-    name = join([row.name, badge(row.badge)])
-    return [name, row.state if _is_node(row) else state(row.state), *row.cells]
 
 
 def step_times(now: RunSnapshot) -> Markup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -304,17 +303,3 @@ def _behind(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
     if len(far) == 1:
         return set(far), f"Rank {worst} is {far[worst]:,} steps behind."
     return set(far), f"{few_names(far)} are behind, rank {worst} by {far[worst]:,} steps."
-
-
-def duration(seconds: float) -> str:
-    """Return "4.2 s", "1:05" or "26:00:05"."""
-    if not math.isfinite(seconds):
-        return "–"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

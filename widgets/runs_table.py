@@ -7,26 +7,26 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-import anywidget
 import ipywidgets
-import traitlets
 
 from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import Output
-from notebook_accelerate.launch.report import svg_curves
+from notebook_accelerate.launch.report import rendering, run_comparison, svg_curves
 from notebook_accelerate.launch.report.curves import shown_names
-from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join, text_table
+from notebook_accelerate.launch.report.document import Action
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
 from notebook_accelerate.widgets.compared_run import BestValues, label_of
-from notebook_accelerate.widgets.front_end import front_end
-from notebook_accelerate.widgets.panel_elements import asset, card, problem, script, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
+from notebook_accelerate.widgets.table_view import TableView
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.report.document import Table
     from notebook_accelerate.widgets.compared_run import ComparedRun
 
 
@@ -60,20 +60,21 @@ class RunsTable(CellView):
         self._clock = clock
         self.runs = _picked(chosen)
         self._values = BestValues()
-        self._clicks: deque[tuple[str, int]] = deque()
+        self._clicks: deque[tuple[str, str]] = deque()
         self._open: RunPanel | None = None
         self._states: list[Any] = []
         self._table_due = float("-inf")
         self.plot = Plot([], "None of these runs has logged a metric: these curves were sampled without logging.")
         self._draw_curves()
-        self.grid = RunsGrid(self._on_click)
+        self.grid = TableView(self._on_action)
         self._opened = with_classes(ipywidgets.VBox(), "na-opened-run")
         self._problem = ipywidgets.HTML()
         self.widget = card(self._problem, self.grid, self._opened, self.plot)
         self._shown = PanelOutput(self._static, lambda: "Runs of this kernel", clock)
         self.schedule = RenderSchedule([run.store for run in self.runs], self._render, self._failed, clock)
         self.schedule.tick()
-        self.plot.on_msg(self._render_soon)
+        for feed in (self.plot, self.grid):
+            feed.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, "wanted")
         for run in self.runs:
             self._follow(run)
@@ -126,36 +127,49 @@ class RunsTable(CellView):
         if states == self._states and now < self._table_due and self._is_running():
             return
         self._states, self._table_due = states, now + 0.95 * TABLE_SECONDS
-        columns = compared_run.columns(self.runs, self._values)
+        self.grid.update(now, lambda _: self.table, complete=not self._is_running())
+
+    @property
+    def table(self) -> Table:
+        """The table as it is now, the latest run first."""
+        sources = [compared_run.source_of(run) for run in self.runs]
+        names = shown_names(sources)[: run_comparison.MAX_METRICS]
         places = {id(run): place for place, run in enumerate(self.runs[-MAX_OVERLAID:])}
-        self.grid.table = {
-            "columns": [[column.title, column.kind] for column in columns],
-            "rows": [
-                {
-                    "key": run.id,
-                    "cells": [column.text(run) for column in columns],
-                    "order": [column.value(run) for column in columns],
-                    "colour": places.get(id(run), -1),
-                    "stops": run.ended is None and not run.commands.refusal,
-                    "opened": self._is_open(run),
-                }
-                for run in reversed(self.runs)
-            ],
-        }
+        entries = [
+            compared_run.entry_of(
+                run,
+                names,
+                self._values,
+                colour=places.get(id(run), -1),
+                tone="opened" if self._is_open(run) else "",
+                actions=self._actions(run),
+            )
+            for run in self.runs
+        ]
+        return run_comparison.runs_table(entries, "No run has been launched from this kernel yet.")
+
+    def _actions(self, run: ComparedRun) -> tuple[Action, ...]:
+        """Return the buttons of a row. Open comes first: its button stays where Stop goes."""
+        which = f"run {run.id}"
+        shown = Action(id="open", label="Open", hint=f"Open the panel of {which}")
+        if self._is_open(run):
+            shown = Action(id="open", label="Close", hint=f"Close the panel of {which}")
+        stops = run.ended is None and not run.commands.refusal
+        return (shown, Action(id="stop", label="Stop", hint=f"Stop {which}", tone="stop")) if stops else (shown,)
 
     # ---- clicks
 
-    def _on_click(self, kind: str, key: int) -> None:
-        self._clicks.append((kind, key))  # on any thread
+    def _on_action(self, key: str, action: str) -> None:
+        self._clicks.append((key, action))  # on any thread
         self._render_soon()
 
     def _handle_clicks(self) -> None:
         while self._clicks:
-            kind, key = self._clicks.popleft()
-            run = next((run for run in self.runs if run.id == key), None)
+            key, action = self._clicks.popleft()
+            run = next((run for run in self.runs if str(run.id) == key), None)
             if run is None:
                 continue
-            if kind == "stop":
+            if action == "stop":
                 run.request_stop()
             elif self._is_open(run):
                 self._close_panel()
@@ -201,37 +215,18 @@ class RunsTable(CellView):
     @property
     def rows(self) -> list[list[str]]:
         """The table: a head, then a row per run, the latest first. Settings that all runs share are left out."""
-        columns = compared_run.columns(self.runs, self._values)
-        return [
-            [column.title for column in columns],
-            *([column.text(run) for column in columns] for run in reversed(self.runs)),
-        ]
-
-    def _html_table(self, **attributes: str) -> Markup:
-        head, *rows = self.rows
-        if not rows:
-            return element("p", "No run has been launched from this kernel yet.", class_="na-empty")
-        # Narrow columns cut their texts off: the title shows the whole text.
-        titles, *cells = ([element("span", cell, title=cell) for cell in row] for row in (head, *rows))
-        overlaid = list(reversed(self.runs[-MAX_OVERLAID:]))
-        for place, row in enumerate(cells[: len(overlaid)]):
-            colour = svg_curves.COLOURS[(len(overlaid) - 1 - place) % len(svg_curves.COLOURS)]
-            dot = "● " if len(overlaid) - 1 - place < len(svg_curves.COLOURS) else "○ "
-            row[0] = join([element("span", dot, style=f"color:{colour}"), row[0]])
-        note = "Runs, the latest first; metrics are the last and the best values of the lowest rank"
-        caption = element("caption", note, **LEFT)
-        table = html_table(titles, cells, caption=caption, columns=[LEFT] * len(head), **attributes)
-        return element("div", table, class_="na-scroll")
+        table = self.table
+        return [[column.title for column in table.columns], *([str(cell) for cell in row.cells] for row in table.rows)]
 
     @property
     def html(self) -> str:
         """Table and curves as static HTML."""
-        return self._html_table() + _overlays(self.runs[-MAX_OVERLAID:])
+        return rendering.html(self.table) + _overlays(self.runs[-MAX_OVERLAID:])
 
     @property
     def text(self) -> str:
         """The table as plain text."""
-        return text_table(self.rows)
+        return rendering.text(self.table)
 
     def _show_in(self, output: Output) -> None:
         """Show the live table; its static form replaces it when the kernel ends."""
@@ -270,34 +265,3 @@ def _overlays(chosen: Sequence[ComparedRun]) -> Markup:
     sources = [compared_run.source_of(run) for run in chosen]
     images = [svg_curves.metric_image(sources, name) for name in shown_names(sources)[:MAX_IMAGES]]
     return element("div", join(images, " ")) if images else Markup()
-
-
-# ---- the table in the browser
-
-
-class RunsGrid(anywidget.AnyWidget):
-    """A table of texts; see ``static/runs.js``.
-
-    The trait ``table`` holds ``columns``, each [title, kind], and ``rows``, each {key, cells, order, colour, stops,
-    opened}: the texts, what they are sorted by, the place of the run's colour (-1: it has no curves), whether it can
-    be stopped, and whether its panel is open.
-
-    Args:
-        clicked: Called with "stop" or "open" and the key of a row, on any thread.
-    """
-
-    _esm = script("feed.js", "looks.js", "runs.js")
-    _css = asset("runs.css")
-    table: Any = traitlets.Dict().tag(sync=True)
-
-    def __init__(self, clicked: Callable[[str, int], None]) -> None:
-        super().__init__()
-        self._clicked = clicked
-        self.on_msg(self._on_message)
-
-    def _on_message(self, _: Any, content: Any, __: Any) -> None:
-        kind = content.get("kind") if isinstance(content, dict) else None
-        if kind == "drawn":
-            front_end.drawn = True
-        elif kind in ("stop", "open") and isinstance(content.get("key"), int):
-            self._clicked(kind, content["key"])

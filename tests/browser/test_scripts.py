@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from notebook_accelerate.launch.report.document import Action, Cell, Column, Group, Row, Table
 from notebook_accelerate.widgets.panel_elements import asset, script
 from notebook_accelerate.widgets.plot import SCRIPTS
+from notebook_accelerate.widgets.table_view import TableView
 from tests.support.browser import Browser
 
 
@@ -301,49 +303,114 @@ def test_a_metric_that_stays_nan_has_one_mark_to_its_end(blank: Any) -> None:
 
 _RUNS = """() => {
     window.sent = [];
-    const handlers = {}, values = { table: {} };
-    const model = { get: (name) => values[name], send(message) { window.sent.push(message); }, off() {},
-        on: (event, handler) => { handlers[event] = handler; } };
+    const handlers = {}, values = {};
+    const model = { get: (name) => values[name], send(message) { window.sent.push(message); },
+        off() {}, set() {}, save_changes() {}, on: (event, handler) => { handlers[event] = handler; } };
     document.body.className = "na-run";
     view.render({ model, el: document.body });
-    window.update = (columns, rows) => { values.table = { columns, rows }; handlers["change:table"](); };
+    window.put = (name, message) => { values[name] = message; handlers[`change:${name}`](); };
     window.texts = () => [...document.querySelectorAll("tbody tr")].map(row => row.innerText.split(/\\s+/).join(" "));
 }"""
 
 
-def _row(key: int, state: str, loss: str, **more: Any) -> dict[str, Any]:
-    order = [key, state, float(loss)]
-    return {"key": key, "cells": [str(key), state, loss], "order": order, "colour": key, "opened": False, **more}
+def _row(key: int, state: str, loss: str, *actions: str, tone: str = "", lr: str = "") -> Row:
+    cells: tuple[str | Cell, ...] = (
+        Cell(text=str(key), colour=key),
+        Cell(text=state, state=state),
+        loss,
+        *([lr] if lr else []),
+    )
+    order: tuple[float | str | None, ...] = (key, state, float(loss), *([float(lr)] if lr else []))
+    labels = {"open": ("Open", "Open the panel of"), "close": ("Close", "Close the panel of"), "stop": ("Stop", "Stop")}
+    made = [
+        Action(id="stop" if name == "stop" else "open", label=label, hint=f"{hint} run {key}")
+        for name in actions
+        for label, hint in (labels[name],)
+    ]
+    return Row(key=str(key), cells=cells, order=order, tone=tone, actions=tuple(made))
 
 
-def test_a_click_on_a_row_outlasts_an_update(blank: Any) -> None:
-    _load(blank, "feed.js", "looks.js", "runs.js")
+class _Runs:
+    """A live table whose messages a page receives."""
+
+    def __init__(self, page: Any) -> None:
+        self.view, self.page, self.now = TableView(), page, 0.0
+        self.sent: list[str] = []
+
+    def show(self, *rows: Row, columns: tuple[str, ...] = ("loss",), whole: bool = False) -> str:
+        """Send rows; return the kind of the message."""
+        heads = [Column(title="run", kind="run"), Column(title="state", kind="state")]
+        heads += [Column(title=name, numeric=True) for name in columns]
+        table = Table(key="runs", columns=tuple(heads), groups=(Group(key="runs", rows=rows),), sortable=True)
+        seq, self.now = self.view._seq, self.now + 0.01
+        self.view._full_requested |= whole
+        self.view.update(self.now, lambda _: table)
+        if self.view._seq == seq:
+            return ""
+        kind = "full" if self.view.full["seq"] > seq else "delta"
+        self.page.evaluate("([kind, message]) => put(kind, message)", [kind, getattr(self.view, kind)])
+        return kind
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["deltas", "everything"])
+def test_a_click_on_a_row_outlasts_an_update(blank: Any, *, whole: bool) -> None:
+    _load(blank, "feed.js", "looks.js", "table.js")
     blank.evaluate(_RUNS)
-    columns = [["run", "run"], ["state", "state"], ["loss", "number"]]
-    show = "([columns, rows]) => update(columns, rows)"
-    blank.evaluate(show, [columns, [_row(2, "running", "0.5", stops=True), _row(1, "succeeded", "0.7", stops=False)]])
+    runs = _Runs(blank)
+    assert runs.show(_row(2, "running", "0.5", "open", "stop"), _row(1, "succeeded", "0.7", "open")) == "full"
     blank.wait_for_function("() => texts().length === 2")
     assert blank.evaluate("() => texts()") == ["2 OpenStop Running 0.5", "1 Open Succeeded 0.7"]
     stop = blank.get_by_role("button", name="Stop run 2")
     stop.focus()
     stop.hover()
     blank.mouse.down()
-    blank.evaluate(show, [columns, [_row(2, "running", "0.4", stops=True), _row(1, "succeeded", "0.7", stops=False)]])
+    changed = (_row(2, "running", "0.4", "open", "stop"), _row(1, "succeeded", "0.7", "open"))
+    assert runs.show(*changed, whole=whole) == ("full" if whole else "delta")
     blank.wait_for_function("() => texts()[0].endsWith('0.4')")
     blank.mouse.up()
-    assert blank.evaluate("() => sent.filter(each => each.kind === 'stop')") == [{"kind": "stop", "key": 2}]
+    clicks = "() => sent.filter(each => each.kind === 'action')"
+    assert blank.evaluate(clicks) == [{"kind": "action", "key": "2", "action": "stop"}]
     assert blank.evaluate("() => document.activeElement.textContent") == "Stop"
 
     # Another order, an end, an open panel, another column, and a run that is gone.
     blank.get_by_role("button", name="loss", exact=True).click()
     blank.wait_for_function("() => texts()[0].startsWith('1 ')")
-    ended = [_row(2, "stopped", "0.4", stops=False, opened=True), _row(1, "succeeded", "0.7", stops=False)]
-    blank.evaluate(show, [columns, ended])
+    ended = _row(2, "stopped", "0.4", "close", tone="opened")
+    runs.show(ended, _row(1, "succeeded", "0.7", "open"), whole=whole)
     blank.wait_for_function("() => texts()[1] === '2 Close Stopped 0.4'")
     assert blank.locator("tr.na-opened").get_attribute("data-key") == "2"
-    for row in ended:
-        row["cells"].append("0.1")
-        row["order"].append(0.1)
-    blank.evaluate(show, [[*columns, ["lr", "number"]], ended[:1]])
+    assert runs.show(_row(2, "stopped", "0.4", "close", tone="opened", lr="0.1"), columns=("loss", "lr")) == "full"
     blank.wait_for_function("() => texts().length === 1 && texts()[0] === '2 Close Stopped 0.4 0.1'")
     assert blank.locator("thead th").count() == 5
+    assert blank.locator("thead [aria-sort]").inner_text() == "loss↓"
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["deltas", "everything"])
+def test_what_is_typed_selected_and_scrolled_stays_while_a_table_is_updated(blank: Any, *, whole: bool) -> None:
+    _load(blank, "feed.js", "looks.js", "table.js")
+    blank.add_style_tag(content=asset("panel.css") + asset("table.css") + ".na-scroll { width: 120px; }")
+    blank.evaluate(_RUNS)
+    runs = _Runs(blank)
+    runs.show(*(_row(key, "running", f"0.{key}", "open") for key in (3, 2, 1)))
+    search = blank.get_by_role("searchbox", name="Filter runs")
+    search.fill("[")
+    assert search.get_attribute("aria-invalid") == "true"
+    search.fill("run [23]|0.1")
+    blank.evaluate("""() => {
+        document.querySelector(".na-scroll").scrollLeft = 30;
+        const cell = document.querySelector("tr[data-key='1'] td:last-child");
+        document.querySelector("input").setSelectionRange(0, 3);
+        window.cell = cell;
+    }""")
+    runs.show(*(_row(key, "running", f"0.{key + 1}", "open") for key in (3, 2, 1)), whole=whole)
+    blank.wait_for_function("() => texts().length === 2")
+    assert blank.evaluate("() => document.querySelector('.na-count').textContent") == "2 of 3 runs"
+    assert blank.evaluate("() => [document.activeElement.value, document.activeElement.selectionEnd]") == [
+        "run [23]|0.1",
+        3,
+    ]
+    assert blank.evaluate("() => document.querySelector('.na-scroll').scrollLeft") == 30
+    search.fill("nothing")
+    assert blank.get_by_text("No runs match 'nothing'.").is_visible()
+    search.fill("")
+    assert blank.evaluate("() => document.querySelector(\"tr[data-key='1'] td:last-child\") === cell")

@@ -52,10 +52,9 @@ class Rows {
   constructor(model, el) {
     this.model = model;
     this.reachable = false;
-    this.box = document.createElement("div");
-    this.box.className = "na-rows";
-    this.note = document.createElement("p");
-    this.note.className = "na-hint";
+    this.box = make("div", { class: "na-rows" });
+    this.note = make("p", { class: "na-hint" });
+    this.nodes = new Map();  // by key
     el.append(this.box);
     this.draw = () => this.paint();
     for (const name of ["rows", "note"]) model.on(`change:${name}`, this.draw);
@@ -71,58 +70,30 @@ class Rows {
   paint() {
     const rows = this.model.get("rows"), label = this.model.get("label");
     if (label) { this.box.setAttribute("role", "status"); this.box.setAttribute("aria-label", label); }
-    const old = new Map([...this.box.children].map((node) => [node.dataset.key, node]));
-    rows.forEach((row, index) => {
-      const node = old.get(row.key) || this.make(row.key);
-      old.delete(row.key);
-      this.fill(node, row);
-      if (this.box.children[index] !== node) this.box.insertBefore(node, this.box.children[index] || null);
-    });
-    for (const node of old.values()) node.remove();
+    this.nodes = new Map(rows.map((row) => [row.key, this.nodes.get(row.key) ?? this.row()]));
+    for (const row of rows) this.fill(this.nodes.get(row.key), row);
+    place(this.box, [...this.nodes.values()]);
     this.box.hidden = !rows.length;
     const note = this.model.get("note"), text = (!this.reachable && note.unreachable) || note.text || "";
-    if (this.note.textContent !== text) this.note.textContent = text;
+    setText(this.note, text);
     if (!text) this.note.remove();
     else if (!this.note.isConnected) this.box.after(this.note);
   }
-  make(key) {
-    const node = document.createElement("div"), text = document.createElement("span"), buttons = document.createElement("span");
-    node.dataset.key = key;
-    text.className = "na-row-text";
-    buttons.className = "na-row-actions";
-    node.append(text, buttons);
-    return node;
+  row() {
+    return make("div", {}, make("span", { class: "na-row-text" }), make("span", { class: "na-row-actions" }));
   }
   fill(node, row) {
     const [text, buttons] = node.children;
     node.className = `na-row na-tone-${row.tone || "plain"}`;
-    if (text.textContent !== row.text) text.textContent = row.text;
+    setText(text, row.text);
     text.hidden = !row.text;
-    const old = new Map([...buttons.children].map((button) => [button.dataset.action, button]));
-    row.actions.forEach((action, index) => {
-      const button = old.get(action.id) || this.button(action.id);
-      old.delete(action.id);
-      const cannot = action.interrupts && !this.reachable;
-      if (button.textContent !== action.label) button.textContent = action.label;
-      button.className = `na-action na-tone-${action.tone || "plain"}`;
-      button.title = cannot ? PRESS : action.hint;
-      button.disabled = !action.enabled || cannot;
-      if (buttons.children[index] !== button) buttons.insertBefore(button, buttons.children[index] || null);
-    });
-    for (const button of old.values()) button.remove();
+    const possible = (action) => (action.interrupts && !this.reachable ? { ...action, hint: PRESS, enabled: false } : action);
+    showButtons(buttons, row.actions.map(possible), (id, button) => this.click(id, button));
   }
-  button(id) {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.dataset.action = id;
-    button.addEventListener("click", () => this.click(button, id));
-    return button;
-  }
-  async click(button, id) {
+  async click(id, button) {
     const action = this.model.get("rows").flatMap((row) => row.actions).find((each) => each.id === id);
-    if (!action) return;
-    if (!action.interrupts) {
-      this.model.send({ kind: "click", action: id });
+    if (!action?.interrupts) {
+      if (action) this.model.send({ kind: "click", action: id });
       return;
     }
     button.disabled = true;
@@ -135,9 +106,4 @@ class Rows {
   }
 }
 
-export default {
-  render({ model, el }) {
-    const view = new Rows(model, el);
-    return () => view.stop();
-  },
-};
+export default widgetOf(Rows);

@@ -16,6 +16,32 @@ function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/* Makes these nodes the children of a node. What stays is not moved, and what has the focus keeps it. */
+function place(parent, nodes) {
+  const focused = parent.contains(document.activeElement) ? document.activeElement : null, wanted = new Set(nodes);
+  for (const node of [...parent.childNodes]) if (!wanted.has(node)) node.remove();
+  let at = parent.firstChild;
+  for (const node of nodes) {
+    if (node === at) at = at.nextSibling;
+    else parent.insertBefore(node, at);
+  }
+  if (focused?.isConnected && focused !== document.activeElement) focused.focus({ preventScroll: true });
+}
+
+/* Shows actions {id, label, hint, tone, enabled} as buttons; a click calls `clicked(id, button)`. A button that stays is
+ * the same node: a click takes longer than the time between two updates may be. */
+function showButtons(parent, actions, clicked) {
+  const old = new Map([...parent.children].map((button) => [button.dataset.action, button]));
+  place(parent, actions.map(({ id, label, hint, tone, enabled = true }) => {
+    const button = old.get(id) ?? make("button", { type: "button", "data-action": id, onclick: (event) => clicked(id, event.currentTarget) });
+    setText(button, label);
+    button.className = `na-action na-tone-${tone || "plain"}`;
+    button.title = hint;
+    button.disabled = !enabled;
+    return button;
+  }));
+}
+
 /* Receives the messages of a model: its traits `full` and `delta` hold {seq, prev, ...}. A delta continues the message
  * `prev`; a view that missed one sends "hello" and waits for the next full.
  *

@@ -13,6 +13,15 @@ function isDark(node) {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
+/* Calls `changed` when the theme of the page changes; returns a function that ends it. */
+function watchTheme(changed) {
+  const themes = new MutationObserver(changed), media = matchMedia("(prefers-color-scheme: dark)");
+  const attributeFilter = ["class", "style", "theme", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind"];
+  for (const node of [document.documentElement, document.body]) themes.observe(node, { attributes: true, attributeFilter });
+  media.addEventListener("change", changed);
+  return () => { themes.disconnect(); media.removeEventListener("change", changed); };
+}
+
 /* Steps between the ticks of an axis. uPlot's own end at 5e31, and an axis without one has no ticks. */
 const INCREMENTS = [];
 for (let exponent = -32; exponent <= 307; exponent++)

@@ -579,12 +579,7 @@ class Panel {
     this.root.append(this.hint, this.bar, this.chips, this.grids, this.note, this.live);
   }
   watch() {
-    const theme = () => requestAnimationFrame(() => { this.dark = undefined; this.redraw(); });
-    const themes = new MutationObserver(theme);
-    for (const node of [document.documentElement, document.body])
-      themes.observe(node, { attributes: true, attributeFilter: ["class", "style", "theme", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind"] });
-    const media = matchMedia("(prefers-color-scheme: dark)");
-    media.addEventListener("change", theme);
+    const unwatch = watchTheme(() => requestAnimationFrame(() => { this.dark = undefined; this.redraw(); }));
     // The widths are kept: to read one between two drawings would compute the layout of the whole page each time.
     this.sizes = new ResizeObserver((entries) => {
       for (const { target, contentRect } of entries) this.charts.get(target.parentElement?.dataset.metric)?.resized(contentRect.width);
@@ -602,8 +597,7 @@ class Panel {
     this.model.on("change:order", order);
     this.stop = () => {
       clearTimeout(this.waiting);
-      themes.disconnect(); this.sizes.disconnect(); this.seen.disconnect();
-      media.removeEventListener("change", theme);
+      unwatch(); this.sizes.disconnect(); this.seen.disconnect();
       this.feed.stop();
       this.model.off("change:hidden_metrics", hidden);
       this.model.off("change:order", order);

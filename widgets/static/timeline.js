@@ -28,9 +28,8 @@ class TimelineView {
     this.watch();
   }
   stop() {
-    this.themes.disconnect();
+    this.unwatch();
     this.sizes.disconnect();
-    this.media.removeEventListener("change", this.restyle);
   }
 
   /* ---- elements */
@@ -116,12 +115,7 @@ class TimelineView {
   /* ---- what is visible */
 
   watch() {
-    this.restyle = () => requestAnimationFrame(() => { this.look = undefined; this.overview.stale = true; this.schedule(); });
-    this.themes = new MutationObserver(this.restyle);
-    for (const node of [document.documentElement, document.body])
-      this.themes.observe(node, { attributes: true, attributeFilter: ["class", "style", "theme", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind"] });
-    this.media = matchMedia("(prefers-color-scheme: dark)");
-    this.media.addEventListener("change", this.restyle);
+    this.unwatch = watchTheme(() => requestAnimationFrame(() => { this.look = undefined; this.overview.stale = true; this.schedule(); }));
     this.sizes = new ResizeObserver(() => this.resize());
     this.sizes.observe(this.scroll);
   }

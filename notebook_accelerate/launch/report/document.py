@@ -94,7 +94,7 @@ class Row:
     Attributes:
         key: Identifies the row in later documents.
         cells: One for each column.
-        tone: "late", "dead", "node" or "sum"; "": the usual one.
+        tone: "late", "dead", "node", "sum" or "opened", or several of them; "": the usual one.
         order: What live tables sort the cells by; (): the texts.
         actions: Buttons at the end of the row.
     """

@@ -204,3 +204,17 @@ def percent(share: float | None) -> str:
     if share is None:
         return ""
     return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.2g} %"
+
+
+def duration(seconds: float) -> str:
+    """Return "4.2 s", "1:05" or "26:00:05"."""
+    if not math.isfinite(seconds):
+        return "–"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -161,7 +161,7 @@ class _Html:
         return element("tr", name, *cells, class_=self._class(row.tone))
 
     def _class(self, name: str) -> str | None:
-        return f"na-{name}" if name and not self._inline else None
+        return " ".join(f"na-{word}" for word in name.split()) if name and not self._inline else None
 
     def _cell(self, cell: str | Cell) -> str:
         if isinstance(cell, str):

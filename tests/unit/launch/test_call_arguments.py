@@ -10,10 +10,12 @@ import torch
 
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.launch import runs
+from notebook_accelerate.launch.report.document import Cell
+from notebook_accelerate.launch.report.run_comparison import better, runs_table
 from notebook_accelerate.launch.state.call_arguments import MAX_ARGUMENTS, call_arguments
 from notebook_accelerate.launch.state.run_commands import NoCommands, RunCommands
 from notebook_accelerate.telemetry import MetricEvent
-from notebook_accelerate.widgets.compared_run import BestValues, better, columns
+from notebook_accelerate.widgets.compared_run import BestValues, entry_of
 from notebook_accelerate.widgets.runs_table import RunsTable
 from tests.support.runs import feed, make_run
 
@@ -83,10 +85,11 @@ def test_a_record_of_a_run_is_enough_for_the_table() -> None:
     assert head[6:] == ["lr", "loss", "best loss", "accuracy", "best accuracy", "step_count"]
     assert second[6:] == ["0.1", "–", "–", "–", "–", "–"]
     assert first[6:] == ["–", "2", "1", "2", "3", "2"]
-    rows = {row["key"]: row for row in table.grid.table["rows"]}
-    assert rows[77]["stops"] is False, "it cannot be stopped from here"
-    assert rows[here.id]["stops"] is True
-    assert (rows[here.id]["colour"], rows[77]["colour"]) == (0, 1)
+    rows = {row.key: row for row in table.table.rows}
+    actions = {key: [action.id for action in row.actions] for key, row in rows.items()}
+    assert actions == {"77": ["open"], str(here.id): ["open", "stop"]}, "one cannot be stopped from here"
+    firsts = [row.cells[0] for row in (rows[str(here.id)], rows["77"])]
+    assert [cell.colour for cell in firsts if isinstance(cell, Cell)] == [0, 1]
     assert table.plot.order == [f"run {here.id}", "run 77"]
     assert "run" in table.text
     assert "data:image" in table.html
@@ -100,6 +103,7 @@ def test_a_best_value_is_kept_while_points_come() -> None:
     feed(run, MetricEvent({"val/loss": 5.0}, 2))
     assert values.best(run, "val/loss") == 2.0
     assert [better(name) for name in ("train/loss", "val/accuracy", "lr")] == [-1, 1, 0]
-    kinds = {column.title: column.kind for column in columns([run, _FromFile()], values)}
+    entries = [entry_of(each, ["val/loss"], values) for each in (run, _FromFile())]
+    kinds = {column.title: column.kind for column in runs_table(entries).columns}
     assert (kinds["function"], kinds["lr"], kinds["val/loss"]) == ("text", "number", "number")
-    assert [column.title for column in columns([run], values)][-2:] == ["val/loss", "best val/loss"]
+    assert [column.title for column in runs_table(entries[:1]).columns][-2:] == ["val/loss", "best val/loss"]

@@ -196,7 +196,7 @@ def test_a_run_whose_writer_is_gone_is_lost(tmp_path: Path) -> None:
         alive.stop()
     assert not stopping(alive, None).action.enabled
     table = RunsTable([alive])
-    assert not table.grid.table["rows"][0]["stops"], "only its own notebook can stop it"
+    assert [action.id for action in table.table.rows[0].actions] == ["open"], "only its own notebook can stop it"
     table.close()
     close_all(table.widget)
     del table, alive

@@ -11,6 +11,7 @@ from notebook_accelerate import notebook_launcher, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
+from notebook_accelerate.launch.report.document import Cell
 from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.live_panel import close_all
@@ -45,7 +46,8 @@ def test_ten_kept_runs_are_laid_over_each_other(tmp_path: Path) -> None:
         assert names == [f"rate-{number}" for number in range(9, -1, -1)]
         assert "save" not in table.rows[0]
         assert table.plot.order == [f"run {run.id}" for run in opened]
-        assert [row["colour"] for row in table.grid.table["rows"]] == list(range(9, -1, -1))
+        firsts = [row.cells[0] for row in table.table.rows]
+        assert [cell.colour for cell in firsts if isinstance(cell, Cell)] == list(range(9, -1, -1))
         (image,) = re.findall(r"<img[^>]*>", str(table.html))
         assert all(f"run {run.id}: " in image for run in opened)
         assert (str(table.html).count("● "), str(table.html).count("○ ")) == (8, 2)

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.curves import ENVELOPE_LABEL
 from notebook_accelerate.launch.report.rank_rows import MANY, SHOWN_RANKS
 from notebook_accelerate.launch.state.run_events import RankExited
@@ -22,8 +23,8 @@ from notebook_accelerate.telemetry import (
 )
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets.plot import chosen_ranks
-from notebook_accelerate.widgets.rank_table import FOLDED_SECONDS
 from notebook_accelerate.widgets.run_panel import RunPanel
+from notebook_accelerate.widgets.table_view import FOLDED_SECONDS, _complete
 from tests.support.runs import START, Clock, devices, end, feed, make_run
 from tests.support.snapshots import Snapshot
 
@@ -62,12 +63,12 @@ class _Panel:
         self.panel.schedule.touch()
         assert self.panel.schedule.tick()
 
-    def sections(self) -> dict[str, list[list[str]]]:
-        """Return the rows of each section of the table, as a new view receives them."""
+    def groups(self) -> dict[str, list[Any]]:
+        """Return the rows of each group of the table, as a new view receives them."""
         self.panel.rank_table._full_requested = True
         self.clock.turn(1.0)
         self.render()
-        return {section["key"]: section["all"] for section in self.panel.rank_table.full["sections"]}
+        return {group["key"]: group["all"] for group in self.panel.rank_table.full["groups"]}
 
     def close(self) -> None:
         self.panel.close()
@@ -78,24 +79,22 @@ def test_nodes_are_listed_first_then_outliers_and_the_other_ranks_behind_a_fold(
     one.step = 1000
     for _ in range(4):
         one.turn(late=(300,), slow=(9, 41))
-    sections = one.sections()
-    assert [row[1] for row in sections["nodes"][:3]] == [
-        "node 1 · worker-1",
-        "node 5 · worker-5",
-        "node 37 · worker-37",
+    groups = one.groups()
+    late = [("node 1 · worker-1", 9), ("node 5 · worker-5", 41), ("node 37 · worker-37", 300)]
+    assert [row[1][0] for row in groups["nodes"][:3]] == [
+        {"text": node, "badge": f"rank {rank} late"} for node, rank in late
     ]
-    assert [row[2:4] for row in sections["nodes"][:3]] == [["late", f"rank {rank} late"] for rank in (9, 41, 300)]
-    assert sections["nodes"][3][1] == "node 0 · this machine"
-    assert sections["nodes"][3][4] == "8 running"
-    assert len(sections["nodes"]) + len(sections["more-nodes"]) == RANKS // EACH
-    assert [row[1] for row in sections["outliers"]] == ["300", "9", "41"]
-    assert len(sections["others"]) == RANKS - 3
+    assert [row[2] for row in groups["nodes"][:3]] == [{"tone": "node late"}] * 3
+    assert groups["nodes"][3][1][:2] == ["node 0 · this machine", "8 running"]
+    assert len(groups["nodes"]) + len(groups["more-nodes"]) == RANKS // EACH
+    assert [row[1][0]["text"] for row in groups["outliers"]] == ["300", "9", "41"]
+    assert len(groups["others"]) == RANKS - 3
     verdict = one.panel._ranks.value
     assert "Ranks 9, 41 are stragglers: up to 200 ms of their own work per step" in verdict
     assert "Rank 300 is 500 steps behind." in verdict
-    slowest = sections["nodes"][2]
-    assert slowest[5:7] == ["540", "500"], "the slowest step, and how far that is behind"
-    assert slowest[10] == "8.0 GiB", "memory of all its ranks"
+    slowest = groups["nodes"][2][1]
+    assert slowest[2:4] == ["540", "500"], "the slowest step, and how far that is behind"
+    assert slowest[7] == "8.0 GiB", "memory of all its ranks"
     one.close()
 
 
@@ -104,11 +103,12 @@ def test_failed_ranks_are_the_first_outliers_and_the_list_is_limited() -> None:
     one.turn()
     for rank in range(100, 200):
         one.run.journal.append(RankExited(rank, "failed", "exit 1"))
-    sections = one.sections()
-    assert [row[1] for row in sections["outliers"]] == [str(rank) for rank in range(100, 100 + SHOWN_RANKS)]
-    titles = {section["key"]: section["title"] for section in one.panel.rank_table.full["sections"]}
+    groups = one.groups()
+    assert [row[1][:2] for row in groups["outliers"]] == [[str(n), ["failed"]] for n in range(100, 100 + SHOWN_RANKS)]
+    titles = {group["key"]: group["title"] for group in one.panel.rank_table.full["groups"]}
     assert titles["outliers"] == f"The first {SHOWN_RANKS} of 100 outliers"
-    assert sections["nodes"][0][2:5] == ["dead", "", "4 failed, 4 running"]
+    assert groups["nodes"][0][1][1] == "4 failed, 4 running"
+    assert groups["nodes"][0][2] == {"tone": "node dead"}
     one.close()
 
 
@@ -126,7 +126,7 @@ def test_an_update_in_which_few_ranks_have_changed_is_small() -> None:
     one.clock.turn(1.5)
     one.render()
     assert table._seq == seq + 1
-    changed = [row for section in table.delta["sections"] for row in section.get("cells", ())]
+    changed = [row for group in table.delta["groups"] for row in group.get("changes", ())]
     print(f"\nthe whole table of {RANKS} ranks: {whole:,} bytes; a change of one rank: {_bytes(table.delta):,}")
     assert _bytes(table.delta) < whole / 20
     assert [row for row in changed if row[0] == "n9"], "rank 77 is on node 9"
@@ -138,28 +138,39 @@ def test_a_table_that_applies_the_deltas_is_complete() -> None:
     one = _Panel(ranks=40)
     for _ in range(12):
         one.turn()
-    shown = one.sections()
+    shown = one.groups()
     for turn in range(10):
         seq = one.panel.rank_table._seq
         one.turn(6.0, late=(turn,) if turn % 3 else (), slow=(20, 21) if turn % 2 else ())
         assert one.panel.rank_table._seq == seq + 1
         message = one.panel.rank_table.delta
-        for section in message["sections"]:
-            name = section["key"]
-            if "all" in section:
-                shown[name] = section["all"]
-                continue
-            rows = {row[0]: row for row in [*shown[name], *section.get("rows", ())]}
-            for key, *pairs in section.get("cells", ()):
-                for index, text in zip(pairs[::2], pairs[1::2], strict=True):
-                    rows[key] = [*rows[key][: index + 1], text, *rows[key][index + 2 :]]
-            shown[name] = [rows[key] for key in section.get("order", [row[0] for row in shown[name]])]
-        for key in message["removed"]:
-            del shown[key]
-        table = one.panel.rank_table._known.items()
-        known = {key: [[name, *values] for name, values in rows.items()] for key, rows in table}
-        assert json.loads(json.dumps(known)) == json.loads(json.dumps(shown))
+        for change in message["groups"]:
+            if "all" in change:
+                shown[change["key"]] = change["all"]
+            else:
+                shown[change["key"]] = _applied(shown[change["key"]], change)
+        shown = {key: shown[key] for key in message.get("order", shown)}
+        assert one.panel.rank_table.table is not None
+        whole = [_complete(group) for group in one.panel.rank_table.table.groups]
+        assert json.loads(json.dumps({group["key"]: group["all"] for group in whole})) == json.loads(json.dumps(shown))
     one.close()
+
+
+def _applied(rows: list[Any], change: dict[str, Any]) -> list[Any]:
+    """Return the rows of a group after a change."""
+    known = {key: (list(cells), dict(*more)) for key, cells, *more in (*rows, *change.get("rows", ()))}
+    for key, *pairs in change.get("changes", ()):
+        cells, more = known[key]
+        for place, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if isinstance(place, int):
+                cells[place] = value
+            else:
+                more[place] = value
+    found = {}
+    for key, (cells, more) in known.items():
+        present = {name: value for name, value in more.items() if value}
+        found[key] = [key, cells, *([present] if present else [])]
+    return [found[key] for key in change.get("order", [row[0] for row in rows])]
 
 
 def test_curves_are_envelopes_with_chosen_ranks_over_them() -> None:
@@ -242,7 +253,8 @@ def test_few_ranks_on_two_machines_are_grouped_by_node(snapshot: Snapshot) -> No
     one.step = 1000
     for _ in range(4):
         one.turn(late=(12,))
-    snapshot("ranks_of_two_machines", one.panel._ranks.value)
-    assert one.panel.rank_table.layout.display == "none"
+    table = one.panel.rank_table.table
+    assert table is not None
+    snapshot("ranks_of_two_machines", one.panel._ranks.value + rendering.html(table, inline=False))
     assert "node" in one.panel.text
     one.close()

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.document import Table
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     FailuresRecorded,
@@ -78,7 +80,16 @@ class _Panel:
 
     def parts(self, names: str) -> str:
         """Return the HTML of parts of the panel, as it was rendered last."""
-        return "\n".join(getattr(self.panel, f"_{name}").value for name in names.split())
+        values = {name: getattr(self.panel, f"_{name}").value for name in names.split()}
+        if "ranks" in values:
+            values["ranks"] += self.ranks()
+        return "\n".join(values.values())
+
+    def ranks(self) -> str:
+        """Return the table of the ranks as it was sent last, as HTML."""
+        table = self.panel.rank_table.table
+        assert table is not None
+        return rendering.html(table, inline=False)
 
     def buttons(self) -> list[str]:
         """Return the labels of the header's buttons."""
@@ -243,7 +254,7 @@ def test_hidden_ranks_are_updated_once_a_second_and_when_their_tab_is_selected()
         for rank in range(2):
             feed(one.run, MetricEvent({"loss": 0.5}, step), rank=rank)
         one.look(0.2)
-        return one.panel._ranks.value
+        return one.ranks()
 
     assert '<td class="na-num">10</td>' not in reach(10), "too early"
     for _ in range(4):
@@ -476,6 +487,10 @@ def test_the_table_of_runs_shows_differences_and_final_metrics(snapshot: Snapsho
         RunsTable([999999])
 
 
+def _states(table: Table) -> list[str]:
+    return [str(row.cells[2]) for row in table.rows]
+
+
 class _Place:
     """An output of a cell; something may happen while a view is shown."""
 
@@ -496,7 +511,7 @@ def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monk
     table = RunsTable([run])
     monkeypatch.setattr(panel_output, "here", lambda: _Place(lambda: None if run.ended else end(run)))
     table._ipython_display_()
-    until(lambda: [row["cells"][2] for row in table.grid.table["rows"]] == ["succeeded"])
+    until(lambda: table.grid.table is not None and _states(table.grid.table) == ["succeeded"])
     table.close()
 
 
@@ -547,7 +562,8 @@ def test_the_table_of_runs_says_what_holds_a_run() -> None:
     def state() -> str:
         clock.turn(5.0)
         table.schedule.tick()
-        return str(table.grid.table["rows"][0]["cells"][2])
+        assert table.grid.table is not None
+        return _states(table.grid.table)[0]
 
     assert state() == "running"
     run.journal.append(RunStalled(clock.now, "rank 1 never reached the barrier"))
