@@ -1,6 +1,6 @@
-"""Collectives over nested containers of tensors, and tools for such containers.
+"""Collectives over nested containers of tensors, and tools for these containers.
 
-A call moves all tensors of one dtype in one collective. In a world of one rank it sends nothing.
+A call sends all tensors of one dtype in one collective. With a single rank, it sends nothing.
 """
 
 from __future__ import annotations

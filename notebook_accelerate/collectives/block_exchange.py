@@ -1,9 +1,9 @@
-"""Checks the arguments of a collective on all ranks and transfers small data, in one collective of a known size.
+"""Check the arguments of a collective on all ranks and transfer small data, in one collective of a known size.
 
-gloo ends the process if ranks send different amounts ("op.preamble.length <= op.nbytes"), or returns uninitialized
-memory. Comparing sizes first would cost as much as a small collective itself. So ranks send blocks of equal size: a
-header that describes their arguments, then the data. The block size is derived from the previous exchanges, so every
-rank knows it; in a loop that sends the same tensors repeatedly, one collective does both.
+If ranks send different amounts, gloo kills the process ("op.preamble.length <= op.nbytes") or returns uninitialized
+memory. Comparing sizes first would cost as much as a small collective itself. Ranks therefore send blocks of equal
+size: a header that describes their arguments, followed by the data. The block size is derived from the previous
+exchanges, so every rank knows it. In a loop that sends the same tensors repeatedly, one collective does both.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from notebook_accelerate.state.warn_once import user_frame
 from notebook_accelerate.torch_internals import foreach_copy
 
 OPERATIONS = {"gather": 0, "reduce": 1, "broadcast": 2, "pad_across_processes": 3}
-_HEADER = struct.Struct("qqq")  # operation, bytes of data, fingerprint of the structure
+_HEADER = struct.Struct("qqq")  # The operation, the size of the data in bytes, the fingerprint of the structure.
 _DATA_OFFSET = ALIGNMENT
-"""Offset of the data in a block; the header is shorter."""
+"""The offset of the data in a block, which leaves room for the header."""
 _MIN_BLOCK = 512
 _MAX_BLOCK = 1 << 16
 _MAX_TOTAL = 1 << 20
-"""Largest total size of all ranks' blocks, bytes."""
+"""The largest total size of all ranks' blocks in bytes."""
 _HISTORY = 8
-"""Number of exchanges that decide the size of the next block: loops alternate between a few collectives."""
+"""How many past exchanges determine the size of the next block. Loops alternate between a few collectives."""
 
 
 class BlockViews:
@@ -51,11 +51,11 @@ class BlockViews:
 
     Args:
         layout: The layout of the tensors.
-        block: This rank's block, bytes, of shape (block size,).
-        rows: The blocks of all ranks, of shape (ranks, block size).
+        block: This rank's block, as bytes of shape (block size,).
+        rows: The blocks of all ranks, as bytes of shape (ranks, block size).
 
     Attributes:
-        rows: For each segment, the packed tensors of the ranks, of shape (ranks, count).
+        rows: For each segment, the packed tensors of all ranks, of shape (ranks, count).
     """
 
     def __init__(self, layout: Layout, block: torch.Tensor, rows: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class BlockViews:
 
     @cached_property
     def leaves(self) -> list[torch.Tensor]:
-        """Views of this rank's block with the tensors' shapes."""
+        """Views of this rank's block that have the shapes of the tensors."""
         with torch.inference_mode(mode=False):
             own = zip(self._layout.segments, self._own, strict=True)
             return self._layout.in_order([part.views(flat) for part, flat in own])
@@ -84,7 +84,7 @@ class BlockViews:
         found = []
         with torch.inference_mode(mode=False):
             for part, rows in zip(self._layout.segments, self.rows, strict=True):
-                if part.same_shape:  # one copy of all
+                if part.same_shape:  # A single copy is enough for all tensors.
                     found.append([rows.view(len(rows), len(part.shapes), part.sizes[0]).transpose(0, 1)])
                 else:
                     found.append(list(rows.split_with_sizes(part.sizes, dim=1)))
@@ -103,7 +103,7 @@ class BlockViews:
                 foreach_copy(self.leaves, leaves)
 
     def allocate_joined(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return new memory for `join`, and the results of the gather that lie in it."""
+        """Return new memory for `join`, and the results of the gather as views of that memory."""
         targets, results = [], []
         for part, sources, rows in zip(self._layout.segments, self._gather_sources, self.rows, strict=True):
             memory = [torch.empty(source.shape, dtype=part.dtype, device="cpu") for source in sources]
@@ -116,10 +116,10 @@ class BlockViews:
         return targets, self._layout.in_order(results)
 
     def join(self, targets: list[torch.Tensor]) -> None:
-        """Join the tensors of the ranks along the first dimension.
+        """Join the tensors of all ranks along the first dimension.
 
         Args:
-            targets: The memory from `allocate_joined`.
+            targets: The memory that `allocate_joined` returned.
         """
         if targets:
             foreach_copy(targets, list(chain.from_iterable(self._gather_sources)))
@@ -129,14 +129,14 @@ class CollectiveCall:
     """The arguments of a collective on this rank.
 
     Args:
-        operation: Name of the collective.
+        operation: The name of the collective.
         data: The user's argument, for messages.
         leaves: The tensors to send, on the rank's device.
-        free_dim: A dimension whose size may differ between ranks; the tensors to send are then its sizes.
+        free_dim: A dimension whose size may differ between ranks. If given, the tensors to send are these sizes.
 
     Attributes:
         layout: The layout of the tensors.
-        header: The description sent to the other ranks.
+        header: The description that is sent to the other ranks.
     """
 
     __slots__ = ("data", "free_dim", "header", "layout", "leaves", "operation")
@@ -149,13 +149,13 @@ class CollectiveCall:
 
 
 class BlockExchange:
-    """Exchanges blocks within one process group; has the memory for this rank's block and for those of all ranks.
+    """Exchanges blocks within a process group, using memory that it owns.
 
-    The memory is reused: results must be copied before the next exchange.
+    The memory is reused, so results must be copied before the next exchange.
 
     Args:
         group: The group.
-        size: Number of its ranks.
+        size: The number of ranks in the group.
     """
 
     def __init__(self, group: Any, size: int) -> None:
@@ -171,10 +171,10 @@ class BlockExchange:
 
         Args:
             call: This rank's arguments.
-            prepare: Called with the views while the data is in transit, if the data fits.
+            prepare: A function that is called with the views while the data is in transit, if the data fits.
 
         Returns:
-            Views of all ranks' tensors, and the result of `prepare`; None if the data did not fit.
+            Views of all ranks' tensors and the result of `prepare`, or None if the data did not fit.
 
         Raises:
             DistributedOperationException: Ranks passed different tensors, or called different operations.
@@ -192,12 +192,12 @@ class BlockExchange:
         return prepared
 
     def send(self, call: CollectiveCall, source: int, prepare: Callable[[], Result]) -> tuple[bool, Result]:
-        """Send this rank's block to all; the other ranks must call `receive`.
+        """Send this rank's block to all other ranks, which must call `receive`.
 
         Args:
             call: This rank's arguments.
-            source: This rank.
-            prepare: Called while the data is in transit.
+            source: The number of this rank.
+            prepare: A function that is called while the data is in transit.
 
         Returns:
             Whether the data fitted, and the result of `prepare`.
@@ -214,10 +214,11 @@ class BlockExchange:
 
         Args:
             source: The rank that sends.
-            prepare: Called while the data is in transit; returns this rank's arguments and anything else.
+            prepare: A function that is called while the data is in transit. It returns this rank's arguments and any
+                other result.
 
         Returns:
-            Views of the source's tensors, None if the data did not fit; and the results of `prepare`.
+            Views of the source's tensors (None if the data did not fit), and the results of `prepare`.
 
         Raises:
             DistributedOperationException: This rank and the source passed different tensors.
@@ -231,7 +232,7 @@ class BlockExchange:
                 f"{call.operation!r} got {describe_tensors(call.data)} "
                 f"on rank {PartialState().process_index}, at {caller_line()}; rank {source} passed "
                 "other tensors. Every rank must pass the same structure, shapes and dtypes "
-                "(ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
+                "(ACCELERATE_DEBUG_MODE=1 shows the tensors of all ranks)"
             )
         return views, (call, prepared)
 
@@ -243,26 +244,27 @@ class BlockExchange:
         return views
 
     def _views_for(self, layout: Layout) -> BlockViews | None:
-        """Return the views of the current memory for a layout; None if its data does not fit."""
+        """Return the views of the current memory for a layout, or None if the layout does not fit."""
         if _DATA_OFFSET + layout.bytes > self._length:
             return None
         views = self._views.get(layout)
         if views is None:
             if len(self._views) >= MAX_LAYOUTS:
                 self._views.clear()
-            with torch.inference_mode(mode=False):  # others may follow after an evaluation
+            # The views are reused after an evaluation, so they must not become inference tensors.
+            with torch.inference_mode(mode=False):
                 views = self._views[layout] = BlockViews(layout, self._block, self._rows)
         return views
 
     def _adapt_size(self, size: int) -> None:
-        """Set the size of the next block to what the last exchanges needed, the same on every rank.
+        """Set the size of the next block to the largest that recent exchanges needed; it is the same on every rank.
 
         Args:
-            size: Bytes of data of this exchange, on the rank that had most.
+            size: The size in bytes of the data in this exchange, on the rank that had the most data.
         """
         needed = _DATA_OFFSET + size
         self._recent_sizes.append(needed if needed <= self._max_block else 1)
-        if self._length < 2 * needed and needed <= self._length:  # the largest of the recent sizes is in this range too
+        if self._length < 2 * needed and needed <= self._length:  # The largest recent size is in this range, too.
             return
         length = max(_MIN_BLOCK, 1 << (max(self._recent_sizes) - 1).bit_length())
         if length != self._length:
@@ -282,12 +284,12 @@ _exchange: BlockExchange | None = None
 
 
 def exchange_for(state: PartialState) -> BlockExchange | None:
-    """Return the block exchange of this process's world; None unless ranks are connected by gloo on the CPU.
+    """Return the block exchange for the ranks, or None unless they are connected by gloo on the CPU.
 
     Args:
         state: The world.
     """
-    global _exchange  # noqa: PLW0603 - one per process group
+    global _exchange  # noqa: PLW0603 - there is one exchange per process group
     if state.communicator != "torch" or state.device.type != "cpu" or "gloo" not in (state.backend or ""):
         return None
     group = dist.group.WORLD
@@ -304,7 +306,7 @@ def gather_blocks(
     Args:
         state: The world.
         call: This rank's arguments.
-        prepare: Called with the views while the data is in transit.
+        prepare: A function that is called with the views while the data is in transit.
     """
     exchange = exchange_for(state)
     return exchange.gather(call, prepare) if exchange is not None else None
@@ -314,16 +316,16 @@ def gather_blocks(
 
 
 def check_arguments(operation: str, data: Any, state: PartialState, free_dim: int | None = None) -> None:
-    """Compare an operation and its tensors over ranks; every rank must call this.
+    """Check that all ranks call the same operation with the same tensors; every rank must call this.
 
     Args:
-        operation: Name of the collective.
+        operation: The name of the collective.
         data: This rank's argument.
         state: The world.
         free_dim: A dimension whose size may differ between ranks.
 
     Raises:
-        DistributedOperationException: Ranks disagree; the message shows what each passed, and where.
+        DistributedOperationException: Ranks disagree. The message shows each rank's tensors and line of code.
     """
     mine = (operation, describe_tensors(data), describe_tensors(data, free_dim), caller_line())
     reports = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
@@ -341,10 +343,10 @@ def describe_tensors(data: Any, free_dim: int | None = None) -> str:
 
     Args:
         data: Nested containers of tensors.
-        free_dim: A dimension that is shown as "*".
+        free_dim: A dimension whose size is shown as "*".
 
     Returns:
-        For example ``{'x': float32[2, 4]}``.
+        The description, for example ``{'x': float32[2, 4]}``.
     """
 
     def format_tensor(tensor: Any) -> _Unquoted:
@@ -368,7 +370,7 @@ class _Unquoted(str):
 
 
 def caller_line() -> str:
-    """Return file, line and source of the innermost frame outside of this package; notebook cells have file names."""
+    """Return the file, line and source of the innermost frame outside of this package."""
     import linecache
 
     _, frame = user_frame()

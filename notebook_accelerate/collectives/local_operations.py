@@ -1,4 +1,4 @@
-"""Operations on nested tensors without other ranks: moving, slicing, joining, padding and describing them."""
+"""Operations on nested tensors that need no other ranks: move, slice, join, describe and convert them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from notebook_accelerate.config.kwargs_handlers import TensorInformation
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A tensor of nested layout cannot be padded and is unchanged."""
+    """Issued for a tensor with a nested layout, which cannot be padded and is left unchanged."""
 
 
 def send_to_device(
@@ -31,13 +31,13 @@ def send_to_device(
     """Move every tensor of a nested structure to a device.
 
     Args:
-        tensor: Nested containers of tensors, or anything with a `.to(device)` method.
-        device: The device (`torch.device`, name or index).
-        non_blocking: Do not wait for copies from pinned memory.
-        skip_keys: Keys of mappings whose values are not moved.
+        tensor: Nested containers of tensors, or any object with a `.to(device)` method.
+        device: The device (a `torch.device`, a name or an index).
+        non_blocking: Whether to return without waiting for copies from pinned memory.
+        skip_keys: The keys of mappings whose values are not moved.
 
     Returns:
-        The structure on the device; leaves that cannot be moved are kept.
+        The structure on the device. Leaves that cannot be moved are kept.
     """
     skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     moved: Nested = _move(tensor, device, non_blocking, skipped)
@@ -54,7 +54,7 @@ def _move(node: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
         )
     try:
         return node.to(device, non_blocking=non_blocking)
-    except TypeError:  # early versions of transformers' BatchEncoding have no `non_blocking`
+    except TypeError:  # In early versions of transformers, BatchEncoding.to() does not accept `non_blocking`.
         return node.to(device)
 
 
@@ -69,11 +69,11 @@ def slice_tensors(
     Args:
         data: Nested containers of tensors.
         tensor_slice: The slice of the first dimension.
-        process_index: Not used; kept for Accelerate's signature.
-        num_processes: Not used; kept for Accelerate's signature.
+        process_index: Not used; part of Accelerate's signature.
+        num_processes: Not used; part of Accelerate's signature.
 
     Returns:
-        The structure of slices.
+        The structure with slices in place of the tensors.
     """
     slices: Nested = recursively_apply(lambda tensor: tensor[tensor_slice], data)
     return slices
@@ -84,13 +84,13 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
 
     Args:
         data: The structures, in order.
-        dim: Dimension along which tensors are joined.
+        dim: The dimension along which tensors are joined.
 
     Returns:
-        One structure of that form.
+        A single structure of the same form.
 
     Raises:
-        TypeError: There are several structures, and a leaf is not a tensor.
+        TypeError: A leaf is not a tensor, and there are several structures.
     """
     first = data[0]
     if isinstance(first, torch.Tensor):
@@ -107,31 +107,31 @@ def child_of(node: Any, key: Any) -> Any:
 
     Args:
         node: A list, tuple, mapping or dataclass instance.
-        key: Its index, key or field name, as `map_children` passes it.
+        key: The index, key or field name of the child, as passed by `map_children`.
     """
     return node[key] if isinstance(node, (list, tuple, Mapping)) else getattr(node, key)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Describe the tensors of a nested structure without their values.
+    """Describe the shapes and dtypes of the tensors in a nested structure.
 
     Args:
         data: Nested containers of tensors.
 
     Returns:
-        The structure, with a `TensorInformation` (shape, dtype) in place of each tensor.
+        The structure with a `TensorInformation` (shape and dtype) in place of each tensor.
     """
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Create uninitialized tensors of the shapes that `get_data_structure` returned.
+    """Create uninitialized tensors with the shapes and dtypes that `get_data_structure` returned.
 
     Args:
         data_structure: Nested containers of `TensorInformation`.
 
     Returns:
-        The structure of tensors, on the CPU.
+        The structure with tensors on the CPU.
     """
     return recursively_apply(
         lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
@@ -145,7 +145,7 @@ def convert_to_fp32(tensor: Nested) -> Nested:
         tensor: Nested containers of tensors.
 
     Returns:
-        The structure; tensors of other dtypes are kept.
+        The structure with float32 tensors. Tensors of other dtypes are kept.
     """
     converted: Nested = recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
     return converted
@@ -155,14 +155,14 @@ def _is_half(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in {torch.float16, torch.bfloat16}
 
 
-# ---- forwards that return float32: objects rather than closures, so that models can still be pickled
+# ---- forward methods that return float32, as objects instead of closures, so that models can still be pickled
 
 
 class ConvertOutputsToFp32:
-    """A forward that returns float32 instead of float16 or bfloat16.
+    """A forward method that returns float32 instead of float16 or bfloat16.
 
     Args:
-        model_forward: The original.
+        model_forward: The original forward method.
     """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
@@ -170,5 +170,5 @@ class ConvertOutputsToFp32:
         self.model_forward = model_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original and convert its result."""
+        """Call the original method and convert its result to float32."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""The collectives: gather, reduce, broadcast and pad_across_processes for tensors, and those for Python objects."""
+"""The collectives: gather, reduce, broadcast and pad_across_processes for tensors, and others for Python objects."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def gather(tensor: Nested) -> Nested:
         tensor: Nested containers of tensors with the same shapes on every rank (see `pad_across_processes`).
 
     Returns:
-        The structure; tensors of shape (n, ...) become (ranks * n, ...), those without dimensions (ranks,), on every
-        rank, in the order of ranks. In a world of one, the argument.
+        The structure on every rank, joined in the order of ranks. Tensors of shape (n, ...) become (ranks * n, ...),
+        and tensors without dimensions become (ranks,). With a single rank, the argument itself.
 
     Raises:
-        TypeError: A leaf is not a tensor; use `gather_object`.
-        DistributedOperationException: Shapes or dtypes differ between ranks. On gloo this is always detected, on other
-            back ends in debug mode, which also compares the names of nested values.
+        TypeError: A leaf is not a tensor; use `gather_object` instead.
+        DistributedOperationException: Shapes or dtypes differ between ranks. This is always detected with gloo, and
+            with other back ends in debug mode, which also compares the names of nested values.
     """
     state = PartialState()
     leaves = _check_leaves(tensor, "gather", state)
@@ -76,15 +76,15 @@ def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Neste
     Args:
         tensor: Nested containers of tensors with the same shapes on every rank.
         reduction: mean, sum, max or none. The mean of integers is a float.
-        scale: Factor applied to the result, on XLA only, as in Accelerate.
+        scale: A factor for the result. As in Accelerate, it only has an effect on XLA.
 
     Returns:
-        The structure, with new tensors; in a world of one, the argument.
+        The structure with new tensors. With a single rank, the argument itself.
 
     Raises:
         ValueError: The reduction is unknown.
         TypeError: A leaf is not a tensor.
-        DistributedOperationException: As for `gather`.
+        DistributedOperationException: Shapes or dtypes differ between ranks (see `gather`).
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not known; pass 'mean', 'sum', 'max' or 'none'")
@@ -124,19 +124,21 @@ def _unpack_all(layout: Layout, totals: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def _result_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
-    """Return the dtype of the sum, mean or maximum of tensors of a dtype."""
+    """Return the dtype that the sum, mean or maximum of tensors has."""
     if dtype.is_floating_point or dtype.is_complex:
         return dtype
     return torch.get_default_dtype() if reduction == "mean" else torch.int64 if dtype == torch.bool else dtype
 
 
 def _reduce_rows(rows: tuple[torch.Tensor, ...], reduction: str, out: torch.Tensor) -> None:
-    """Write the sum, mean or maximum of the tensors of the ranks, in their order and own dtype, as `all_reduce` does.
+    """Compute the sum, mean or maximum over ranks, in the order of ranks and in the dtype of the tensors.
+
+    The result equals the result of `all_reduce`.
 
     Args:
         rows: The packed tensor of each rank, of shape (count,).
         reduction: sum, mean or max.
-        out: The result, of shape (count,).
+        out: The tensor for the result, of shape (count,).
     """
     rows = tuple(_summable(row) for row in rows)
     if reduction == "max":
@@ -160,25 +162,25 @@ def _summable(flat: torch.Tensor) -> torch.Tensor:
 
 def _supported_scale(state: PartialState, scale: float) -> float:
     if scale != 1.0 and state.communicator != "xla":
-        warn_once(f"reduce(scale={scale}) has an effect on XLA only: multiply the result instead")
+        warn_once(f"reduce(scale={scale}) has no effect except on XLA: multiply the result instead")
         return 1.0
     return scale
 
 
 def broadcast(tensor: Nested, from_process: int = 0) -> Nested:
-    """Send the tensors of one rank to all; every rank must call this.
+    """Send the tensors of one rank to all ranks; every rank must call this.
 
     Args:
         tensor: Nested containers of tensors with the same shapes on every rank. They are overwritten in place.
-        from_process: The source rank.
+        from_process: The rank that sends its tensors.
 
     Returns:
-        The structure, on the rank's device.
+        The structure on the rank's device.
 
     Raises:
         ValueError: `from_process` is not a rank.
         TypeError: A leaf is not a tensor.
-        DistributedOperationException: As for `gather`.
+        DistributedOperationException: Shapes or dtypes differ between ranks (see `gather`).
     """
     state = PartialState()
     leaves = _check_leaves(tensor, "broadcast", state)
@@ -191,7 +193,7 @@ def broadcast(tensor: Nested, from_process: int = 0) -> Nested:
 
 
 def _send(state: PartialState, tensor: Nested, leaves: list[torch.Tensor]) -> Nested:
-    """Send this rank's tensors; the other ranks must call `_receive`."""
+    """Send this rank's tensors to the other ranks, which must call `_receive`."""
     call = CollectiveCall("broadcast", tensor, _move_to(state.device, leaves))
     exchange = exchange_for(state)
     if exchange is not None:
@@ -204,7 +206,7 @@ def _send(state: PartialState, tensor: Nested, leaves: list[torch.Tensor]) -> Ne
 
 
 def _receive(state: PartialState, tensor: Nested, leaves: list[torch.Tensor], source: int) -> Nested:
-    """Overwrite this rank's tensors with those of the rank that calls `_send`; all other ranks must call this."""
+    """Overwrite this rank's tensors with the tensors of the rank that calls `_send`; all other ranks must call this."""
 
     def prepare() -> tuple[CollectiveCall, Nested]:
         call = CollectiveCall("broadcast", tensor, _move_to(state.device, leaves))
@@ -220,7 +222,7 @@ def _receive(state: PartialState, tensor: Nested, leaves: list[torch.Tensor], so
 
 
 def _receive_segments(state: PartialState, call: CollectiveCall, source: int) -> list[torch.Tensor]:
-    """Receive the tensors of one rank, one collective for each dtype."""
+    """Receive the tensors of one rank, with one collective for each dtype."""
     receive = COMMUNICATORS[state.communicator].broadcast
     parts = [segment.views(receive(segment.empty(state.device), source)) for segment in call.layout.segments]
     return call.layout.in_order(parts)
@@ -235,17 +237,18 @@ def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_f
     """Pad every tensor of a nested structure to the largest size among ranks; every rank must call this.
 
     Args:
-        tensor: Nested containers of tensors; between ranks they may differ in the size of `dim` only.
-        dim: The dimension that is padded; tensors without it are kept.
+        tensor: Nested containers of tensors, which may differ between ranks only in the size of `dim`.
+        dim: The dimension to pad. Tensors without this dimension are kept.
         pad_index: The padding value.
-        pad_first: Pad at the beginning instead of the end.
+        pad_first: Whether to pad at the beginning instead of the end.
 
     Returns:
-        The structure; in a world of one, the argument.
+        The structure with padded tensors. With a single rank, the argument itself.
 
     Raises:
         TypeError: A leaf is not a tensor.
-        DistributedOperationException: The number of tensors differs between ranks; in debug mode, also other sizes.
+        DistributedOperationException: The number of tensors differs between ranks. In debug mode, also if the size of
+            another dimension differs.
     """
     state = PartialState()
     leaves = _check_leaves(tensor, "pad_across_processes", state, dim)
@@ -267,7 +270,7 @@ def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_f
     if can_stack is None:
         can_stack = _can_stack(leaves, layout)
     if can_stack and wanted.count(wanted[0]) == len(wanted) and sizes[0] >= 0:
-        # All at once: a fifth of the time for 50 tensors of 64 x 4.
+        # Padding all tensors in one operation takes a fifth of the time for 50 tensors of 64 x 4.
         stacked = _pad(torch.stack(leaves), dim + 1 if dim >= 0 else dim, wanted[0], pad_index, pad_first)
         return with_tensors(tensor, stacked.unbind(0))
     padded = [
@@ -278,17 +281,19 @@ def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_f
 
 
 def _layout_if_dense(leaves: list[torch.Tensor]) -> Layout | None:
-    """Return the layout of tensors; None if one of them is of nested layout, which has no shape."""
-    if True in [leaf.is_nested for leaf in leaves]:  # faster than a generator
+    """Return the layout of tensors, or None if one of them has a nested layout, and therefore no shape."""
+    if True in [leaf.is_nested for leaf in leaves]:  # A list is faster than a generator here.
         warnings.warn(
-            "a tensor of nested layout cannot be padded: it is unchanged", CannotPadNestedTensorWarning, stacklevel=4
+            "a tensor with a nested layout cannot be padded; it is left unchanged",
+            CannotPadNestedTensorWarning,
+            stacklevel=4,
         )
         return None
     return layout_of(leaves)
 
 
 def _sizes_along(leaves: list[torch.Tensor], layout: Layout | None, dim: int) -> list[int]:
-    """Return each tensor's size in a dimension; -1 if it has no such dimension or cannot be padded."""
+    """Return each tensor's size in a dimension, or -1 if it does not have this dimension or cannot be padded."""
     if layout is None:
         shapes = [torch.Size() if leaf.is_nested else leaf.shape for leaf in leaves]
     else:
@@ -298,7 +303,10 @@ def _sizes_along(leaves: list[torch.Tensor], layout: Layout | None, dim: int) ->
 
 
 def _can_stack(leaves: list[torch.Tensor], layout: Layout | None) -> bool:
-    """Return whether one operation can pad all tensors; with a graph, its results would reject in-place changes."""
+    """Return whether one operation can pad all tensors.
+
+    This is not possible with autograd: the results would be views that reject in-place changes.
+    """
     return (
         layout is not None
         and layout.same_shape
@@ -310,14 +318,14 @@ def _can_stack(leaves: list[torch.Tensor], layout: Layout | None) -> bool:
 
 
 def _pad(leaf: torch.Tensor, dim: int, size: int, pad_index: int, pad_first: bool) -> torch.Tensor:
-    edges = [0] * (2 * leaf.ndim)  # torch counts dimensions from the last one, and both ends of each
+    edges = [0] * (2 * leaf.ndim)  # torch expects the two ends of each dimension, starting with the last dimension.
     last = 2 * (-dim - 1 if dim < 0 else leaf.ndim - 1 - dim)
     edges[last if pad_first else last + 1] = size - leaf.shape[dim]
     return torch.constant_pad_nd(leaf, edges, pad_index)
 
 
 def _check_leaves(data: Any, operation: str, state: PartialState, free_dim: int | None = None) -> list[torch.Tensor]:
-    """Return the tensors; check that there are no other leaves and, in debug mode, that all ranks pass the same."""
+    """Return the tensors after checking that there are no other leaves and, in debug mode, that all ranks agree."""
     leaves = require_tensors(data, operation)
     if state.debug and state.num_processes > 1:
         check_arguments(operation, data, state, free_dim)
@@ -329,7 +337,7 @@ def _move_to(device: torch.device, leaves: list[torch.Tensor]) -> list[torch.Ten
 
 
 def _on_device(leaves: list[torch.Tensor], device: torch.device) -> bool:
-    if device.type == "cpu":  # takes half the time of comparing devices
+    if device.type == "cpu":  # is_cpu takes half as long as comparing devices.
         return False not in [leaf.is_cpu for leaf in leaves]
     return [leaf.device for leaf in leaves].count(device) == len(leaves)
 
@@ -341,8 +349,8 @@ def gather_object(object: Any) -> Any:
         object: A sequence of picklable objects, a set, a tensor or array with rows, or any other picklable object.
 
     Returns:
-        A list: the items of all ranks, or one entry per rank for texts, mappings and objects that have no items. In a
-        world of one, the argument.
+        A list of the items of all ranks. Strings, mappings and objects that have no items are collected as one entry
+        per rank. With a single rank, the argument itself.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -358,11 +366,11 @@ def _has_items(part: Any) -> bool:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Send the Python objects of one rank to all; every rank must call this.
+    """Send the Python objects of one rank to all ranks; every rank must call this.
 
     Args:
-        object_list: Picklable objects; equally long on every rank, overwritten in place.
-        from_process: The source rank.
+        object_list: A list of picklable objects that has the same length on every rank. It is overwritten in place.
+        from_process: The rank that sends its objects.
 
     Returns:
         The list.
@@ -382,7 +390,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-# ---- results of an evaluation: every sample of the dataset counts once
+# ---- results of an evaluation, in which every sample of the dataset counts once
 
 _log = logging.getLogger(__name__)
 
@@ -391,14 +399,14 @@ def gather_for_metrics(input_data: Nested, gradient_state: GradientState, use_ga
     """Join results over ranks, without the samples that pad the last batches; every rank must call this.
 
     Args:
-        input_data: Nested containers of tensors, or picklable objects in a list, one for each sample.
-        gradient_state: Refers to the loader that is being read.
-        use_gather_object: Treat the data as Python objects although it contains tensors.
+        input_data: Nested containers of tensors, or a list of picklable objects, with one entry for each sample.
+        gradient_state: The state that knows the loader being read.
+        use_gather_object: Whether to treat the data as Python objects although it contains tensors.
 
     Returns:
-        The results for each sample once, also in a world of one: libraries repeat a short batch's loss to the full
-        batch size and rely on this cut. All results, uncut, if a part of them has no rows that can be cut: in a world
-        of one, a loss without dimensions or a number.
+        The result of each sample once. Results are also cut with a single rank, because libraries repeat the loss of a
+        short batch to the full batch size and rely on this. If a part of the results has no rows (with a single rank, a
+        loss without dimensions or a number), nothing is cut.
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
     data: Any = gather_object(input_data) if as_objects else gather(input_data)
@@ -412,7 +420,7 @@ def gather_for_metrics(input_data: Nested, gradient_state: GradientState, use_ga
 def _first_rows(kept: int, data: Any, as_objects: bool) -> Any:
     try:
         return data[:kept] if as_objects else recursively_apply(lambda tensor: tensor[:kept], data)
-    except Exception:  # noqa: BLE001 - an object may raise anything where it is sliced, as on Accelerate
+    except Exception:  # noqa: BLE001 - slicing an object may raise anything; Accelerate catches it, too
         return data
 
 

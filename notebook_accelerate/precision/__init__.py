@@ -1,4 +1,4 @@
-"""Precisions of a model's computation, selected from a table by name: float32, autocast, or fp8."""
+"""The precisions that a model can compute in, selected from a table by name: float32, autocast, or fp8."""
 
 from __future__ import annotations
 

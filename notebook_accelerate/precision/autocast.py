@@ -14,22 +14,22 @@ from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScale
 
 
 class Precision:
-    """Full precision, and the base class of the others, which compute under torch's autocast to `compute_dtype`.
+    """Full precision, and the base class of the other precisions, which use torch's autocast to `compute_dtype`.
 
     Args:
-        device_type: Type of the computing device: cpu, cuda, ...
+        device_type: The type of the computing device: cpu, cuda, ...
         autocast_handler: `AutocastKwargs`; None means torch's defaults.
         scaler_handler: `GradScalerKwargs`; None means torch's defaults.
-        fp8_recipe: Recipe of the fp8 library; None in other precisions.
+        fp8_recipe: The recipe of the fp8 library; None in other precisions.
 
     Attributes:
-        native_amp: Whether models and `autocast` compute under torch's autocast: to its default dtype of the device if
-            this precision has no `compute_dtype`.
+        native_amp: Whether models and `autocast` use torch's autocast. If this precision has no `compute_dtype`,
+            autocast uses its default dtype for the device.
     """
 
     name: ClassVar[str] = "no"
     compute_dtype: ClassVar[torch.dtype | None] = None
-    """Dtype of the model's computation; None means that of its parameters."""
+    """The dtype of the model's computation; None means the dtype of its parameters."""
 
     def __init__(
         self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
@@ -46,29 +46,29 @@ class Precision:
         """Replace models and optimizers that can only be replaced together, before any other preparation.
 
         Args:
-            models: The models of one `prepare` call.
-            optimizers: Its optimizers.
+            models: The models of a `prepare` call.
+            optimizers: The optimizers of the same call.
 
         Returns:
-            Their replacements, in the same order.
+            Their replacements in the same order.
         """
         return models, optimizers
 
     def convert_layers(self, model: torch.nn.Module) -> None:
-        """Make a model's layers compute in this precision, in place, for an engine that casts the other tensors.
+        """Make a model's layers compute in this precision, in place, for an engine that casts all other tensors.
 
         Args:
-            model: The model, before it is passed to the engine. Its parameters stay the same objects.
+            model: The model before it is passed to the engine. Its parameters stay the same objects.
         """
 
     def wrap_model(self, model: torch.nn.Module, sharded: bool = False) -> torch.nn.Module:
-        """Make the model compute in this precision, in place; the changes of another precision are undone.
+        """Make the model compute in this precision, in place, after undoing the changes of another precision.
 
-        Under autocast, outputs are converted to float32, and the model's `_original_forward` is its own forward.
+        With autocast, outputs are converted to float32, and `_original_forward` is the model's own forward method.
 
         Args:
-            model: The model, before it is wrapped for several ranks.
-            sharded: Whether FSDP 2 will shard its parameters; they may then be replaced.
+            model: The model before it is wrapped for several ranks.
+            sharded: Whether FSDP 2 will shard its parameters. If so, this method may replace them.
 
         Returns:
             The model.
@@ -80,10 +80,10 @@ class Precision:
         return model
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
-        """Return a context manager in which code outside of a prepared model computes in this precision.
+        """Return a context manager that makes code outside of a prepared model compute in this precision.
 
         Args:
-            handler: `AutocastKwargs` for this block; None means those of the constructor.
+            handler: `AutocastKwargs` for this block; None means the constructor's.
         """
         return torch.autocast(**self._settings(handler)) if self.native_amp else nullcontext()
 
@@ -93,26 +93,26 @@ class Precision:
         return {"device_type": self.device_type, "dtype": self.compute_dtype, **options}
 
     def after_step(self, model: torch.nn.Module) -> None:
-        """Update state of this precision after an optimizer step of a sharded model; every rank must call this.
+        """Update the state of this precision after an optimizer step of a sharded model; every rank must call this.
 
         Args:
             model: The model.
         """
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
-        """Return a new loss scaler, or None if this precision needs none."""
+        """Return a new loss scaler, or None if this precision does not need one."""
         return None
 
 
 class Bf16Precision(Precision):
-    """bfloat16, which has the exponent range of float32: no loss scaling is needed."""
+    """bfloat16, which has the exponent range of float32 and therefore needs no loss scaling."""
 
     name: ClassVar[str] = "bf16"
     compute_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
 
 
 class Fp16Precision(Precision):
-    """float16: losses are scaled up, and gradients down again, because gradients would underflow."""
+    """float16, with losses scaled up and gradients scaled down again, because small gradients would underflow."""
 
     name: ClassVar[str] = "fp16"
     compute_dtype: ClassVar[torch.dtype | None] = torch.float16
@@ -124,14 +124,14 @@ class Fp16Precision(Precision):
 
 
 def require_cuda(library: str, device_type: str) -> None:
-    """Check the device of an fp8 library that needs an NVIDIA GPU.
+    """Check that the device is an NVIDIA GPU, which an fp8 library needs.
 
     Args:
-        library: Its name, for the error.
-        device_type: Type of the computing device.
+        library: The name of the library, for the error.
+        device_type: The type of the computing device.
 
     Raises:
-        ValueError: The device is not a GPU.
+        ValueError: The device is not an NVIDIA GPU.
     """
     if device_type != "cuda":
         raise ValueError(
@@ -140,15 +140,15 @@ def require_cuda(library: str, device_type: str) -> None:
         )
 
 
-# ---- forwards under autocast
+# ---- forward methods under autocast
 
 
 class AutocastForward(ConvertOutputsToFp32):
-    """A forward that runs under autocast and returns float32.
+    """A forward method that runs under autocast and returns float32.
 
     Args:
-        model_forward: The original.
-        settings: Arguments of `torch.autocast`.
+        model_forward: The original forward method.
+        settings: The arguments of `torch.autocast`.
     """
 
     def __init__(self, model_forward: Callable[..., Any], settings: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class AutocastForward(ConvertOutputsToFp32):
         self.settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original under autocast, and convert what it returns."""
+        """Call the original method under autocast, and convert its result to float32."""
         with torch.autocast(**self.settings):
             outputs = self.model_forward(*args, **kwargs)
         return convert_to_fp32(outputs)
@@ -165,13 +165,13 @@ class AutocastForward(ConvertOutputsToFp32):
         return AutocastForward(copy.deepcopy(self.model_forward, memo), dict(self.settings))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickles as the original, which a process without this package can load. The copy is the original itself for a
-        # function; for a bound method, pickle has looked it up in the new object's class.
+        # Pickle the original method instead, so that a process without this package can load the model. copy.copy
+        # returns a function unchanged. A bound method is looked up in the class of the unpickled object.
         return copy.copy, (self.model_forward,)
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """Restore the forward that a precision replaced; a model that was not wrapped is unchanged.
+    """Restore the forward method that a precision has replaced; a model that is not wrapped does not change.
 
     Args:
         model: The model.

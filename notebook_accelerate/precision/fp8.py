@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 
-# ---- torchao: linear layers compute their products in fp8 and keep their weights in full precision
+# ---- torchao: linear layers multiply matrices in fp8 and keep their weights in full precision
 
 _MULTIPLE = 16
-"""torch's fp8 product requires dimensions that are multiples of this."""
+"""The dimensions of a matrix must be multiples of this number for torch's multiplication in fp8."""
 
 
 class AOPrecision(Bf16Precision):
     """Autocast to bfloat16, and linear layers of torchao that compute in fp8.
 
     Args:
-        device_type: Type of the computing device; fp8 is emulated on a CPU.
+        device_type: The type of the computing device. On a CPU, fp8 is emulated.
         autocast_handler: `AutocastKwargs`; None means torch's defaults.
-        scaler_handler: Not used: bfloat16 needs no scaler.
+        scaler_handler: Not used, because bfloat16 needs no scaler.
         fp8_recipe: `AORecipeKwargs`; None means its defaults.
     """
 
@@ -45,7 +45,7 @@ class AOPrecision(Bf16Precision):
         super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or AORecipeKwargs())
 
     def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
-        # FSDP 2 (`sharded`) can gather weights in fp8.
+        # Only FSDP 2 (`sharded`) can gather weights in fp8.
         self._convert(model, sharded)
         return super().wrap_model(model, sharded)
 
@@ -60,7 +60,8 @@ class AOPrecision(Bf16Precision):
             emulate=recipe.config.emulate or self.device_type == "cpu",
         )
         if not has_ao_layers(model):
-            # axolotl replaces this function to keep the routers of mixtures of experts in high precision.
+            # Call the module's function: axolotl replaces it to keep the routers of mixture-of-experts models in high
+            # precision.
             convert_model_to_fp8_ao(model, config, recipe.module_filter_func)
 
     def after_step(self, model: nn.Module) -> None:
@@ -72,7 +73,7 @@ class AOPrecision(Bf16Precision):
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layers, in order of registration; None if it has none.
+    """Return the names of a model's first and last linear layers in order of registration, or None if it has none.
 
     Args:
         model: The model.
@@ -88,9 +89,9 @@ def filter_linear_layers(
 
     Args:
         module: The module.
-        fqn: Its name in the model.
-        first_layer_name: Name of a layer to exclude.
-        last_layer_name: Name of another layer to exclude.
+        fqn: The name of the module in the model.
+        first_layer_name: The name of a layer to exclude.
+        last_layer_name: The name of another layer to exclude.
     """
     if not isinstance(module, nn.Linear) or fqn in {first_layer_name, last_layer_name}:
         return False
@@ -98,13 +99,13 @@ def filter_linear_layers(
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return whether a layer of a model can compute in fp8 and is neither the first nor the last linear one.
+    """Return whether a layer can compute in fp8 and is neither the first nor the last linear layer of the model.
 
-    The first and the last layer are the most sensitive: with them in fp8, training often does not converge.
+    The first and the last layer are the most sensitive: if they compute in fp8, training often does not converge.
 
     Args:
         module: The model.
-        fqn: The layer's name in it.
+        fqn: The name of the layer in the model.
     """
     first, last = find_first_last_linear_layers(module)
     return filter_linear_layers(module.get_submodule(fqn), fqn, first, last)
@@ -116,7 +117,7 @@ def has_ao_layers(model: nn.Module) -> bool:
     Args:
         model: The model.
     """
-    # By name, because importing torchao is slow. FSDP 2 derives classes of its own, hence the MRO.
+    # Compare names, because importing torchao is slow. Search the MRO, because FSDP 2 derives its own classes.
     return any(
         kind.__module__.startswith("torchao.float8") for module in model.modules() for kind in type(module).__mro__
     )
@@ -129,14 +130,14 @@ def convert_model_to_fp8_ao(
 ) -> None:
     """Make linear layers compute in fp8, in place. Their parameters stay the same objects, in full precision.
 
-    With `config.enable_fsdp_float8_all_gather` the parameters are wrapped so that FSDP 2 can gather them in fp8: create
-    the optimizer afterwards.
+    With `config.enable_fsdp_float8_all_gather`, parameters are wrapped so that FSDP 2 can gather them in fp8. In this
+    case, create the optimizer afterwards.
 
     Args:
         model: The model.
         config: torchao's settings; None means its defaults.
-        module_filter_func: Called with a module and its name, returns whether to convert it; None means all linear
-            layers whose dimensions are multiples of 16, except the first and the last.
+        module_filter_func: A function that is called with a module and its name, and returns whether to convert it.
+            None means all linear layers whose dimensions are multiples of 16, except the first and the last.
 
     Raises:
         ImportError: torchao is missing.
@@ -151,7 +152,7 @@ def convert_model_to_fp8_ao(
     convert_to_float8_training(model, module_filter_fn=module_filter_func, config=config)
 
 
-# ---- NVIDIA's Transformer Engine: its layers replace torch's, and its autocast wraps the forward
+# ---- NVIDIA's Transformer Engine: its layers replace torch's, and its autocast wraps the forward method
 #
 # API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 
@@ -162,11 +163,11 @@ class TEPrecision(Bf16Precision):
     Args:
         device_type: Must be cuda.
         autocast_handler: `AutocastKwargs`; None means torch's defaults.
-        scaler_handler: Not used: bfloat16 needs no scaler.
+        scaler_handler: Not used, because bfloat16 needs no scaler.
         fp8_recipe: `TERecipeKwargs`, or `FP8RecipeKwargs`; None means defaults.
 
     Raises:
-        ValueError: The device is not a GPU.
+        ValueError: The device is not an NVIDIA GPU.
     """
 
     name: ClassVar[str] = "fp8"
@@ -212,15 +213,15 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Replace torch's linear layers and layer norms by Transformer Engine's, or the reverse, in place.
+    """Replace torch's linear layers and layer norms with Transformer Engine's, or the reverse, in place.
 
-    The new layers get the same parameter objects, so existing optimizers stay valid.
+    The new layers have the same parameter objects, so existing optimizers stay valid.
 
     Args:
         model: The model.
-        to_transformer_engine: False converts back to torch's.
-        _convert_linear: Whether linear layers are replaced; those whose dimensions are not multiples of 16 never are.
-        _convert_ln: Whether layer norms are replaced.
+        to_transformer_engine: Whether to convert to Transformer Engine's layers. False converts back to torch's layers.
+        _convert_linear: Whether to replace linear layers, except those whose dimensions are not multiples of 16.
+        _convert_ln: Whether to replace layer norms.
 
     Raises:
         ImportError: Transformer Engine is missing.
@@ -238,13 +239,13 @@ def convert_model(
 
 
 def _replacement(te: Any, child: Any, to_te: bool, linear: bool, norm: bool) -> Any:
-    """Return an uninitialized replacement of a module, or None if the module is kept."""
+    """Return an uninitialized replacement for a module, or None if the module is kept."""
     source, target = (nn, te) if to_te else (te, nn)
     if linear and type(child) is source.Linear:
         weight = child.weight
         if to_te and (weight.shape[0] % 16 or weight.shape[1] % 16):
             return None
-        # A missing bias is None in torch, an empty tensor in Transformer Engine.
+        # A missing bias is None in torch, and an empty tensor in Transformer Engine.
         bias = child.bias is not None and child.bias.numel() > 0
         return target.Linear(child.in_features, child.out_features, bias=bias, **_placement(weight, to_te))
     if norm and type(child) is source.LayerNorm and child.weight is not None:
@@ -259,15 +260,15 @@ def _placement(weight: torch.Tensor, to_te: bool) -> dict[str, Any]:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """Return a forward that runs in fp8 while its module trains, and optionally in evaluation.
+    """Return a forward method that runs in fp8 during training, and optionally in evaluation.
 
     Args:
-        model_forward: The module's bound forward.
+        model_forward: The module's bound forward method.
         fp8_recipe: A recipe of Transformer Engine.
-        use_during_eval: Whether evaluation runs in fp8 too.
+        use_during_eval: Whether evaluation runs in fp8, too.
 
     Returns:
-        A function of the module and the arguments of its forward.
+        A function that takes the module and the arguments of its forward method.
     """
     te = _te()
 
@@ -279,10 +280,10 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
-    """Run a model's forward in Transformer Engine's fp8, in place.
+    """Make a model's forward method run in Transformer Engine's fp8, in place.
 
     Args:
-        model: The model, after `convert_model`.
+        model: The model, already converted by `convert_model`.
         fp8_recipe_handler: `TERecipeKwargs`; None means Transformer Engine's own defaults.
 
     Returns:
@@ -298,7 +299,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 
 
 def _recipe(handler: Any) -> Any:
-    """Build Transformer Engine's own recipe."""
+    """Create Transformer Engine's recipe from a handler."""
     _te()
     from transformer_engine.common import recipe
 
@@ -322,7 +323,7 @@ def _recipe(handler: Any) -> Any:
 
 
 class MSAMPPrecision(Bf16Precision):
-    """MS-AMP, which replaces a model and its optimizer together.
+    """Precision of MS-AMP, which replaces a model and its optimizer together.
 
     Args:
         device_type: Must be cuda.
@@ -332,7 +333,7 @@ class MSAMPPrecision(Bf16Precision):
 
     Raises:
         ImportError: MS-AMP is missing.
-        ValueError: The device is not a GPU.
+        ValueError: The device is not an NVIDIA GPU.
     """
 
     name: ClassVar[str] = "fp8"
@@ -353,7 +354,7 @@ class MSAMPPrecision(Bf16Precision):
         """Replace one model and its optimizer together.
 
         Raises:
-            ValueError: `prepare` did not get exactly one of each.
+            ValueError: `prepare` was not given exactly one model and one optimizer.
         """
         if not models and not optimizers:
             return [], []
@@ -372,4 +373,4 @@ class MSAMPPrecision(Bf16Precision):
 FP8_PRECISIONS: dict[str, type[AOPrecision | TEPrecision | MSAMPPrecision]] = {
     precision.backend.value: precision for precision in (AOPrecision, TEPrecision, MSAMPPrecision)
 }
-"""The precision of each library, by `FP8BackendType`."""
+"""The precision class of each library, by `FP8BackendType`."""

@@ -1,4 +1,4 @@
-"""The table of precisions by name."""
+"""The table that maps names to precisions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from notebook_accelerate.precision.autocast import Bf16Precision, Fp16Precision,
 PrecisionFactory = Callable[..., Precision]
 
 _LIBRARIES = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAMPRecipeKwargs: "MSAMP"}
-"""The fp8 library of each recipe, as in `FP8BackendType`."""
+"""The fp8 library of each recipe, named as in `FP8BackendType`."""
 
 
 def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> Precision:
@@ -24,17 +24,19 @@ def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recip
 
 
 def fp8_library(device_type: str, recipe: Any) -> str:
-    """Return the fp8 library: the recipe's, the one of ACCELERATE_FP8_BACKEND, or the first that is installed.
+    """Return the fp8 library to use.
+
+    This is the recipe's library, else the library in ACCELERATE_FP8_BACKEND, else the first one that is installed.
 
     Args:
-        device_type: Type of the computing device.
+        device_type: The type of the computing device.
         recipe: A recipe, or None.
 
     Returns:
         AO, TE or MSAMP.
 
     Raises:
-        ValueError: There is no recipe, and no library is installed.
+        ValueError: No library was selected, and no library is installed.
     """
     if isinstance(recipe, FP8RecipeKwargs):
         return str(recipe.backend)
@@ -49,22 +51,23 @@ def fp8_library(device_type: str, recipe: Any) -> str:
     if is_torchao_available():
         return "AO"
     raise ValueError(
-        "mixed_precision='fp8' needs a library that computes in fp8, and none is installed: pip install torchao "
+        "mixed_precision='fp8' needs a library that computes in fp8, but none is installed: pip install torchao "
         "(any device; emulated on a CPU), or pip install 'transformer_engine[pytorch]' (NVIDIA GPUs); or pass "
         "mixed_precision='bf16'"
     )
 
 
 PRECISIONS: dict[str, PrecisionFactory] = {"no": Precision, "bf16": Bf16Precision, "fp16": Fp16Precision, "fp8": _fp8}
-"""Factories by the name in `mixed_precision`."""
+"""The factory of each precision, by the name passed as `mixed_precision`."""
 
 
 def register_precision(name: str, factory: PrecisionFactory) -> None:
-    """Add or replace a row of the table.
+    """Register a precision, replacing the one that was registered under the same name.
 
     Args:
-        name: The name in `mixed_precision`.
-        factory: Called with device type, `AutocastKwargs` or None, `GradScalerKwargs` or None, fp8 recipe or None.
+        name: The name to pass as `mixed_precision`.
+        factory: A function that creates the precision. It is called with the device type, and with the
+            `AutocastKwargs`, the `GradScalerKwargs` and the fp8 recipe, each of which may be None.
     """
     PRECISIONS[name] = factory
 
@@ -72,11 +75,11 @@ def register_precision(name: str, factory: PrecisionFactory) -> None:
 def make_precision(
     name: str, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
 ) -> Precision:
-    """Return the precision of a name.
+    """Create a precision by name.
 
     Args:
-        name: no, bf16, fp16, fp8, or a registered one.
-        device_type: Type of the computing device: cpu, cuda, ...
+        name: no, bf16, fp16, fp8, or the name of a registered precision.
+        device_type: The type of the computing device: cpu, cuda, ...
         autocast_handler: `AutocastKwargs`; None means torch's defaults.
         scaler_handler: `GradScalerKwargs`; None means torch's defaults.
         fp8_recipe: `AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`; None means defaults.

@@ -1,6 +1,6 @@
 """The state of a process: rank and device, precision and plugins, gradient accumulation.
 
-All instances of a class share one dictionary per process, as in Accelerate: the first one fills it.
+As in Accelerate, all instances of a class share one dictionary per process, which the first instance fills.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from notebook_accelerate.state.partial_state import (
     is_initialized,
 )
 
-__all__ = [  # `import *` brings no submodules
+__all__ = [  # Without this list, `import *` would also import submodules.
     "AcceleratorState",
     "GradientState",
     "PartialState",

@@ -1,4 +1,4 @@
-"""What belongs to the current `Accelerator`: precision, plugins and gradient accumulation."""
+"""The state of the current `Accelerator`: precision, plugins and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _TYPE_OF_PLUGIN = {
 class AcceleratorState(PartialState):
     """`PartialState` plus precision and plugins. All instances share one dictionary per process.
 
-    A later instance with other settings changes them, with one warning that lists the changes. Other settings stay, and
-    objects prepared before keep working as they were prepared.
+    An instance that is created later with other settings changes the shared settings, and a warning lists the changes.
+    Settings that it does not pass stay the same, and objects that are already prepared keep working as before.
 
     Args:
-        mixed_precision: no, fp16, bf16 or fp8; None means ACCELERATE_MIXED_PRECISION, or no.
-        cpu: Use the CPU.
+        mixed_precision: no, fp16, bf16 or fp8. None means the value of ACCELERATE_MIXED_PRECISION, or no.
+        cpu: Whether to use the CPU.
         dynamo_plugin: How models are compiled (`TorchDynamoPlugin`).
-        deepspeed_plugin: A `DeepSpeedPlugin`, or several by name; the first one is active.
+        deepspeed_plugin: A `DeepSpeedPlugin`, or a dict of several by name, of which the first is active.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`.
         megatron_lm_plugin: A `MegatronLMPlugin`.
         parallelism_config: A `ParallelismConfig`.
-        _from_accelerator: Whether an `Accelerator` creates it.
+        _from_accelerator: Whether an `Accelerator` creates this object.
         kwargs: Arguments of `torch.distributed.init_process_group`.
 
     Attributes:
-        dynamo_plugin: How models are compiled; None: they are not.
-        fsdp_plugin: The active FSDP plugin; None: not used.
-        parallelism_config: The parallel layout; None: data parallel only.
-        device_mesh: The mesh of ranks of the parallel layout; None without one.
+        dynamo_plugin: How models are compiled, or None if they are not compiled.
+        fsdp_plugin: The active FSDP plugin, or None if FSDP is not used.
+        parallelism_config: The parallel layout, or None if ranks use data parallelism only.
+        device_mesh: The mesh of ranks of the parallel layout, or None if there is no layout.
     """
 
     _shared_state: ClassVar[Slots] = SharedDict()
@@ -132,10 +132,10 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Clear the shared dictionary; the next instance reads the environment again.
+        """Clear the shared dictionary, so that the next instance reads the environment again.
 
         Args:
-            reset_partial_state: Also reset `PartialState`.
+            reset_partial_state: Whether to reset `PartialState`, too.
         """
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
@@ -143,26 +143,26 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: no, fp16, bf16 or fp8; that of a DeepSpeed configuration takes precedence."""
+        """The precision: no, fp16, bf16 or fp8. The precision in a DeepSpeed configuration has precedence."""
         enabled = None if self.deepspeed_plugin is None else self.deepspeed_plugin.precision
         return self._mixed_precision if enabled is None or self._mixed_precision == "fp8" else str(enabled)
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The active DeepSpeed plugin; None without one."""
+        """The active DeepSpeed plugin, or None if DeepSpeed is not used."""
         plugins = self.deepspeed_plugins or {}
         return next((plugin for plugin in plugins.values() if getattr(plugin, "selected", True)), None)
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP's second version."""
+        """Whether models are sharded by FSDP 2."""
         return self.distributed_type == DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return the DeepSpeed plugin of that name.
+        """Return the DeepSpeed plugin that has a name.
 
         Args:
-            name: Its key in the dict that was passed to the `Accelerator`.
+            name: The key of the plugin in the dict that was passed to the `Accelerator`.
 
         Returns:
             The plugin.
@@ -177,10 +177,10 @@ class AcceleratorState(PartialState):
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Make the DeepSpeed plugin of that name the active one.
+        """Make the DeepSpeed plugin that has a name the active plugin.
 
         Args:
-            name: Its key in the dict that was passed to the `Accelerator`.
+            name: The key of the plugin in the dict that was passed to the `Accelerator`.
 
         Raises:
             ValueError: No plugin has that name.
@@ -195,13 +195,13 @@ def check_precision(name: Any) -> str | None:
     """Check and normalise the name of a precision.
 
     Args:
-        name: A name or a `PrecisionType`, or None.
+        name: A name, a `PrecisionType`, or None.
 
     Returns:
         The name in lower case, or None.
 
     Raises:
-        ValueError: There is no such precision.
+        ValueError: The precision is unknown.
     """
     if name is None:
         return None
@@ -213,12 +213,12 @@ def check_precision(name: Any) -> str | None:
 
 
 def precision_from_environ() -> str:
-    """Return the launch's precision (ACCELERATE_MIXED_PRECISION), or no."""
+    """Return the precision that the launch has set in ACCELERATE_MIXED_PRECISION, or "no"."""
     return check_precision(environ.text("ACCELERATE_MIXED_PRECISION")) or "no"
 
 
 def _by_name(plugin: Any) -> dict[str, Any] | None:
-    """Return DeepSpeed plugins by name, with one selected."""
+    """Return DeepSpeed plugins by name, after making sure that one of them is selected."""
     if plugin is None:
         return None
     plugins: dict[str, Any] = plugin if isinstance(plugin, dict) else {"default": plugin}
@@ -232,17 +232,17 @@ def _by_name(plugin: Any) -> dict[str, Any] | None:
 
 
 def _deciding_plugin(slots: Slots) -> str:
-    """Return the name of the plugin that decides the distributed type; "" without one.
+    """Return the name of the plugin that determines the distributed type, or "" if there is no such plugin.
 
     Raises:
-        ValueError: There are several, which contradict each other.
+        ValueError: There are several of these plugins, which contradict each other.
     """
     given = [name for name in _TYPE_OF_PLUGIN if slots.get(name) is not None]
     if len(given) > 1:
         shown = " and ".join(name.removesuffix("s") for name in given)
         raise ValueError(
             f"{shown} contradict each other: a model is trained by one of them; omit the others (variables such as "
-            "ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP request a plugin too)"
+            "ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP request a plugin, too)"
         )
     return given[0] if given else ""
 
@@ -255,9 +255,9 @@ def _describe_change(name: str, old: Any, new: Any) -> str:
     return f"{name.lstrip('_')} from {shown[0]} to {shown[1]}"
 
 
-# The parallel layout of a state: plugins requested by the launch, and the device mesh.
+# ---- the parallel layout: plugins that the launch requests, and the device mesh
 
-# Imported on use: the plugins' modules take milliseconds to import.
+# These functions import the plugins when they are used, because importing the modules takes milliseconds.
 
 
 def _deepspeed() -> dict[str, Any]:
@@ -289,7 +289,7 @@ _FROM_ENVIRON: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def plugins_from_environ(requested: Slots) -> Slots:
-    """Create the plugins that the launch requested by variables and the user did not pass.
+    """Create the plugins that the launch requests through environment variables and the user has not passed.
 
     Args:
         requested: The user's plugins by name.
@@ -305,7 +305,7 @@ def plugins_from_environ(requested: Slots) -> Slots:
 
 
 def offloads_gradients(requested: Slots) -> bool:
-    """Return whether FSDP 2 offloads gradients, which are clipped by collectives on the CPU (pytorch#148532).
+    """Return whether FSDP 2 offloads gradients, so that clipping them needs collectives on the CPU (pytorch#148532).
 
     Args:
         requested: The plugins by name.
@@ -315,7 +315,7 @@ def offloads_gradients(requested: Slots) -> bool:
         from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 
         check_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
-    if plugin is None:  # a layout may imply one, with the settings of the environment
+    if plugin is None:  # A parallel layout may imply a plugin, which then takes its settings from the environment.
         return requested.get("parallelism_config") is not None and environ.flag("FSDP_OFFLOAD_PARAMS")
     return plugin.fsdp_version == 2 and bool(getattr(plugin, "offloads", False))
 
@@ -327,7 +327,7 @@ def arrange_ranks(slots: Slots) -> Slots:
         slots: The state's settings.
 
     Returns:
-        The layout, the mesh, and the FSDP plugin, which the layout implies if the user passed none.
+        The layout, the mesh, and the FSDP plugin, which the layout may imply if the user has not passed one.
 
     Raises:
         ValueError: The degrees do not match the world size, or need another plugin.
@@ -352,7 +352,7 @@ def arrange_ranks(slots: Slots) -> Slots:
     if fsdp is not None and layout.total_size > 1:
         if fsdp.fsdp_version != 2:
             raise ValueError(
-                f"fsdp_plugin has fsdp_version={fsdp.fsdp_version}, and parallelism_config needs FSDP 2; pass "
+                f"fsdp_plugin has fsdp_version={fsdp.fsdp_version}, but parallelism_config needs FSDP 2; pass "
                 "FullyShardedDataParallelPlugin(fsdp_version=2), or omit parallelism_config (FSDP 1 has "
                 "sharding_strategy='HYBRID_SHARD' for replicas of shards)"
             )
@@ -366,7 +366,7 @@ def arrange_ranks(slots: Slots) -> Slots:
 
 
 def _check_no_engine(layout: ParallelismConfig, slots: Slots) -> None:
-    """Check that no plugin's engine arranges the ranks in addition to the layout."""
+    """Check that the ranks are not arranged by both the layout and the engine of a plugin."""
     given = [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
     if given and layout.total_size > 1:
         name = given[0].removesuffix("s")
@@ -387,8 +387,8 @@ def _arrange_sequence_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
     given = [name for name in ("fsdp_plugin", "megatron_lm_plugin") if slots.get(name) is not None]
     if given:
         raise ValueError(
-            f"sp_size={layout.sp_size} is computed by DeepSpeed, and {given[0]} contradicts it; omit {given[0]}, or "
-            f"pass ParallelismConfig(cp_size={layout.sp_size}), which FSDP 2 computes"
+            f"sp_size={layout.sp_size} needs DeepSpeed, and {given[0]} contradicts it; omit {given[0]}, or "
+            f"pass ParallelismConfig(cp_size={layout.sp_size}), which works with FSDP 2"
         )
     mesh = layout.get_device_mesh(slots["device"].type)
     plugins = slots.get("deepspeed_plugins") or _deepspeed()
@@ -400,27 +400,28 @@ def _arrange_pipeline_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
     given = [name for name in ("fsdp_plugin", "deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
     if given:
         raise ValueError(
-            f"pp_size={layout.pp_size} divides layers by prepare_pippy, and {given[0].removesuffix('s')} contradicts "
-            f"it; omit one of them, or train a pipeline by MegatronLMPlugin(pp_degree={layout.pp_size}) alone"
+            f"pp_size={layout.pp_size} is for prepare_pippy, and {given[0].removesuffix('s')} contradicts "
+            f"it; omit one of them, or train a pipeline with MegatronLMPlugin(pp_degree={layout.pp_size}) alone"
         )
     return {"parallelism_config": layout, "device_mesh": layout.get_device_mesh(slots["device"].type)}
 
 
 class GradientState:
-    """Whether gradients are complete, and which data loaders are being read.
+    """The state of gradient accumulation: whether gradients are complete, and which loaders are being read.
 
-    Instances share one dictionary. An `Accelerator` with other accumulation settings than the previous one starts a new
-    dictionary: objects prepared by the earlier one keep theirs, `GradientState()` uses the latest.
+    Instances share one dictionary. An `Accelerator` whose accumulation settings differ from the previous one's starts a
+    new dictionary. Objects that the previous one prepared keep the old dictionary, and `GradientState()` uses the
+    latest one.
 
     Args:
         gradient_accumulation_plugin: A `GradientAccumulationPlugin`; None keeps the current settings.
 
     Attributes:
-        sync_gradients: Whether this step completes a window: gradients are reduced and the optimizer steps.
-        active_dataloader: The innermost loader that is being read; None outside of loops.
-        dataloader_references: All loaders that are being read, outermost first, after a leading None.
+        sync_gradients: Whether this step completes a window, so that gradients are reduced and the optimizer steps.
+        active_dataloader: The innermost loader that is being read, or None outside of loops.
+        dataloader_references: All loaders that are being read, the outermost first, after a leading None.
         plugin_kwargs: The accumulation settings that differ from the defaults.
-        is_xla_gradients_synced: Whether gradients were reduced since the last step (XLA only).
+        is_xla_gradients_synced: Whether gradients have been reduced since the last step (XLA only).
     """
 
     _shared_state: ClassVar[Slots] = SharedDict()
@@ -457,12 +458,12 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Whether the shared dictionary is filled."""
+        """Whether the shared dictionary has been filled."""
         return bool(type(self)._shared_state)
 
     @property
     def num_steps(self) -> int:
-        """Batches per optimizer step."""
+        """The number of batches per optimizer step."""
         return self.plugin_kwargs.get("num_steps") or 1
 
     @property
@@ -472,12 +473,12 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader completes the window, even a shorter one."""
+        """Whether the last batch of a loader completes the window even if the window is shorter."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def active_dataloader(self) -> Any:
-        """The innermost loader that is being read; None outside of loops."""
+        """The innermost loader that is being read, or None outside of loops."""
         return self.dataloader_references[-1]
 
     @property
@@ -493,7 +494,10 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of the active loader's last round without padding; 0: all; -1: unknown, or no loader."""
+        """The number of samples in the active loader's last round that are not padding.
+
+        0 means all samples. -1 means that the number is unknown, or that no loader is being read.
+        """
         loader = self.dataloader_references[-1]
         return -1 if loader is None else loader.remainder
 
@@ -503,7 +507,7 @@ class GradientState:
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Register a loader that is being read."""
-        # A loader that is read again before its end is registered once.
+        # Register a loader only once, even if it is read again before its end.
         self._remove_dataloader(dataloader)
         self.dataloader_references.append(dataloader)
 
@@ -521,28 +525,28 @@ def _initial(plugin_kwargs: dict[str, Any]) -> Slots:
     }
 
 
-# ---- new and inline workers start with a fresh state
+# ---- resetting the state, so that new and inline workers start afresh
 
 
 def reset_shared_state() -> None:
-    """Clear this process's state: the next `Accelerator` or `PartialState` reads the environment again.
+    """Clear this process's state, so that the next `Accelerator` or `PartialState` reads the environment again.
 
-    A process group that this process started is destroyed; one inherited by a fork is only dropped, because its threads
-    and sockets belong to the parent.
+    A process group that this process started is destroyed. A group that was inherited by a fork is only dropped,
+    because its threads and sockets belong to the parent.
     """
     AcceleratorState._shared_state.clear()
     PartialState._shared_state.clear()
-    # Objects prepared before keep the old dictionary.
+    # Start a new dictionary instead of clearing it: objects that are already prepared keep the old one.
     GradientState._shared_state = {}
     process_group.forget_group()
     reset_warnings()
 
 
 def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tuple[Slots, Slots, Slots]:
-    """Replace the dictionaries of the state classes; objects created before keep theirs.
+    """Replace the dictionaries of the state classes; existing objects keep the previous dictionaries.
 
     Args:
-        with_: Dictionaries of `PartialState`, `AcceleratorState` and `GradientState`; None: empty ones.
+        with_: The dictionaries of `PartialState`, `AcceleratorState` and `GradientState`; None means empty ones.
 
     Returns:
         The previous dictionaries.
@@ -554,14 +558,14 @@ def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tup
 
 
 def start_afresh() -> None:
-    """Discard the state that an inline run left, if the run was the first to import this package."""
+    """Discard the state that an inline run has left behind if it was the first to import this package."""
     process_group.end_group_of_one()
     replace_shared_state()
 
 
 @contextmanager
 def isolated_shared_state() -> Iterator[None]:
-    """Replace this process's state for the time of a run that has its own, and restore it afterwards."""
+    """Give a run its own state inside the block, and restore this process's state afterwards."""
     had_group = process_group.group_exists()
     before = replace_shared_state()
     try:

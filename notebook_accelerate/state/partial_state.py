@@ -1,4 +1,4 @@
-"""`PartialState`: rank, world size, device and process group of this process."""
+"""`PartialState`: the rank, world size, device and process group of this process."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ Slots = dict[str, Any]
 
 
 SharedDict: Callable[[], Slots] = dict
-"""The dictionary that the instances of a state class share: one per process."""
+"""The type of the dictionary that all instances of a state class share; there is one per process."""
 
 _Inputs = TypeVar("_Inputs")
 
 
 class PartialState(RankExecution):
-    """Rank, world size and device. All instances share one dictionary per process.
+    """The rank, the world size and the device. All instances share one dictionary per process.
 
-    The first instance reads the environment (RANK, WORLD_SIZE, ... as torchrun and this package's launchers set them).
-    With several ranks it starts the process group; every rank must create one.
+    The first instance reads the environment: RANK, WORLD_SIZE, ... as set by torchrun and by this package's launchers.
+    With several ranks it starts the process group, so every rank must create an instance.
 
     Args:
-        cpu: Use the CPU.
-        kwargs: Arguments of `torch.distributed.init_process_group`, as from `InitProcessGroupKwargs(...).to_kwargs()`.
+        cpu: Whether to use the CPU.
+        kwargs: Arguments of `torch.distributed.init_process_group`, for example from
+            `InitProcessGroupKwargs(...).to_kwargs()`.
 
     Attributes:
         device: The `torch.device` of this rank.
         distributed_type: The `DistributedType`.
-        num_processes: Number of ranks.
-        process_index: This rank, from 0.
-        local_process_index: This rank's index on its machine.
-        backend: Name of the process group's back end; None without a group.
-        communicator: Name of the implementation of collectives: none, torch or xla.
-        debug: Whether collectives are checked over ranks before they run (ACCELERATE_DEBUG_MODE).
+        num_processes: The number of ranks.
+        process_index: The number of this rank, counted from 0.
+        local_process_index: The index of this rank on its machine.
+        backend: The name of the process group's back end, or None without a group.
+        communicator: The name of the implementation of collectives: none, torch or xla.
+        debug: Whether the arguments of collectives are compared between ranks before they run (ACCELERATE_DEBUG_MODE).
         fork_launched: Whether a notebook launch forked this process.
     """
 
@@ -79,7 +80,7 @@ class PartialState(RankExecution):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Unpickled in another process, it is that process's state.
+        # When it is unpickled in another process, it becomes the state of that process.
         return type(self), ()
 
     def __getattr__(self, name: str) -> Any:
@@ -93,12 +94,12 @@ class PartialState(RankExecution):
 
     @staticmethod
     def _reset_state() -> None:
-        """Clear the shared dictionary; the next instance reads the environment again. A process group is kept."""
+        """Clear the shared dictionary, so that the next instance reads the environment; keep the process group."""
         PartialState._shared_state.clear()
 
     @property
     def initialized(self) -> bool:
-        """Whether the shared dictionary is filled."""
+        """Whether the shared dictionary has been filled."""
         return bool(self._shared_state)
 
     @property
@@ -108,11 +109,11 @@ class PartialState(RankExecution):
 
     @property
     def default_device(self) -> torch.device:
-        """This machine's default device: its accelerator, or the CPU."""
+        """The default device of this machine: its accelerator, or the CPU."""
         return torch.device(device_row(cpu=False).type)
 
     def set_device(self) -> None:
-        """Select this rank's device again, and make it the current device where the backend has one."""
+        """Select this rank's device again, and make it the current device if its type has a current device."""
         world = World(
             rank=self.process_index, size=self.num_processes, local_rank=self.local_process_index, local_size=1
         )
@@ -128,11 +129,11 @@ class PartialState(RankExecution):
 
         Args:
             inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
-            apply_padding: Repeat the last item of `inputs` so that all shares are equally long (to gather results);
-                drop the repeated ones afterwards. Without it a rank may get an empty share.
+            apply_padding: Whether to repeat the last item of `inputs` so that all shares have the same length and
+                results can be gathered. Drop the repeated results afterwards. Without padding, a share may be empty.
 
         Yields:
-            The share of this rank; `inputs` itself with one rank.
+            The share of this rank. With a single rank, `inputs` itself.
 
         Raises:
             ValueError: The values of a dict differ in length, or `inputs` cannot be split.
@@ -146,18 +147,18 @@ class PartialState(RankExecution):
         """Print on one rank of each machine.
 
         Args:
-            args: As for the built-in print.
-            kwargs: As for the built-in print.
+            args: The arguments of the built-in print.
+            kwargs: The keyword arguments of the built-in print.
         """
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 - the purpose of this method
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy a process group; every rank of it must call this.
+        """Destroy a process group; every rank in the group must call this.
 
         Args:
-            group: The group; None means the default one (kept if a notebook launch forked this process, because the
-                launch ends it).
+            group: The group. None means the default group, which is kept if a notebook launch forked this process,
+                because the launch destroys it.
         """
         if self.fork_launched and group is None:
             return
@@ -180,7 +181,7 @@ def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     state.__dict__.update(
         _cpu=cpu,
         device=device,
-        # Even a single rank on XLA must mark its steps.
+        # Even a single rank has a distributed type on XLA, because it must mark its steps.
         distributed_type=row.distributed_type if world.size > 1 or row.type == "xla" else DistributedType.NO,
         num_processes=world.size,
         process_index=world.rank,
@@ -193,7 +194,7 @@ def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
 
 
 def _world_of_group() -> World | None:
-    """Return rank and world size of an existing process group, which a script may have started."""
+    """Return the rank and world size of an existing process group, which a script may have started."""
     if not process_group.group_exists():
         return None
     environment = world_from_environ()
@@ -203,7 +204,7 @@ def _world_of_group() -> World | None:
 
 
 def _start_group(world: World, row: Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
-    """Start the process group, unless one exists or the device needs none; return the back end's name."""
+    """Start the process group unless one exists or the device does not use one, and return the back end's name."""
     if row.communicator != "torch":
         return row.backend
     wait_for_idle_at_exit()
@@ -218,11 +219,11 @@ def _start_group(world: World, row: Row, device: torch.device, kwargs: dict[str,
 
 
 def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
-    """Return the back end of the process group that exists, after a warning if it lacks a back end for the CPU."""
+    """Return the back end of the existing process group, and warn if it lacks a back end for the CPU."""
     if with_cpu and "gloo" not in backend:
         wanted = choose_backend(row, None, with_cpu)
         warn_once(
-            f"the process group was started with back end {backend!r} before the Accelerator, and FSDP 2 with "
+            f"the process group was started with back end {backend!r} before the Accelerator, but FSDP 2 with "
             "cpu_offload=True clips gradients in main memory: create the Accelerator first, or write "
             f"torch.distributed.init_process_group({wanted!r})"
         )
@@ -230,7 +231,7 @@ def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
 
 
 def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
-    """Apply a later instance's settings, if they differ from the first's."""
+    """Apply the settings of a later instance if they differ from the current ones."""
     requested = kwargs.get("backend")
     row = device_row(cpu=cpu or state._cpu)
     usable = choose_backend(row, requested) if requested and state.backend else state.backend
@@ -243,7 +244,8 @@ def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> N
         return
     warn_once(
         f"PartialState changes its settings: it was created on {state.device} ({state.backend or 'no process group'}), "
-        f"and {'the CPU' if moves else f'back end {usable!r}'} is requested now; objects prepared before keep theirs"
+        f"and {'the CPU' if moves else f'back end {usable!r}'} is requested now; objects that are already prepared do "
+        "not change"
     )
     process_group.end_group()
     state.__dict__.clear()
@@ -256,14 +258,15 @@ Row = device_table.DeviceRow
 
 
 def device_row(*, cpu: bool, world: World | None = None) -> Row:
-    """Return the row of this process's type of device.
+    """Return the row of this process's device type in the table of devices.
 
     Args:
-        cpu: Use the CPU.
-        world: Rank and world size, if known: several ranks on devices that cannot be connected use the CPU.
+        cpu: Whether to use the CPU.
+        world: The rank and world size, if known. If there are several ranks, but devices of this type cannot be
+            connected, the CPU is used.
 
     Returns:
-        The row of ACCELERATE_TORCH_DEVICE's type if it is set, otherwise of this machine's accelerator or its CPU.
+        The row for the type in ACCELERATE_TORCH_DEVICE if it is set, otherwise for this machine's accelerator or CPU.
     """
     requested = _requested_device()
     kind = hardware.detect().accelerator if requested is None else requested.type
@@ -275,14 +278,14 @@ def device_row(*, cpu: bool, world: World | None = None) -> Row:
 
 
 def select_device(row: Row, world: World) -> torch.device:
-    """Select this rank's device and make it current.
+    """Select this rank's device and make it the current device.
 
     Args:
-        row: The type of device.
-        world: Rank and world size.
+        row: The row of the device type.
+        world: The rank and world size.
 
     Returns:
-        The device with the rank's local index.
+        The device whose index is the rank's local index.
 
     Raises:
         ValueError: The machine has fewer devices than ranks.
@@ -302,10 +305,10 @@ def select_device(row: Row, world: World) -> torch.device:
 
 
 def _requested_device() -> torch.device | None:
-    """Return the device of ACCELERATE_TORCH_DEVICE, for example "cuda:1"; None if it is not set.
+    """Return the device in ACCELERATE_TORCH_DEVICE, for example "cuda:1", or None if the variable is not set.
 
     Raises:
-        ValueError: It is not a device.
+        ValueError: The value is not a device.
     """
     text = environ.text("ACCELERATE_TORCH_DEVICE")
     if not text:
@@ -314,19 +317,19 @@ def _requested_device() -> torch.device | None:
     try:
         return torch.device(text)
     except RuntimeError as error:
-        raise ValueError(f"ACCELERATE_TORCH_DEVICE={text!r} is not a device; set for instance cuda:0 or cpu") from error
+        raise ValueError(f"ACCELERATE_TORCH_DEVICE={text!r} is not a device; set it to cuda:0 or cpu") from error
 
 
 def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> str:
     """Return the back end that connects the ranks.
 
     Args:
-        row: The type of device.
-        requested: The user's choice. nccl, the default of `InitProcessGroupKwargs`, means the device's own.
-        with_cpu: Whether ranks on accelerators also exchange tensors in main memory, for which NCCL has no collectives.
+        row: The row of the device type.
+        requested: The user's choice. nccl, the default of `InitProcessGroupKwargs`, means the device's default.
+        with_cpu: Whether ranks on accelerators also exchange tensors in main memory, which NCCL does not support.
 
     Returns:
-        Name of the back end for `torch.distributed.init_process_group`: as "nccl", or "cuda:nccl,cpu:gloo".
+        The name of the back end for `torch.distributed.init_process_group`, such as "nccl" or "cuda:nccl,cpu:gloo".
     """
     if requested not in {None, "nccl"}:
         return str(requested)
@@ -334,14 +337,14 @@ def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> s
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Accept any arguments and do nothing: a function for one rank, on the other ranks."""
+    """Accept any arguments and do nothing. It replaces a function on the ranks that must not run it."""
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A descriptor with one dictionary per thread (XLA runs one rank per thread).
+    """A descriptor with one dictionary per thread, because XLA runs one rank per thread.
 
     Args:
-        thread_local: Accepted for compatibility; the dictionary is always the thread's own.
+        thread_local: Accepted for compatibility. Each thread always has its own dictionary.
     """
 
     def __init__(self, thread_local: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Starts, waits at and ends the process group, after reading rank and world size from the environment."""
+"""Start the process group, wait for its ranks and destroy it, and read rank and world size from the environment."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.torch_internals import drop_process_groups
 from notebook_accelerate.worker import collective_timeouts
 
-# Whether the default group was inherited by a fork. The child has its handles then, and must never use them: their
+# Whether this process inherited the default group through a fork. It must never use the group's handles, because their
 # sockets and threads belong to the parent.
 _inherited = False
 
 
 def _note_fork() -> None:
-    global _inherited  # noqa: PLW0603 - one default group per process
+    global _inherited  # noqa: PLW0603 - there is one default group per process
     _inherited = dist.is_available() and dist.is_initialized()
 
 
@@ -49,11 +49,11 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     """Start the default process group; every rank must call this.
 
     Args:
-        backend: gloo, nccl, xccl, ...
-        world: Rank and world size. The ranks of one launch on one machine find each other in its private folder, all
-            others at MASTER_ADDR and MASTER_PORT.
-        device: The rank's device; a group on an accelerator is bound to it.
-        kwargs: More arguments of `torch.distributed.init_process_group`.
+        backend: The back end: gloo, nccl, xccl, ...
+        world: The rank and world size. If one launch started all ranks on one machine, they find each other in its
+            private folder. All other ranks find each other at MASTER_ADDR and MASTER_PORT.
+        device: The rank's device. A group on an accelerator is bound to it.
+        kwargs: Further arguments of `torch.distributed.init_process_group`.
     """
     timeout = kwargs.get("timeout") or DEFAULT_TIMEOUT
     if device.type == "cuda":
@@ -64,7 +64,7 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     if folder and not {"store", "init_method"} & set(kwargs):
         kwargs["store"] = _file_store(folder, number, world, timeout)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
-    if _is_launched() and backend != "mpi":  # mpi has no store
+    if _is_launched() and backend != "mpi":  # The back end mpi has no store.
         _wait_for_all(number, world)
     if telemetry.current_sink() is not None:
         _let_kernel_time_out()
@@ -76,26 +76,26 @@ def _avoid_peer_to_peer() -> None:
     if missing and not nvml.check_cuda_p2p_ib_support():
         os.environ.update(missing)
         warn_once(
-            f"These GPUs cannot access each other's memory, and the driver {nvml.driver_version()} says "
-            f"that they can: {' and '.join(f'{name}={value}' for name, value in missing.items())} was set for NCCL. A "
-            "driver from 550.40.07 on needs no such setting."
+            f"These GPUs cannot access each other's memory, but the driver {nvml.driver_version()} reports "
+            f"that they can, so {' and '.join(f'{name}={value}' for name, value in missing.items())} was set for NCCL. "
+            "Drivers from version 550.40.07 on do not need this setting."
         )
 
 
 _numbers = itertools.count()
-"""Numbers this process's groups: each has its own keys, or its own store. All ranks create the same groups."""
+"""Numbers this process's groups, so that each has its own keys or store. All ranks create groups in the same order."""
 
 
 def _is_launched() -> bool:
-    """Return whether one launch started all ranks, without other notebooks and torchrun."""
+    """Return whether a single launch started all ranks, without torchrun and without other notebooks."""
     return telemetry.current_sink() is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
 
 def _file_store(folder: str, number: int, world: World, timeout: timedelta) -> Any:
-    """Return a store in the run's private folder.
+    """Return a store in the private folder of the run.
 
-    torch's own store listens at MASTER_PORT on all interfaces, whatever MASTER_ADDR is, and executes the requests of
-    any client: another user of the machine could join the group, and send its ranks pickled objects.
+    torch's own store would listen at MASTER_PORT on all interfaces, regardless of MASTER_ADDR, and execute the requests
+    of any client. Another user of the machine could join the group, and send pickled objects to its ranks.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.FileStore(str(Path(folder, f"{attempt}-{number}")), world.size)  # type: ignore[attr-defined]
@@ -104,10 +104,11 @@ def _file_store(folder: str, number: int, world: World, timeout: timedelta) -> A
 
 
 def _wait_for_all(number: int, world: World) -> None:
-    """Wait until every rank has the group.
+    """Wait until every rank has connected to the group.
 
-    gloo returns to a rank once its own connections exist. If the rank's function ended then, its connections would be
-    missing for ranks that are still connecting. Rank 0, which may have the store, waits until no other rank needs it.
+    gloo returns to a rank as soon as the rank's own connections exist. If the rank's function ended at this point,
+    ranks that are still connecting would miss its connections. Rank 0, which may serve the store, waits until no other
+    rank needs the store.
     """
     from notebook_accelerate.torch_internals import default_store
 
@@ -121,15 +122,15 @@ def _wait_for_all(number: int, world: World) -> None:
 
 
 def start_group_of_one(backend: str, device: torch.device) -> None:
-    """Start a default process group with one rank, for libraries that require a group.
+    """Start a default process group with a single rank, for libraries that require a group.
 
     Args:
-        backend: gloo, nccl, xccl, ...
-        device: The rank's device; a group on an accelerator is bound to it.
+        backend: The back end: gloo, nccl, xccl, ...
+        device: The rank's device. A group on an accelerator is bound to it.
     """
-    global _group_of_one  # noqa: PLW0603 - one default group per process
-    # Imported before the group exists: its functions have the current group as a default, and would keep it open.
-
+    global _group_of_one  # noqa: PLW0603 - there is one default group per process
+    # Import this before the group exists: it imports functions that take the current group as a default argument, and
+    # would keep the group open.
     from notebook_accelerate.torch_internals import HashStore
 
     store = HashStore()
@@ -151,20 +152,20 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def _let_kernel_time_out() -> None:
-    """Let the kernel enforce the time limit of collectives, which it pauses at a breakpoint.
+    """Let the kernel enforce the time limit of collectives, because it can pause the limit at a breakpoint.
 
-    torch cannot extend the limit of an operation that already waits, so its own limit is raised before the first one.
-    The rendezvous was still under the requested limit.
+    torch cannot extend the limit of an operation that is already waiting, so torch's own limit is raised before the
+    first operation. The rendezvous has still used the requested limit.
     """
     if (requested := collective_timeouts.lengthen(dist.group.WORLD)) is not None:
         telemetry.emit(telemetry.GroupTimeoutEvent(requested))
 
 
 def end_group(group: Any = None) -> None:
-    """Destroy `group`, or the default group, if this process has one; every rank must call this.
+    """Destroy a process group if this process has one; every rank must call this.
 
     Args:
-        group: The group; None means the default one.
+        group: The group; None means the default group.
     """
     if not group_exists():
         return
@@ -174,27 +175,27 @@ def end_group(group: Any = None) -> None:
         _end_callbacks.pop()()
     dist.destroy_process_group(group)
     if has_callbacks:
-        gc.collect()  # references to groups are in cycles, which would keep their sockets open
+        gc.collect()  # Reference cycles contain groups, and would keep their sockets open.
 
 
 _end_callbacks: list[Callable[[], None]] = []
 
 
 def call_before_group_ends(release: Callable[[], None]) -> None:
-    """Register a function that makes a library release the default group; it is called once, before the group ends.
+    """Register a function that makes a library release the default group. It is called once, before the group ends.
 
     Args:
-        release: Called without arguments.
+        release: The function, which is called without arguments.
     """
     _end_callbacks.append(release)
 
 
 def keep_group_for(group: Any, *owners: Any) -> None:
-    """Keep torch's Python object of a process group alive as long as C++ objects own the group.
+    """Keep torch's Python object of a process group alive while C++ objects own the group.
 
-    Python's object releases the interpreter's lock before it ends a group, an owner in C++ does not. gloo's destructor
-    joins a thread that, right after a collective, may still need the lock to free the collective's tensors. If DDP's
-    reducer, freed after `destroy_process_group`, is the last owner, both wait forever (torch 2.13 and before).
+    The Python object releases the GIL before it destroys the group, but an owner in C++ does not. gloo's destructor
+    joins a thread that, right after a collective, may still need the GIL to free the collective's tensors. If the last
+    owner is DDP's reducer, which is freed after `destroy_process_group`, both wait forever (torch 2.13 and earlier).
 
     Args:
         group: The group.
@@ -205,16 +206,16 @@ def keep_group_for(group: Any, *owners: Any) -> None:
 
 
 def _drop_reference(group: Any) -> None:
-    """Drop the reference in the argument."""
+    """Do nothing: returning drops the reference in the argument."""
 
 
 def forget_group() -> None:
-    """Destroy this process's own default group, or drop an inherited one.
+    """Destroy this process's own default group, or drop an inherited group.
 
-    Destroying an inherited group would wait for threads that the fork did not copy, and shut down sockets that the
+    Destroying an inherited group would wait for threads that the fork has not copied, and shut down sockets that the
     parent still uses.
     """
-    global _inherited  # noqa: PLW0603 - one default group per process
+    global _inherited  # noqa: PLW0603 - there is one default group per process
     if _inherited and dist.is_initialized():
         _keep_alive.extend(drop_process_groups())
     _inherited = False
@@ -238,7 +239,7 @@ def _xla_barrier(_: torch.device) -> None:
 
 
 def _no_barrier(device: torch.device) -> None:
-    """Return at once: there is one rank."""
+    """Return immediately, because there is only one rank."""
 
 
 BARRIERS: dict[str, Callable[[torch.device], None]] = {
@@ -249,43 +250,43 @@ BARRIERS: dict[str, Callable[[torch.device], None]] = {
 """The barrier of each communicator."""
 
 
-# ---- gloo's threads, which must be idle before the interpreter or their process group ends
+# ---- gloo's threads, which must be idle before the interpreter exits or their process group is destroyed
 
 _NAME = "pt_gloo_runloop"
-"""Name of the threads in torch 2.13 and later; torch 2.9 gives them none."""
+"""The name of the threads in torch 2.13 and later; torch 2.9 does not name them."""
 _TASKS = Path("/proc/self/task")
 _CHECK_PERIOD = 0.001
-"""Seconds between two checks of the threads, during which they may take the interpreter's lock."""
+"""Seconds between two checks of the threads, during which they can acquire the GIL."""
 _IDLE_CHECKS = 2
-"""Number of consecutive checks that must find all threads asleep."""
+"""How many consecutive checks must find all threads asleep."""
 LIMIT = 5.0
 """Seconds after which threads that are still busy are ignored."""
 _GRACE = 0.02
-"""Seconds to wait if no thread has the name: another system, an older torch, or no gloo."""
+"""Seconds to wait if no thread has this name, because of another system or an older torch, or without gloo."""
 
 
-@functools.cache  # one registration per process
+@functools.cache  # The cache makes sure that the function is registered only once per process.
 def wait_for_idle_at_exit() -> None:
-    """Wait at the end of this process until gloo's threads are idle."""
+    """Make this process wait until gloo's threads are idle before it exits."""
     atexit.register(wait_for_idle)
 
 
 def wait_for_idle(limit: float = LIMIT) -> None:
-    """Wait until gloo's threads are idle; takes one to two milliseconds if they are.
+    """Wait until gloo's threads are idle. If they are idle already, this takes one to two milliseconds.
 
-    A thread that ran a collective frees the collective's tensors after `wait` has returned, which needs the
-    interpreter's lock. If the interpreter is ending, Python ends the thread and with it the process ("terminate called
-    without an active exception"); if the group's destructor joins the thread and holds the lock, both wait forever.
-    See https://github.com/pytorch/pytorch/issues/190489 (torch 2.13 and before).
+    A thread that has run a collective frees the collective's tensors after `wait` has returned, and needs the GIL for
+    that. If the interpreter is exiting, Python terminates the thread, and this kills the process ("terminate called
+    without an active exception"). If the group's destructor holds the GIL and joins the thread, both wait forever.
+    See https://github.com/pytorch/pytorch/issues/190489 (torch 2.13 and earlier).
 
     Args:
-        limit: Maximum seconds to wait.
+        limit: The maximum number of seconds to wait.
     """
     end = time.monotonic() + limit
     threads = _threads()
     asleep = 0
     while threads and asleep < _IDLE_CHECKS and time.monotonic() < end:
-        time.sleep(_CHECK_PERIOD)  # releases the interpreter's lock: a thread that waits for it runs now
+        time.sleep(_CHECK_PERIOD)  # This releases the GIL, so a thread that waits for it can run now.
         asleep = asleep + 1 if all(_is_asleep(thread) for thread in threads) else 0
     if not threads:
         time.sleep(_GRACE)
@@ -297,12 +298,12 @@ def _threads() -> list[Path]:
 
 
 def _is_asleep(thread: Path) -> bool:
-    return read_stat(thread)[:1] in ([], ["S"])  # [] when it has ended
+    return read_stat(thread)[:1] in ([], ["S"])  # The list is empty if the thread has exited.
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")  # the name of a thread may be any bytes
+        return path.read_text(encoding="utf-8", errors="replace")  # A thread's name can contain any bytes.
     except OSError:
         return ""
 
@@ -312,23 +313,23 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Rank and world size of a process."""
+    """The rank and world size of a process."""
 
     rank: int = 0
-    """Index of this process, from 0, over all machines."""
+    """The index of this process among the processes on all machines, counted from 0."""
     size: int = 1
-    """Number of processes of the run."""
+    """The number of processes in the run."""
     local_rank: int = 0
-    """Index of this process on its machine."""
+    """The index of this process on its machine."""
     local_size: int = 1
-    """Number of processes of the run on this machine."""
+    """The number of processes of the run on this machine."""
 
 
 def world_from_environ() -> World:
-    """Read rank and world size from the environment.
+    """Read the rank and world size from the environment.
 
     Returns:
-        The values; rank 0 of 1 if no variable is set.
+        The values. If no variable is set, rank 0 of 1.
 
     Raises:
         ValueError: A variable is not a number, or the rank is not below the world size.
@@ -348,7 +349,7 @@ def _first(value_name: str, default: int) -> int:
     return environ.get_int_from_env(RANK_VARIABLES[value_name], default)
 
 
-# Variables of torchrun, then of Intel MPI and MPICH, Open MPI, MVAPICH2.
+# The variables of torchrun, followed by those of Intel MPI and MPICH, Open MPI, and MVAPICH2.
 RANK_VARIABLES = {
     "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
     "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
@@ -369,8 +370,8 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     """Bind this process to the cores near its GPU.
 
     Args:
-        local_process_index: Index of this rank on its machine.
-        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
+        local_process_index: The index of this rank on its machine.
+        verbose: Whether to print the cores; None means only with ACCELERATE_DEBUG_MODE.
     """
     cores = _near_cores(local_process_index)
     if not cores or not hasattr(os, "sched_setaffinity"):
@@ -381,13 +382,13 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 
 def _near_cores(local_process_index: int) -> set[int]:
-    """Return the allowed cores near a GPU, from the kernel's list for its PCI slot; empty if there is no list."""
+    """Return the allowed cores near a GPU, which Linux lists for its PCI slot, or an empty set if there is no list."""
     if not device_counts.count("cuda"):
         return set()
     gpu = nvml.visible_gpu(local_process_index)
     if gpu is None:
         return set()
-    # NVML writes the PCI domain with eight digits, the kernel with four.
+    # NVML writes the PCI domain with eight digits, but Linux with four.
     file = Path("/sys/bus/pci/devices") / gpu.pci_bus_id[-12:] / "local_cpulist"
     if not file.is_file():
         return set()
@@ -398,7 +399,7 @@ def parse_cpu_list(text: str) -> set[int]:
     """Parse a list of cores such as ``0-3,8,10-11``.
 
     Args:
-        text: The list, as Linux writes it.
+        text: The list in the format of Linux.
     """
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):

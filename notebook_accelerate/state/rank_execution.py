@@ -1,4 +1,4 @@
-"""Choosing the ranks that run a function, and their order; splitting inputs between ranks."""
+"""Choose the ranks that run a function and their order, and split inputs between ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _R = TypeVar("_R")
 
 
 class RankDecorator(Protocol):
-    """Makes a function run on some ranks only; on the others it does nothing and returns None."""
+    """A decorator that makes a function run on some ranks only. On the others, it does nothing and returns None."""
 
     def __call__(self, function: Callable[_P, _R], /) -> Callable[_P, _R | None]:
         """Return the guarded function."""
 
 
 class RankExecution:
-    """Mixin of `PartialState`, `AcceleratorState` and `Accelerator`: which ranks run a function, and in which order.
+    """Mixin of `PartialState`, `AcceleratorState` and `Accelerator` that selects the ranks that run a function.
 
-    Subclasses have num_processes, process_index, local_process_index and wait_for_everyone.
+    Subclasses define num_processes, process_index, local_process_index and wait_for_everyone.
     """
 
     num_processes: int
@@ -48,14 +48,14 @@ class RankExecution:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks have called this; every rank must."""
+        """Wait until all ranks have called this; every rank must call this."""
         raise NotImplementedError
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Let rank 0 run the block before the others; every rank must enter it.
 
         Returns:
-            A context manager. The others start when rank 0 has left the block, also by an exception.
+            A context manager. The other ranks start when rank 0 has left the block, even if it raised an exception.
         """
         return self._runs_first(self.is_main_process)
 
@@ -90,7 +90,7 @@ class RankExecution:
             function: The function; None returns the decorator.
 
         Returns:
-            The function; on other ranks it does nothing and returns None.
+            The function. On other ranks, it does nothing and returns None.
         """
         return _only_if(lambda: self.is_main_process, function)
 
@@ -107,7 +107,7 @@ class RankExecution:
             function: The function; None returns the decorator.
 
         Returns:
-            The function; on other ranks it does nothing and returns None.
+            The function. On other ranks, it does nothing and returns None.
         """
         return _only_if(lambda: self.is_local_main_process, function)
 
@@ -118,7 +118,7 @@ class RankExecution:
             function: The function.
 
         Returns:
-            The function; on other ranks it does nothing and returns None.
+            The function. On other ranks, it does nothing and returns None.
         """
         return _only_if(lambda: self.is_last_process, function)
 
@@ -135,10 +135,10 @@ class RankExecution:
 
         Args:
             function: The function; None returns the decorator.
-            process_index: The rank; None means every rank. In a world of one, the function runs whatever it is.
+            process_index: The rank; None means every rank. With a single rank, the function always runs.
 
         Returns:
-            The function; on other ranks it does nothing and returns None.
+            The function. On other ranks, it does nothing and returns None.
         """
         return _only_if(lambda: process_index in {None, self.process_index} or self.num_processes == 1, function)
 
@@ -165,12 +165,12 @@ class RankExecution:
 
         Args:
             function: The function; None returns the decorator.
-            local_process_index: The rank's index on its machine; None means every rank. In a world of one, the function
-                runs whatever it is.
-            local_process_idx: Deprecated name of local_process_index.
+            local_process_index: The index of the rank on its machine; None means every rank. With a single rank, the
+                function always runs.
+            local_process_idx: The deprecated name of local_process_index.
 
         Returns:
-            The function; on other ranks it does nothing and returns None.
+            The function. On other ranks, it does nothing and returns None.
         """
         if local_process_idx is not None:
             warn_once("on_local_process(local_process_idx=...) is deprecated: pass local_process_index=...")
@@ -180,7 +180,10 @@ class RankExecution:
 
 
 def _only_if(condition: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return `function` guarded by `condition`, evaluated at each call: a decorated function may be forked."""
+    """Return a function that calls `function` only if `condition` is true.
+
+    The condition is evaluated at each call, because the process may be forked after the function was decorated.
+    """
     if function is None:
         return functools.partial(_only_if, condition)
     if not callable(function):
@@ -200,12 +203,12 @@ def share_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
     """Return the bounds of a rank's contiguous share of `length` items.
 
     Args:
-        length: Number of items.
-        rank: The rank, from 0.
-        size: Number of ranks.
+        length: The number of items.
+        rank: The rank, counted from 0.
+        size: The number of ranks.
 
     Returns:
-        Begin and end; the first `length % size` ranks have one item more.
+        The begin and the end of the share. The first `length % size` ranks have one item more than the others.
     """
     base, extra = divmod(length, size)
     begin = rank * base + min(rank, extra)
@@ -217,14 +220,14 @@ def split_share(inputs: Any, rank: int, size: int, *, padding: bool, device: tor
 
     Args:
         inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
-        rank: The rank, from 0.
-        size: Number of ranks.
-        padding: Repeat the last item of `inputs` until all shares are equally long.
-        device: Device of a padded tensor, so that it can be gathered.
+        rank: The rank, counted from 0.
+        size: The number of ranks.
+        padding: Whether to repeat the last item of `inputs` until all shares have the same length.
+        device: The device to which a tensor is moved with `padding`, so that it can be gathered.
 
     Returns:
-        The share, of the same type as `inputs`; without padding it may be empty. Text and objects that are no sequences
-        are returned whole, as in Accelerate.
+        The share, which has the same type as `inputs` and may be empty without padding. As in Accelerate, strings and
+        objects that are not sequences are returned whole.
 
     Raises:
         ValueError: The values of a dict differ in length, or `inputs` cannot be split.
@@ -263,7 +266,7 @@ def _slice_and_pad(inputs: Any, begin: int, end: int, pad: int, device: torch.de
         if pad:
             share = torch.cat([share, inputs[-1:].expand(pad, *inputs.shape[1:])])
         return share if device is None else share.to(device)
-    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # datasets.Dataset, without importing it
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # A datasets.Dataset, recognized without import.
         return inputs.select([*range(begin, end), *[len(inputs) - 1] * pad])
     share = inputs[begin:end]
     if not pad:

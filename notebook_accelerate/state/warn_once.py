@@ -1,4 +1,4 @@
-"""Warnings that point at the user's code; shown each time, or once per process."""
+"""Issue warnings that point at the user's code, each time or once per process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _shown: set[str] = set()
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, unless this process showed the same message before; the warning points at the user's own code.
+    """Issue a warning that points at the user's code, unless this process has shown the same message before.
 
     Args:
         message: The message.
@@ -24,7 +24,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn each time; the warning points at the user's own code.
+    """Issue a warning that points at the user's code.
 
     Args:
         message: The message.
@@ -35,12 +35,12 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def reset_warnings() -> None:
-    """Let every warning be shown again."""
+    """Allow all warnings to be shown again."""
     _shown.clear()
 
 
 def user_frame() -> tuple[int, FrameType]:
-    """Return the innermost frame outside of this package, and its depth below this function."""
+    """Return the innermost frame outside of this package, and its distance from this function."""
     depth, frame = 0, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         depth, frame = depth + 1, frame.f_back

@@ -128,7 +128,7 @@ def test_plugins_that_contradict_the_layout() -> None:
         run_ranks(with_the_first_version)
     with pytest.raises(RankError, match="pass dp_shard_size above 1"):
         run_ranks(with_nothing_to_shard)
-    with pytest.raises(RankError, match=r"sp_size=2 is computed by DeepSpeed, and fsdp_plugin .*\(cp_size=2\)"):
+    with pytest.raises(RankError, match=r"sp_size=2 needs DeepSpeed, and fsdp_plugin .*\(cp_size=2\)"):
         run_ranks(with_split_sequences_and_shards)
     with pytest.raises(RankError, match=r"sp_size=2 with tp_size=2 is not allowed: .*; pass tp_size=1"):
         run_ranks(with_split_sequences_and_tensors, world_size=4)
