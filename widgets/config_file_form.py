@@ -21,7 +21,7 @@ from notebook_accelerate.config.plain_values import convert_bytes
 from notebook_accelerate.config.settings import settings_of
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.launch.report.markup import Markup, element
-from notebook_accelerate.widgets.forms import FormDraft, code_of, shown_code
+from notebook_accelerate.widgets.forms import Form, code_of, shown_code
 from notebook_accelerate.widgets.training_options import DYNAMO_KEYS, TrainingOptions
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def settings_not_in_file(launch: LaunchConfig, training: TrainingOptions, cluste
     kept = _variables(cluster)
     if "env" in names and not set(launch.env or {}) - set(kept):
         names.remove("env")
-    changed = FormDraft(TrainingOptions, training).changed()
+    changed = Form(TrainingOptions, training).changed()
     return [*names, *(name for name in changed if name not in {"batch_size", "dynamo_plugin"})]
 
 
@@ -241,7 +241,7 @@ def _classes(value: Any) -> set[type[Any]]:
     if isinstance(value, timedelta):
         return {timedelta}
     if is_dataclass(value) and not isinstance(value, type | Enum):
-        return {type(value)} | _classes(FormDraft(type(value), value).changed())
+        return {type(value)} | _classes(Form(type(value), value).changed())
     return set()
 
 

@@ -19,6 +19,8 @@ from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run, run_registr
 from notebook_accelerate.launch.output.rank_lines import published_under
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
+from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.document import Drawing, Section, Text
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets.config_file_form import (
     RUN_VARIABLE,
@@ -371,7 +373,7 @@ class ConfigPanel(CellView):
         lines += [alert(warning)] if (warning := self.warning) else []
         return element("div", join(lines, "<br>"), class_="na-plan", role="status")
 
-    def _changed(self, _: Any) -> None:
+    def _changed(self) -> None:
         self.widget.show(**dict.fromkeys(self._wrong_notes, ""))
         self._wrong_notes.clear()
         self._guarded(self.refresh, "run")
@@ -455,24 +457,23 @@ class ConfigPanel(CellView):
 
     # ---- display
 
+    def _document(self) -> Section:
+        """Return the panel without scripts: the plan, the settings, the cell."""
+        lines = filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])
+        forms = (self.launch_form, self.training_form)
+        settings = (Drawing(html=form.html, text=f"{form.title}\n{form.text}") for form in forms)
+        cell = Text(lines=(self._shown_cell(self.errors),), tone="code")
+        return Section(key="settings", nodes=(Text(lines=tuple(lines)), *settings, cell))
+
     @property
     def html(self) -> str:
-        """The panel as HTML without scripts: the plan, the settings, the cell."""
-        lines = [element("strong", self.sentence), self.warning, machine_summary(self.hardware)]
-        forms = [Markup(form.html) for form in (self.launch_form, self.training_form)]
-        return join(
-            [*(element("p", line) for line in lines if line), *forms, element("pre", self._shown_cell(self.errors))]
-        )
+        """The panel as HTML without scripts."""
+        return rendering.html(self._document())
 
     @property
     def text(self) -> str:
         """The panel as plain text."""
-        return "\n\n".join([
-            "\n".join(filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])),
-            f"Launch\n{self.launch_form.text}",
-            f"Training\n{self.training_form.text}",
-            self._shown_cell(self.errors),
-        ])  # fmt: skip
+        return rendering.text(self._document())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return widget_bundle(self.widget, self._static())

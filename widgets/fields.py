@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from notebook_accelerate.config.settings import help_texts, settings_of
+from notebook_accelerate.config.settings import settings_of, short_help
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Field:
     default: Any
     """The default, or a new value of its factory; ``dataclasses.MISSING``: a value is required."""
     help: str
-    """The help text."""
+    """The first paragraph of its text, and the variable that it is read from."""
     choices: tuple[Any, ...] = ()
     """The allowed values, if they are known."""
     nested: type[Any] | None = None
@@ -91,8 +91,13 @@ def fields_of(
 
 
 def groups_of(cls: type[Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the groups of a class's settings: titles, and names of fields."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the groups of a class's settings: titles, and names of fields.
+
+    Args:
+        cls: The dataclass; its class attribute ``form_groups`` has the titles in their order, otherwise it is the order
+            of the fields.
+    """
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(getattr(cls, "form_groups", ()), ())
     for entry in settings_of(cls).values():
         if entry.group is not None:
             found[entry.group] = (*found.get(entry.group, ()), entry.name)
@@ -111,7 +116,7 @@ def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any]
         placeholder=entry.metadata.get("placeholder", ""),
         optional=optional,
         default=entry.default_factory() if entry.default_factory is not MISSING else entry.default,
-        help=help_texts(cls).get(entry.name, ""),
+        help=f"{short_help(cls, entry.name)}{known.source if known is not None else ''}",
         **kind,
     )
 

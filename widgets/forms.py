@@ -35,7 +35,7 @@ Groups = Sequence[tuple[str, Sequence[str]]]
 
 
 class Form:
-    """A form for a dataclass.
+    """A form for a dataclass: its entries, which the dataclass checks on each change.
 
     Args:
         cls: The dataclass.
@@ -45,11 +45,12 @@ class Form:
         groups: Titles and fields; None: as in the class's settings. The first group is open, the others are folded.
             Fields without a group come last.
         names: Only these fields; None: all.
-        on_change: Called with the checked entries after each change, on the thread of the change.
+        on_change: Called after each change, on the thread of the change.
         lock: Held during a change; None: a lock of the form's own.
 
     Attributes:
-        draft: The entries.
+        fields: The fields.
+        entries: Texts, choices, and whether boxes are ticked, by field.
         view: The widget that shows the form; None: not created yet.
     """
 
@@ -62,17 +63,20 @@ class Form:
         choices: Mapping[str, Sequence[Any]] | None = None,
         groups: Groups | None = None,
         names: Iterable[str] | None = None,
-        on_change: Callable[[Checked], None] | None = None,
+        on_change: Callable[[], None] | None = None,
         lock: threading.RLock | None = None,
     ) -> None:
-        self.draft = FormDraft(cls, value, choices=choices, names=names)
+        self.fields = {entry.name: entry for entry in fields_of(cls, choices, names)}
+        self.entries: dict[str, Any] = {}
         self.title = title or cls.__name__
         self.view: FormView | None = None
-        self._groups = groups or groups_of(cls)
-        self._on_change = on_change
+        self._cls, self._groups, self._on_change = cls, groups or groups_of(cls), on_change
         self._lock = lock or threading.RLock()
+        self._nested: dict[str, Form] = {}
+        self._choices = {name: entry.by_label() for name, entry in self.fields.items() if entry.is_choice}
+        self.load(value)
 
-    # ---- values in and out
+    # ---- values in
 
     @property
     def value(self) -> Any:
@@ -89,18 +93,53 @@ class Form:
     @value.setter
     def value(self, value: Any) -> None:
         with self._lock:
-            self.draft.load(value)
+            self.load(value)
             self._changed()
 
-    @property
-    def checked(self) -> Checked:
-        """The checked entries; never raises."""
-        return self.draft.check()
+    def load(self, value: Any) -> None:
+        """Set all entries from an instance, before the form is shown; None sets the defaults.
 
-    @property
-    def errors(self) -> dict[str, str]:
-        """Errors by field; empty if there are none."""
-        return dict(self.checked.errors)
+        Raises:
+            ValueError: It is an instance of another class.
+        """
+        if value is not None and not isinstance(value, self._cls):
+            name = self._cls.__name__
+            raise ValueError(f"{value!r} is not a {name}; pass one: form.value = {name}(...)")
+        plain = self._plain_instance() if value is not None else None
+        for entry in self.fields.values():
+            given = entry.default if value is None else getattr(value, entry.name)
+            if plain is not None and given == getattr(plain, entry.name):
+                given = entry.default  # set by the class itself, not by the user
+            self._put(entry, given)
+
+    def _plain_instance(self) -> Any:
+        """Return an instance created without arguments or environment variables; None if that is not possible."""
+        with environ.ignored():
+            try:
+                return self._cls()
+            except Exception:  # noqa: BLE001 - required fields, or a package that is not installed
+                return None
+
+    def _put(self, entry: Field, given: Any) -> None:
+        if entry.kind == "nested":
+            present = given is not None and given is not MISSING
+            self.entries[entry.name] = present or not entry.optional
+            if self.entries[entry.name]:
+                self.nested(entry.name).load(given if present else None)
+        elif entry.kind in {"flag", "choice", "code"}:
+            self.entries[entry.name] = member = _member(entry, given)
+            if entry.is_choice:  # an object that was set in code can be chosen again
+                self._choices[entry.name].setdefault(entry.label_of(member), member)
+        else:
+            self.entries[entry.name] = text_of(entry, given)
+
+    def nested(self, name: str) -> Form:
+        """Return the form of a nested dataclass, created on first use."""
+        if name not in self._nested:
+            cls = self.fields[name].nested
+            assert cls is not None, f"{name} is not a nested dataclass"
+            self._nested[name] = Form(cls, choices=CHOICES.get(cls.__name__))
+        return self._nested[name]
 
     def enter(self, path: str, shown: str | bool) -> None:
         """Set an entry as typing in the form does.
@@ -109,46 +148,169 @@ class Form:
             path: The field; dotted for a field of a nested dataclass.
             shown: The text, the label of the choice, or whether the box is ticked.
         """
+        name, _, inner = path.partition(".")
+        entry = self.fields[name]
         with self._lock:
-            self.draft.enter(path, shown)
+            if inner:
+                self.nested(name).enter(inner, shown)
+            elif entry.is_choice:
+                self.entries[name] = self._choices[name].get(str(shown), shown) if shown else None
+            elif entry.kind == "nested":
+                self.entries[name] = bool(shown) or not entry.optional
+                self.nested(name)
+            elif entry.kind != "code":
+                self.entries[name] = shown
             self._changed()
 
     def _changed(self) -> None:
         if self.view is not None:
             self.view.update()
         if self._on_change is not None:
-            self._on_change(self.checked)
+            self._on_change()
 
-    # ---- what is shown
+    # ---- values out
 
-    def parts(self, name: str) -> tuple[Part, ...]:
-        """Return the groups of fields for a view that has the form under this name."""
-        grouped = {field for _, fields in self._groups for field in fields}
-        others = [field.name for field in self.draft.fields if field.name not in grouped]
-        groups = [*self._groups, *([("More", others)] if others else [])]
-        return tuple(
-            Part(kind="fields", id=name, title=title if index else "", names=tuple(fields))
-            for index, (title, fields) in enumerate(groups)
-        )
+    @property
+    def checked(self) -> Checked:
+        """The instance, with the checks of the dataclass itself, or the errors; never raises."""
+        given, errors = self._parsed()
+        if any(entry.default is MISSING and name not in given for name, entry in self.fields.items()):
+            return Checked(errors=errors)
+        value = None
+        for _ in range(len(given) + 1):
+            try:
+                value = self._cls(**given)
+                break
+            except Exception as error:  # noqa: BLE001 - any error of the class is shown to the user
+                message = str(error) or type(error).__name__
+                name = _field_in(message, given)
+                errors.setdefault(name, message)
+                if name not in given:
+                    break
+                del given[name]  # the next attempt shows further errors
+        return Checked(errors=errors) if errors else Checked(value=value)
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Errors by field."""
+        return dict(self.checked.errors)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the values that differ from their defaults, by field, without entries that are not allowed."""
+        return self._parsed()[0]
+
+    def _parsed(self) -> tuple[dict[str, Any], dict[str, str]]:
+        values: dict[str, Any] = {}
+        errors: dict[str, str] = {}
+        for name, entry in self.fields.items():
+            try:
+                value = self._value(entry, errors)
+            except FieldError as error:
+                errors[name] = str(error)
+                continue
+            if value is MISSING:
+                errors.setdefault(name, f"{name} is required")
+            elif type(value) is not type(entry.default) or value != entry.default:
+                values[name] = value
+        return values, errors
+
+    def _value(self, entry: Field, errors: dict[str, str]) -> Any:
+        raw = self.entries[entry.name]
+        if entry.kind == "nested":
+            if not raw:
+                return None
+            checked = self.nested(entry.name).checked
+            errors.update({f"{entry.name}.{name}".rstrip("."): text for name, text in checked.errors.items()})
+            return entry.default if checked.errors else checked.value
+        return raw if entry.kind in {"flag", "choice", "code"} else parse(entry, raw)
+
+    # ---- the live form
 
     @property
     def widget(self) -> FormView:
         """The widget that shows the form, created on first use."""
         return self.view or FormView({"form": self}, self.parts("form"))
 
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """Return the groups of fields for a view that has the form under this name."""
+        grouped = {field for _, fields in self._groups for field in fields}
+        others = [field for field in self.fields if field not in grouped]
+        groups = [*self._groups, *([("More", others)] if others else [])]
+        return tuple(
+            Part(kind="fields", id=name, title=title if index else "", names=tuple(fields))
+            for index, (title, fields) in enumerate(groups)
+        )
+
+    @cached_property
+    def table(self) -> list[dict[str, Any]]:
+        """The fields as a view draws them."""
+        return [_drawn(entry) for entry in self.fields.values()]
+
+    def shown(self) -> dict[str, str | bool]:
+        """Return the contents of the inputs by field."""
+        return {name: _shown(entry, self.entries[name]) for name, entry in self.fields.items()}
+
+    def opened(self, path: str) -> Iterator[tuple[str, Form]]:
+        """Return this form and the forms of nested dataclasses that have been opened, with their paths.
+
+        Args:
+            path: The path of this form.
+        """
+        yield path, self
+        for name, form in self._nested.items():
+            yield from form.opened(f"{path}.{name}")
+
+    # ---- the static form
+
     @property
-    def html(self) -> str:
-        """The entries that differ from the defaults, as a table."""
-        return self.draft.html(self.title)
+    def html(self) -> Markup:
+        """The entries that differ from the defaults, as a table without scripts or style sheets."""
+        title, rows = element("strong", self.title), self.rows()
+        if not rows:
+            return element("p", title, ": defaults")
+        cells = [(name, element("code", value), help_text) for name, value, help_text in rows]
+        head, columns = ("setting", "value", "description"), [LEFT] * 3
+        return html_table(head, cells, caption=element("caption", title, **LEFT), columns=columns)
 
     @property
     def text(self) -> str:
         """The entries that differ from the defaults, as plain text."""
-        return self.draft.text()
+        rows = self.rows()
+        width = max((len(name) for name, _, _ in rows), default=0)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value, _ in rows) or "defaults"
+
+    def rows(self, prefix: str = "") -> list[tuple[str, str, str]]:
+        """Return name, value and help of each field whose entry differs from the default."""
+        values, errors = self._parsed()
+        found = []
+        for entry in self.fields.values():
+            name = prefix + entry.name
+            if entry.kind == "nested" and self.entries[entry.name]:
+                found += self.nested(entry.name).rows(f"{name}.") or [(name, "defaults", entry.help)]
+            elif entry.name in values:
+                found.append((name, shown_code(entry.name, values[entry.name]), entry.help))
+            elif entry.name in errors:
+                raw = shown_value(entry.name, self.entries[entry.name])
+                found.append((name, f"{raw!s} (not allowed)", entry.help))
+        return found
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         static = {"text/html": self.html, "text/plain": f"{self.title}\n{self.text}"}
         return widget_bundle(self.widget, static)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """The result of checking the entries of a form."""
+
+    value: Any = None
+    """The dataclass's instance; None: there are errors."""
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Errors by field, dotted for nested fields; "" for errors of no single field."""
+
+
+CHOICES: dict[str, Mapping[str, Sequence[Any]]] = {}
+"""Allowed values by class name and field, for types that do not list them; panels add their own rows."""
 
 
 # ---- the widget
@@ -224,9 +386,9 @@ class FormView(anywidget.AnyWidget):
         entries: dict[str, str | bool] = {}
         errors: dict[str, str] = {}
         for name, form in self._forms.items():
-            for path, draft in form.draft.opened(name):
-                tables[path] = draft.table
-                entries |= {f"{path}.{field}": shown for field, shown in draft.shown().items()}
+            for path, opened in form.opened(name):
+                tables[path] = opened.table
+                entries |= {f"{path}.{field}": shown for field, shown in opened.shown().items()}
             errors |= {f"{name}.{field}": error for field, error in form.errors.items()}
         with self.one_message():
             self.tables, self.errors = tables, errors
@@ -290,213 +452,6 @@ def _drawn(field: Field) -> dict[str, Any]:
 _NOT_SET = "default"
 
 
-# ---- entries: their values, their errors, and the instance that they make
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """The result of checking a draft."""
-
-    value: Any = None
-    """The dataclass's instance; None: there are errors."""
-    errors: Mapping[str, str] = field(default_factory=dict)
-    """Errors by field, dotted for nested fields; "" for errors of no single field."""
-
-
-class FormDraft:
-    """The entries of a form over a dataclass, without the form.
-
-    Args:
-        cls: The dataclass.
-        value: The initial instance; None: the defaults.
-        choices: Allowed values by field, for types that do not list them.
-        names: Only these fields; None: all.
-    """
-
-    def __init__(
-        self,
-        cls: type[Any],
-        value: Any = None,
-        *,
-        choices: Mapping[str, Sequence[Any]] | None = None,
-        names: Iterable[str] | None = None,
-    ) -> None:
-        self.cls = cls
-        self.fields = fields_of(cls, choices, names)
-        self.entries: dict[str, Any] = {}
-        self._nested: dict[str, FormDraft] = {}
-        self._choices = {entry.name: entry.by_label() for entry in self.fields if entry.is_choice}
-        self.load(value)
-
-    def load(self, value: Any) -> None:
-        """Set all entries from an instance; None sets the defaults.
-
-        Raises:
-            ValueError: It is an instance of another class.
-        """
-        if value is not None and not isinstance(value, self.cls):
-            raise ValueError(f"{value!r} is not a {self.cls.__name__}; pass one: form.value = {self.cls.__name__}(...)")
-        plain = self._plain_instance() if value is not None else None
-        for entry in self.fields:
-            given = entry.default if value is None else getattr(value, entry.name)
-            if plain is not None and given == getattr(plain, entry.name):
-                given = entry.default  # set by the class itself, not by the user
-            self._put(entry, given)
-
-    def _plain_instance(self) -> Any:
-        """Return an instance created without arguments or environment variables; None if that is not possible."""
-        with environ.ignored():
-            try:
-                return self.cls()
-            except Exception:  # noqa: BLE001 - required fields, or a package that is not installed
-                return None
-
-    def _put(self, entry: Field, given: Any) -> None:
-        if entry.kind == "nested":
-            present = given is not None and given is not MISSING
-            self.entries[entry.name] = present or not entry.optional
-            if self.entries[entry.name]:
-                self.nested(entry.name).load(given if present else None)
-        elif entry.kind in {"flag", "choice", "code"}:
-            self.entries[entry.name] = member = _member(entry, given)
-            if entry.is_choice:  # an object that was set in code can be chosen again
-                self._choices[entry.name].setdefault(entry.label_of(member), member)
-        else:
-            self.entries[entry.name] = text_of(entry, given)
-
-    def nested(self, name: str) -> FormDraft:
-        """Return the draft of a nested dataclass, created on first use."""
-        if name not in self._nested:
-            nested = next(entry.nested for entry in self.fields if entry.name == name)
-            assert nested is not None, f"{name} is not a nested dataclass"
-            self._nested[name] = FormDraft(nested, choices=CHOICES.get(nested.__name__))
-        return self._nested[name]
-
-    # ---- what a view shows, and sends back
-
-    @cached_property
-    def table(self) -> list[dict[str, Any]]:
-        """The fields as a view draws them."""
-        return [_drawn(entry) for entry in self.fields]
-
-    def opened(self, path: str) -> Iterator[tuple[str, FormDraft]]:
-        """Return this draft and the drafts of nested dataclasses that have been opened, with their paths.
-
-        Args:
-            path: The path of this draft.
-        """
-        yield path, self
-        for name, draft in self._nested.items():
-            yield from draft.opened(f"{path}.{name}")
-
-    def shown(self) -> dict[str, str | bool]:
-        """Return the contents of the inputs by field."""
-        return {entry.name: _shown(entry, self.entries[entry.name]) for entry in self.fields}
-
-    def enter(self, path: str, shown: str | bool) -> None:
-        """Set an entry from the content of its input; see `Form.enter`."""
-        name, _, inner = path.partition(".")
-        if inner:
-            self.nested(name).enter(inner, shown)
-        elif name in self._choices:
-            self.entries[name] = self._choices[name].get(str(shown), shown) if shown else None
-        else:
-            entry = next(entry for entry in self.fields if entry.name == name)
-            if entry.kind == "nested" and shown:
-                self.nested(name)
-            self.entries[name] = shown
-
-    # ---- the instance
-
-    def check(self) -> Checked:
-        """Create the instance, with the checks of the dataclass itself, and collect the errors by field."""
-        given, errors = self._parsed()
-        if any(entry.default is MISSING and entry.name not in given for entry in self.fields):
-            return Checked(errors=errors)
-        value = None
-        for _ in range(len(given) + 1):
-            try:
-                value = self.cls(**given)
-                break
-            except Exception as error:  # noqa: BLE001 - any error of the class is shown to the user
-                message = str(error) or type(error).__name__
-                name = _field_in(message, given)
-                errors.setdefault(name, message)
-                if name not in given:
-                    break
-                del given[name]  # the next attempt shows further errors
-        return Checked(errors=errors) if errors else Checked(value=value)
-
-    def changed(self) -> dict[str, Any]:
-        """Return the values that differ from their defaults, by field, without entries that are not allowed."""
-        return self._parsed()[0]
-
-    def _parsed(self) -> tuple[dict[str, Any], dict[str, str]]:
-        values: dict[str, Any] = {}
-        errors: dict[str, str] = {}
-        for entry in self.fields:
-            try:
-                value = self._value(entry, errors)
-            except FieldError as error:
-                errors[entry.name] = str(error)
-                continue
-            if value is MISSING:
-                errors.setdefault(entry.name, f"{entry.name} is required")
-            elif type(value) is not type(entry.default) or value != entry.default:
-                values[entry.name] = value
-        return values, errors
-
-    def _value(self, entry: Field, errors: dict[str, str]) -> Any:
-        raw = self.entries[entry.name]
-        if entry.kind == "nested":
-            if not raw:
-                return None
-            checked = self.nested(entry.name).check()
-            errors.update({f"{entry.name}.{name}".rstrip("."): text for name, text in checked.errors.items()})
-            return entry.default if checked.errors else checked.value
-        return raw if entry.kind in {"flag", "choice", "code"} else parse(entry, raw)
-
-    # ---- the static form
-
-    def rows(self, prefix: str = "") -> list[tuple[str, str, str]]:
-        """Return name, value and help of each field whose entry differs from the default."""
-        values, errors = self._parsed()
-        found = []
-        for entry in self.fields:
-            name = prefix + entry.name
-            if entry.kind == "nested" and self.entries[entry.name]:
-                found += self.nested(entry.name).rows(f"{name}.") or [(name, "defaults", entry.help)]
-            elif entry.name in values:
-                found.append((name, shown_code(entry.name, values[entry.name]), entry.help))
-            elif entry.name in errors:
-                raw = shown_value(entry.name, self.entries[entry.name])
-                found.append((name, f"{raw!s} (not allowed)", entry.help))
-        return found
-
-    def text(self) -> str:
-        """Return the entries that differ from the defaults, as plain text."""
-        rows = self.rows()
-        width = max((len(name) for name, _, _ in rows), default=0)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value, _ in rows) or "defaults"
-
-    def html(self, caption: str) -> Markup:
-        """Return the entries that differ from the defaults, as a table without scripts or style sheets.
-
-        Args:
-            caption: Its caption.
-        """
-        title, rows = element("strong", caption), self.rows()
-        if not rows:
-            return element("p", title, ": defaults")
-        cells = [(name, element("code", value), help_text) for name, value, help_text in rows]
-        head, columns = ("setting", "value", "description"), [LEFT] * 3
-        return html_table(head, cells, caption=element("caption", title, **LEFT), columns=columns)
-
-
-CHOICES: dict[str, Mapping[str, Sequence[Any]]] = {}
-"""Allowed values by class name and field, for types that do not list them; panels add their own rows."""
-
-
 def _shown(entry: Field, raw: Any) -> str | bool:
     """Return the content of the input of a field."""
     if entry.kind == "code":
@@ -520,6 +475,9 @@ def _field_in(message: str, given: Mapping[str, Any]) -> str:
     return next(iter(given)) if len(given) == 1 else ""
 
 
+# ---- code
+
+
 def shown_code(name: str, value: object) -> str:
     """Return the expression of a field's value without secrets, to be shown."""
     return code_of(shown_value(name, value), field=shown_code)
@@ -533,8 +491,8 @@ def code_of(value: object, field: Callable[[str, Any], str] = lambda _, value: c
         field: Returns the expression of a field of a dataclass.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        draft = FormDraft(type(value), value)
-        inner = ", ".join(f"{name}={field(name, entry)}" for name, entry in draft.changed().items())
+        changed = Form(type(value), value).changed()
+        inner = ", ".join(f"{name}={field(name, entry)}" for name, entry in changed.items())
         return f"{type(value).__name__}({inner})"
     if hasattr(value, "total_seconds"):
         return f"timedelta(seconds={value.total_seconds():g})"

@@ -47,6 +47,8 @@ class LaunchConfig:
         ValueError: A field has a value that is not allowed; the message says which are.
     """
 
+    form_groups = ("", _LIMITS, _OUTPUT, _MACHINES)  # the order of their folds
+
     num_processes: int | None = setting()
     """Ranks that this notebook starts; None: one per accelerator, or one where there is none."""
     mixed_precision: str = setting("no", choices=MIXED_PRECISIONS)

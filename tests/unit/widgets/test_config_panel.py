@@ -135,7 +135,7 @@ def test_fields_are_set_from_code() -> None:
     panel.change(num_processes=2, timeout=60.0, batch_size=8, dataloader_config=DataLoaderConfiguration(data_seed=1))
     given = {"dataloader_config": DataLoaderConfiguration(data_seed=1)}
     assert panel.config == LaunchConfig(num_processes=2, timeout=60.0, block=False, accelerator=given)
-    assert panel.launch_form.draft.shown()["num_processes"] == "2"
+    assert panel.launch_form.shown()["num_processes"] == "2"
     assert panel.training.dataloader_config == DataLoaderConfiguration(data_seed=1)
     with pytest.raises(ValueError, match="num_processes=0 is not allowed"):
         panel.change(batch_size=9, num_processes=0)

@@ -17,7 +17,7 @@ from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugi
 from notebook_accelerate.config.kwargs_handlers import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
 from notebook_accelerate.widgets.fields import fields_of, summary
-from notebook_accelerate.widgets.forms import Form, FormDraft, FormView, code_of
+from notebook_accelerate.widgets.forms import Checked, Form, FormView, code_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 
@@ -105,7 +105,7 @@ def test_values_are_shown_and_read_unchanged(name: str, raw: Any, value: Any) ->
     given = dataclasses.replace(Everything("x"), **{name: value})
     form.value = given
     assert form.value == given
-    assert form.draft.shown()[name] == {"1_000": "1000", "1e-3": "0.001", "a\n\n b ": "a\nb"}.get(raw, raw)
+    assert form.shown()[name] == {"1_000": "1000", "1e-3": "0.001", "a\n\n b ": "a\nb"}.get(raw, raw)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_values_are_shown_and_read_unchanged(name: str, raw: Any, value: Any) ->
 )
 def test_invalid_entries_show_an_error_until_they_are_corrected(name: str, raw: str, message: str) -> None:
     form = Form(Everything, Everything("x"))
-    before = form.draft.shown()[name]
+    before = form.shown()[name]
     form.enter(name, raw)
     assert message in form.errors[name]
     assert form.widget.errors[f"form.{name}"] == form.errors[name]
@@ -209,14 +209,14 @@ def test_values_of_nested_dataclasses_are_shown_and_read() -> None:
     )
     form.value = given
     assert form.value == given
-    assert form.draft.nested("dataloader_config").shown()["dispatch_batches"] == "no"
+    assert form.nested("dataloader_config").shown()["dispatch_batches"] == "no"
     form.value = TrainingOptions()
     assert form.value == TrainingOptions()
-    assert form.draft.shown()["dataloader_config"] is False
+    assert form.shown()["dataloader_config"] is False
 
 
 def test_values_that_the_class_sets_itself_are_not_entries() -> None:
-    draft = FormDraft(TorchDynamoPlugin, TorchDynamoPlugin(backend="EAGER"))  # type: ignore[arg-type]
+    draft = Form(TorchDynamoPlugin, TorchDynamoPlugin(backend="EAGER"))  # type: ignore[arg-type]
     assert list(draft.changed()) == ["backend"]
 
 
@@ -242,8 +242,8 @@ def test_objects_set_in_code_are_kept() -> None:
 
 
 def test_each_change_calls_on_change_once_also_with_errors() -> None:
-    told: list[Any] = []
-    form = Form(LaunchConfig, on_change=told.append)
+    told: list[Checked] = []
+    form = Form(LaunchConfig, on_change=lambda: told.append(form.checked))
     form.enter("num_processes", "2")
     form.enter("num_processes", "x")
     assert [checked.value.num_processes if checked.value else None for checked in told] == [2, None]
