@@ -9,7 +9,7 @@ import numpy as np
 
 from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.launch.report.run_comparison import RunEntry, Value, better
-from notebook_accelerate.widgets.run_summary import status
+from notebook_accelerate.launch.report.run_snapshot import status
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -56,7 +56,7 @@ def label_of(run: ComparedRun) -> str:
 
 
 def state_of(run: ComparedRun) -> str:
-    """Return the status of a run, or what holds one of this kernel that is running; see `run_summary.status`."""
+    """Return the status of a run, or what holds one of this kernel that is running; see `run_snapshot.status`."""
     known: Any = run
     return status(known) if hasattr(run, "stall") else run.status
 

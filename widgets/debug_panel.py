@@ -18,13 +18,13 @@ from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.report.markup import Markup, duration, element, html_table, join
 from notebook_accelerate.launch.report.rank_rows import MANY, short_names
 from notebook_accelerate.launch.report.rendering import state
+from notebook_accelerate.launch.report.run_snapshot import status
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.live_panel import LivePanel, close_all
 from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
 from notebook_accelerate.widgets.render_schedule import ticker
-from notebook_accelerate.widgets.run_summary import status
 
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.launch.report.markup import Markup, byte_size, element, html_table, join, text_table
-from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title, use_text
+from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title
+from notebook_accelerate.launch.report.rank_tables import COLUMNS, has_gpu, rank_table
+from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import problem, style_widget, with_classes
-from notebook_accelerate.widgets.rank_table import column_titles, has_gpu, node_row
-from notebook_accelerate.widgets.run_summary import RunWatcher
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.widgets.run_summary import RankSnapshot, RunSnapshot
+    from notebook_accelerate.launch.report.document import Table
+    from notebook_accelerate.launch.report.run_snapshot import RankSnapshot, RunSnapshot
 
 MAX_SHOWN = 64
 MAX_CARDS = 8
@@ -50,21 +52,16 @@ class ResourceStrip(LivePanel):
     @property
     def html(self) -> str:
         """The strip as a table."""
-        titles, *rows = self._rows()
-        return html_table(titles, rows, caption="Resources")
+        return rendering.html(self._table())
 
     @property
     def text(self) -> str:
         """The strip as lines, one per rank."""
-        return text_table(self._rows())
+        return rendering.text(self._table())
 
-    def _rows(self) -> list[list[str]]:
-        rows = [["rank", "CPU", "memory", "peak", "GPU", "GPU memory"]]
-        for rank in self._watcher.snapshot(self._clock()).ranks:
-            sizes = (rank.memory, self.run.store.peak_memory.get(rank.rank), rank.gpu_memory)
-            memory, peak, gpu_memory = map(byte_size, sizes)
-            rows.append([str(rank.rank), use_text(rank.cpu), memory, peak, use_text(rank.gpu), gpu_memory])
-        return rows
+    def _table(self) -> Table:
+        ranks = self._watcher.snapshot(self._clock()).ranks
+        return rank_table(ranks, ("cpu", "memory", "peak", "gpu", "gpu memory"), caption="Resources")
 
 
 def strip(now: RunSnapshot, watcher: RunWatcher) -> Markup:
@@ -80,14 +77,9 @@ def strip(now: RunSnapshot, watcher: RunWatcher) -> Markup:
 def _rank_meters(ranks: Sequence[RankSnapshot]) -> Markup:
     gpu = has_gpu(ranks)
     title = "GPU use and GPU memory by rank" if gpu else "Processor use and memory by rank"
-    meters = [_rank_meter(rank, gpu=gpu) for rank in ranks[:MAX_SHOWN]]
+    meters = [_meter(str(rank.rank), f"rank {rank.rank}", [rank], gpu=gpu) for rank in ranks[:MAX_SHOWN]]
     more = f" (the first {MAX_SHOWN} of {len(ranks):,})" if len(ranks) > MAX_SHOWN else ""
     return _titled(title, meters, "na-strip na-dense", more)
-
-
-def _titled(title: str, meters: Sequence[Markup], kind: str, more: str = "") -> Markup:
-    heading = element("p", f"{title}{more}", class_="na-strip-title")
-    return join([heading, element("ul", *meters, class_=kind, aria_label=title)])
 
 
 def _node_meters(ranks: Sequence[RankSnapshot]) -> Markup:
@@ -95,43 +87,38 @@ def _node_meters(ranks: Sequence[RankSnapshot]) -> Markup:
     gpu, groups = has_gpu(ranks), by_node(ranks)
     tiny, meters = len(groups) > MANY, []
     for node, members in list(groups.items())[:MAX_SHOWN]:
-        cells = map(str, node_row(members, gpu=gpu, several=True).cells)
-        figures = dict(zip(column_titles("loss", gpu=gpu), cells, strict=True))
-        used, memory = (figures["GPU"], figures["GPU memory"]) if gpu else (figures["CPU"], figures["memory"])
         who = f"{node_title(members, several=True)}, {rank_names([rank.rank for rank in members])}"
-        text = f"{who}: CPU {figures['CPU']}, {figures['memory']}"
-        text += f", GPU {used}, GPU memory {memory}" if gpu else ""
-        meters.append(_meter(str(node), text, used, "" if tiny else memory))
-    total = byte_size(sum((rank.gpu_memory if gpu else rank.memory) or 0 for rank in ranks))
-    kind = "GPU " if gpu else ""
+        meters.append(_meter(str(node), who, members, gpu=gpu, tiny=tiny))
+    kind, total = ("GPU ", COLUMNS["gpu memory"]) if gpu else ("", COLUMNS["memory"])
     title = f"{kind or 'Processor '}use by node, mean of its ranks"
-    title += f" · {total} of {kind}memory in total" if tiny else f"; {kind}memory"
+    title += f" · {total.cell(ranks)} of {kind}memory in total" if tiny else f"; {kind}memory"
     title += f" (the first {MAX_SHOWN} of {len(groups):,} nodes)" if len(groups) > MAX_SHOWN else ""
     return _titled(title, meters, "na-strip na-dense na-tiny" if tiny else "na-strip na-dense")
 
 
-def _rank_meter(rank: RankSnapshot, *, gpu: bool) -> Markup:
-    used, memory = (rank.gpu, rank.gpu_memory) if gpu else (rank.cpu, rank.memory)
-    text = f"rank {rank.rank}: " + ", ".join(f"{name} {value}" for name, value in _figures(rank))
-    return _meter(str(rank.rank), text, use_text(used), byte_size(memory))
+def _titled(title: str, meters: Sequence[Markup], kind: str, more: str = "") -> Markup:
+    heading = element("p", f"{title}{more}", class_="na-strip-title")
+    return join([heading, element("ul", *meters, class_=kind, aria_label=title)])
 
 
-def _meter(name: str, title: str, used: str, memory: str) -> Markup:
+def _meter(name: str, who: str, ranks: Sequence[RankSnapshot], *, gpu: bool, tiny: bool = False) -> Markup:
+    figures = _figures(ranks)
+    used, memory = (figures.get(title, "–") for title in (("GPU", "GPU memory") if gpu else ("CPU", "memory")))
     share = min(100.0, max(0.0, float(used.split(maxsplit=1)[0]))) if used[0].isdigit() else 0.0
     bar = element("span", element("i", style=f"width:{share:.0f}%"), class_="na-meter")
     parts = [element("span", name, class_="na-who"), bar, element("b", used)]
-    return element("li", *parts, element("span", memory) if memory else Markup(), title=title)
+    title = f"{who}: {', '.join(f'{name} {value}' for name, value in figures.items())}"
+    return element("li", *parts, Markup() if tiny else element("span", memory), title=title)
 
 
-def _figures(rank: RankSnapshot) -> list[tuple[str, str]]:
-    figures = [("CPU", use_text(rank.cpu)), ("memory", byte_size(rank.memory))]
-    if rank.devices:
-        figures += [("GPU", use_text(rank.gpu)), ("GPU memory", byte_size(rank.gpu_memory))]
-    return figures
+def _figures(ranks: Sequence[RankSnapshot]) -> dict[str, str]:
+    """Return the use of ranks, by its title."""
+    names = ("cpu", "memory", "gpu", "gpu memory") if has_gpu(ranks) else ("cpu", "memory")
+    return {COLUMNS[name].title: str(COLUMNS[name].cell(ranks)) for name in names}
 
 
 def _card(rank: RankSnapshot, history: Sequence[float]) -> Markup:
-    figures = [element("span", f"{name} ", element("b", value)) for name, value in _figures(rank)]
+    figures = [element("span", f"{name} ", element("b", value)) for name, value in _figures([rank]).items()]
     title = element("div", element("span", f"rank {rank.rank}"), _curve(history), class_="na-who")
     return element("li", title, element("div", *figures, class_="na-used"))
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.report import rank_tables
 from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.report.rank_rows import MANY
+from notebook_accelerate.launch.report.run_snapshot import RunWatcher, loss_name
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.widgets import rank_table, run_panel_html
+from notebook_accelerate.widgets import run_panel_html
 from notebook_accelerate.widgets.actions import (
     DEBUG,
     PAUSE,
@@ -35,15 +37,14 @@ from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.profile_panel import PROFILE, ProfileSection
 from notebook_accelerate.widgets.resource_strip import strip
 from notebook_accelerate.widgets.run_panel_html import ShardingPage
-from notebook_accelerate.widgets.run_summary import RunWatcher, loss_name
 from notebook_accelerate.widgets.table_view import TableView
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.output.replaceable_outputs import Output
+    from notebook_accelerate.launch.report.run_snapshot import RunSnapshot
     from notebook_accelerate.telemetry.store import LogLine
     from notebook_accelerate.widgets.front_end import KernelState
-    from notebook_accelerate.widgets.run_summary import RunSnapshot
 
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
 SLOW_SECONDS = 1.0
@@ -84,7 +85,7 @@ class RunPanel(LivePanel):
         self.attention = with_classes(ActionRows(self._act, "What needs you"), "na-attention")
         self.debug_section = DebugSection(self.run, self._clock)
         self.profile_section = ProfileSection(self.run, self._render_soon)
-        self.rank_table = TableView(throttled=rank_table.OTHERS)
+        self.rank_table = TableView(throttled=rank_tables.OTHERS)
         for feed in (self.plot, self.logs, self.rank_table):
             feed.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, ["wanted", "chosen"])
@@ -165,16 +166,16 @@ class RunPanel(LivePanel):
         due = now >= self._ranks_due or run.ended is not None or (self._shows_ranks() and not many)
         if many or due:
             self._ranks.value = run_panel_html.verdict(seen)
-            table = partial(rank_table.ranks_table, seen, loss_name(run))
+            table = partial(rank_tables.live_ranks, seen.ranks, loss_name(run))
             self.rank_table.update(now, lambda complete: table(with_others=complete), complete=run.ended is not None)
         if many:
-            self.plot.draw_outliers(rank.rank for rank in rank_table.outliers(seen.ranks))
+            self.plot.draw_outliers(rank.rank for rank in rank_tables.outliers(seen.ranks))
         if not due:
             return
         self._ranks_due = now + 0.95 * SLOW_SECONDS
         self._devices.value = run_panel_html.devices(seen)
         self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
-        self._times.value = run_panel_html.step_times(seen) + run_panel_html.traces(run)
+        self._times.value = run_panel_html.step_times(seen, run)
         self._sharding.value = self._sharding_page.html()
 
     def _shows_ranks(self) -> bool:

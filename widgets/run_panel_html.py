@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report import mesh_diagram, rank_rows, rendering, run_report
+from notebook_accelerate.launch.report import mesh_diagram, rank_tables, rendering, run_report
+from notebook_accelerate.launch.report.document import Section
 from notebook_accelerate.launch.report.markup import Markup, duration, element, join
-from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title
-from notebook_accelerate.launch.report.rendering import badge, state, swatch
+from notebook_accelerate.launch.report.rendering import state
 from notebook_accelerate.launch.report.run_report import errors_html, trace_table
-from notebook_accelerate.telemetry.step_time import PARTS
-from notebook_accelerate.widgets import rank_table
-from notebook_accelerate.widgets.run_summary import HELD
+from notebook_accelerate.launch.report.run_snapshot import HELD
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.report.mesh_diagram import ShardReports
-    from notebook_accelerate.widgets.run_summary import Progress, RankSnapshot, RunSnapshot
-
-
-SLOWEST_RANKS, SLOWEST_NODES = 8, 8
-"""Of many ranks, the number of bars with step times, besides the mean."""
-NUMBER = {"class_": "na-num"}
+    from notebook_accelerate.launch.report.run_snapshot import Progress, RunSnapshot
 
 
 def head(run: Run, now: RunSnapshot) -> Markup:
@@ -67,7 +58,7 @@ def _figures(done: Progress, *, moves: bool) -> list[Markup]:
     parts = []
     if done.rate is not None and moves:
         unit = "steps/s" if done.label == "step" else "per second"
-        parts.append(element("b", f"{rank_table.rate(done.rate)} {unit}"))
+        parts.append(element("b", f"{rank_tables.rate(done.rate)} {unit}"))
     if done.epoch is not None and not done.label.lower().startswith("epoch"):
         parts.append(element("b", f"epoch {done.epoch:,}"))
     if done.step is not None:
@@ -92,81 +83,13 @@ def verdict(now: RunSnapshot) -> Markup:
 
 def devices(now: RunSnapshot) -> Markup:
     """Return the table of the ranks' devices; "" before a rank has used one."""
-    caption = "Devices: allocated, reserved and peak count the rank's own memory; use and in use count all processes"
-    table = rank_rows.device_table(now.ranks, {rank.rank: rank.devices for rank in now.ranks}, caption)
-    return rendering.html(table, inline=False)
+    return rendering.html(rank_tables.device_table(now.ranks), inline=False)
 
 
-def step_times(now: RunSnapshot) -> Markup:
-    """Return a stacked bar per rank with the parts of its latest steps."""
-    measured = [rank for rank in now.ranks if rank.step_seconds]
-    if not measured:
-        text = "No step times yet: the steps of prepared optimizers are timed."
-        return element("p", text, class_="na-empty")
-    bars = _bars(measured)
-    longest = max(bar.seconds for bar in bars)
-    legend = [element("li", swatch(index), part) for index, part in enumerate(PARTS)]
-    note = "Own work leaves out collectives and backward, where a rank may wait for other ranks."
-    return join([
-        element("ul", *legend, class_="na-legend"),
-        element("div", *(_stack(bar, longest) for bar in bars), class_="na-stacks"),
-        element("p", note, class_="na-note"),
-    ])  # fmt: skip
-
-
-def traces(run: Run) -> Markup:
-    """Return the list of profiler traces that ranks have written; "" without any."""
-    return rendering.html(trace_table(run.store), inline=False)
-
-
-@dataclass(frozen=True)
-class _Bar:
-    """The parts of a rank's step time as shares, or the mean of several ranks."""
-
-    name: str
-    parts: Mapping[str, float]
-    seconds: float
-    own: float
-    late: bool = False
-
-
-def _bars(measured: Sequence[RankSnapshot]) -> list[_Bar]:
-    """Return a bar per rank; of many ranks their mean, the slowest ranks and the means of the slowest nodes."""
-    if len(measured) <= MANY:
-        return [_rank_bar(rank) for rank in measured]
-    groups = by_node(measured)
-    nodes = [_mean_bar(node_title(ranks, several=True), ranks) for ranks in groups.values()] if len(groups) > 1 else []
-    slowest = sorted(measured, key=lambda rank: -(rank.own_seconds or 0.0))[:SLOWEST_RANKS]
-    nodes = sorted(nodes, key=lambda bar: -bar.own)[:SLOWEST_NODES]
-    return [_mean_bar(f"mean of {len(measured):,} ranks", measured), *map(_rank_bar, slowest), *nodes]
-
-
-def _rank_bar(rank: RankSnapshot) -> _Bar:
-    return _mean_bar(f"rank {rank.rank}", [rank], late=rank.late)
-
-
-def _mean_bar(name: str, ranks: Sequence[RankSnapshot], *, late: bool = False) -> _Bar:
-    total = sum(sum(rank.parts.values()) for rank in ranks) or 1.0
-    shares = {part: sum(rank.parts.get(part, 0.0) for rank in ranks) / total for part in PARTS}
-    seconds, own = ([getattr(rank, field) or 0.0 for rank in ranks] for field in ("step_seconds", "own_seconds"))
-    return _Bar(name, shares, sum(seconds) / len(ranks), sum(own) / len(ranks), late)
-
-
-def _stack(bar: _Bar, longest: float) -> Markup:
-    pieces = []
-    for index, part in enumerate(PARTS):
-        width = 100 * bar.parts[part] * bar.seconds / longest
-        label = f"{100 * bar.parts[part]:.0f} %" if width > 7 else ""
-        title = f"{part}: {1000 * bar.parts[part] * bar.seconds:.1f} ms"
-        style = f"width:{width:.2f}%;background:var(--na-part-{index})"
-        pieces.append(element("span", label, style=style, title=title))
-    shares = ", ".join(f"{part} {100 * bar.parts[part]:.0f} %" for part in PARTS)
-    own = [" · ", element("b", f"{1000 * bar.own:,.1f} ms"), " own work"] if bar.own else []
-    return join([
-        element("span", bar.name, badge("straggler" if bar.late else "")),
-        element("div", *pieces, class_="na-stack", role="img", aria_label=f"{bar.name}: {shares}"),
-        element("span", f"{1000 * bar.seconds:,.1f} ms/step", *own),
-    ])  # fmt: skip
+def step_times(now: RunSnapshot, run: Run) -> Markup:
+    """Return a stacked bar per rank with the parts of its latest steps, and the profiler traces that ranks wrote."""
+    bars = rank_tables.step_time_bars(rank_tables.step_times(now.ranks))
+    return rendering.html(Section(key="times", nodes=(bars, trace_table(run.store))), inline=False)
 
 
 def errors(run: Run) -> Markup:

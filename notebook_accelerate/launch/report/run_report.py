@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.hardware.versions import installed_version
-from notebook_accelerate.launch.report import mesh_diagram, rank_rows, svg_curves
+from notebook_accelerate.launch.report import mesh_diagram, rank_tables, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
 from notebook_accelerate.launch.report.document import Drawing, Node, Rows, Section, Table, Text, table_of
 from notebook_accelerate.launch.report.markup import Markup, byte_size, element, join
 from notebook_accelerate.launch.report.rank_rows import findings
 from notebook_accelerate.launch.report.rendering import DocumentView
+from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.launch.state import failures
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
 
 if TYPE_CHECKING:
@@ -60,13 +62,13 @@ class Report(DocumentView):
     def document(self) -> Section:
         """Return the run's present state: what happened, its curves, and tables behind folds."""
         run = self.run
-        devices = {info.rank: run.store.devices.of_rank(info.rank) for info in run.ranks}
+        seen = RunWatcher(run).snapshot(steady_time.now())
         folds = [
-            *(self._fold(table) for table in rank_rows.rank_tables(run)),
-            self._fold(rank_rows.device_table(run.ranks, devices)),
+            self._fold(rank_tables.ended_ranks(seen.ranks)),
+            self._fold(rank_tables.device_table(seen.ranks)),
             self._fold(metric_table(run)),
             self._sharding(),
-            self._fold(rank_rows.step_time_table(run)),
+            self._fold(rank_tables.step_time_table(rank_tables.step_times(seen.ranks))),
             self._fold(trace_table(run.store)),
             self._fold(attempt_table(run)),
             *(self._fold(table, is_setup=True) for table in setup(run)),
@@ -74,7 +76,7 @@ class Report(DocumentView):
         nodes: tuple[Node, ...] = (
             _head(run),
             Drawing(html=errors_html(run)),
-            Text(lines=tuple(findings(run)), tone="list"),
+            Text(lines=tuple(findings(run, seen)), tone="list"),
             Drawing(html=_curves_html(run)),
             *folds,
             Drawing(text=_error_text(run)),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.errors import WorkerError
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.state.rank_result import RankResult
+    from notebook_accelerate.launch.state.run_commands import RunCommands
     from notebook_accelerate.telemetry import Metrics, Store
 
 
@@ -509,6 +510,7 @@ class RunView(Protocol):
     config: LaunchConfig
     function_name: str
     environment: Mapping[str, str]
+    commands: RunCommands
 
     @property
     def status(self) -> str: ...
@@ -530,6 +532,15 @@ class RunView(Protocol):
 
     @property
     def warnings(self) -> Sequence[str]: ...
+
+    @property
+    def stall(self) -> Stall | None: ...
+
+    @property
+    def paused(self) -> Sequence[int]: ...
+
+    @property
+    def prompts(self) -> Sequence[int]: ...
 
     @property
     def store(self) -> Store: ...

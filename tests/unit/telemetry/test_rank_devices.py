@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.launch.report import rank_rows
+from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.report.rank_tables import device_table
+from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.telemetry import DeviceMemoryEvent, DeviceUseEvent, Store
 from notebook_accelerate.telemetry.rank_devices import MAX_DEVICES, RankDevices
 from notebook_accelerate.telemetry.store import Record
-from tests.support.runs import devices, end, feed, make_run
+from tests.support.runs import START, devices, end, feed, make_run
 
 GIB = 1 << 30
+
+
+def _device_rows(run: Run) -> list[list[str]]:
+    table = device_table(RunWatcher(run).snapshot(START).ranks)
+    return [[column.title for column in table.columns], *(list(map(str, row.cells)) for row in table.rows)]
 
 
 def _memory(device: str = "cuda:0", peak: int = 3 * GIB, **changes: Any) -> DeviceMemoryEvent:
@@ -89,14 +96,13 @@ def test_what_a_host_measures_is_no_activity_of_a_rank() -> None:
 def test_rows_of_a_running_and_of_an_ended_rank() -> None:
     run = make_run(2)
     feed(run, *devices(0, 45.0, 2 * GIB), rank=0)
-    figures = {0: run.store.devices.of_rank(0)}
-    head, row = rank_rows.device_rows(run.ranks, figures)
+    head, row = _device_rows(run)
     assert dict(zip(head, row, strict=True)) == {
         "rank": "0", "device": "cuda:0", "model": "Tesla T4 · 15.0 GiB", "use": "45 %", "allocated": "1.0 GiB",
         "reserved": "2.0 GiB", "peak": "1.0 GiB", "in use on the device": "2.2 GiB", "uuid": "00000000",
     }  # fmt: skip
     end(run)
-    assert rank_rows.device_rows(run.ranks, figures) == [
+    assert _device_rows(run) == [
         ["rank", "device", "model", "peak", "uuid"],
         ["0", "cuda:0", "Tesla T4 · 15.0 GiB", "1.0 GiB", "00000000"],
     ]
@@ -106,7 +112,7 @@ def test_many_ranks_have_a_row_per_node_in_which_a_shared_device_counts_once() -
     run = make_run(32, host_of=lambda rank: (rank // 16, f"host{rank // 16}"))
     for rank in range(32):
         feed(run, *devices(rank // 2, 40.0 + 20 * (rank >= 16), 2 * GIB), rank=rank)
-    rows = rank_rows.device_rows(run.ranks, {rank: run.store.devices.of_rank(rank) for rank in range(32)})
+    rows = _device_rows(run)
     assert [row[:6] for row in rows[1:]] == [
         ["node 0 · host0", "8", "Tesla T4 · 15.0 GiB", "40 %", "16.0 GiB", "32.0 GiB"],
         ["node 1 · host1", "8", "Tesla T4 · 15.0 GiB", "60 %", "16.0 GiB", "32.0 GiB"],

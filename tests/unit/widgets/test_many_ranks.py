@@ -9,7 +9,8 @@ from typing import Any
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.curves import ENVELOPE_LABEL
-from notebook_accelerate.launch.report.rank_rows import MANY, SHOWN_RANKS
+from notebook_accelerate.launch.report.rank_rows import MANY
+from notebook_accelerate.launch.report.rank_tables import SHOWN_RANKS
 from notebook_accelerate.launch.state.run_events import RankExited
 from notebook_accelerate.telemetry import (
     ExceptionInfo,

@@ -1,17 +1,17 @@
-"""The state of a run as panels show it: numbers and sentences, without markup."""
+"""A run at one moment, as reports and panels show it: numbers and sentences, without markup."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report.rank_rows import few_names, own_seconds, step_time, stragglers
+from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.step_time import PARTS
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch import Run
-    from notebook_accelerate.launch.state.run_state import RankInfo
+    from notebook_accelerate.launch.state.run_state import RankInfo, RunView
     from notebook_accelerate.telemetry import ResourceEvent, StepTimeEvent
     from notebook_accelerate.telemetry.rank_devices import RankDevice
 
@@ -44,6 +44,8 @@ class RankSnapshot:
     own_seconds: float | None
     late: bool
     exit: str
+    pid: int | None = None
+    peak: int | None = None
     node: int = 0
     host: str = ""
 
@@ -134,7 +136,7 @@ class RunWatcher:
         run: The run.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         self.run = run
         self.processor: dict[int, deque[float]] = {}
         self._sampled: dict[int, ResourceEvent] = {}
@@ -176,8 +178,10 @@ class RunWatcher:
         if latest is None:
             return {}, 0, 0.0
         if known is None or known[0] is not latest:
-            parts, counted = step_time(store, rank)
-            own = own_seconds(store, rank) or sum(parts.values()) - parts["collectives"]
+            events = store.step_times(rank)
+            parts = {part: sum([event.parts.get(part, 0.0) for event in events]) for part in PARTS}
+            counted = sum([event.steps for event in events])
+            own = sum([event.own for event in events]) or sum(parts.values()) - parts["collectives"]
             known = self._parts[rank] = (latest, parts, counted, own)
         return known[1:]
 
@@ -205,6 +209,8 @@ class RunWatcher:
             own_seconds=own / counted if counted else None,
             late=False,
             exit=info.exit,
+            pid=info.pid,
+            peak=store.peak_memory.get(rank),
             node=info.node,
             host=info.host,
         )
@@ -241,7 +247,7 @@ class RunWatcher:
         return Progress(last.done / total, last.done, total, rate, left, "step", number, of_epoch=True)
 
 
-def status(run: Run) -> str:
+def status(run: RunView) -> str:
     """Return the run's status, or what holds a run that is running: one of `HELD`."""
     if run.status != "running":
         return run.status
@@ -259,12 +265,20 @@ HELD = ("stuck", "at breakpoint", "waits for input", "paused")
 """The states of a run that is running, and whose steps wait."""
 
 
-def loss_name(run: Run) -> str:
+def loss_name(run: RunView) -> str:
     """Return the metric that is most likely the training loss, else the first one; "" without any."""
     names = run.store.metric_names()
     likely = [name for name in names if "loss" in name.lower()]
     training = [name for name in likely if "val" not in name.lower() and "test" not in name.lower()]
     return (training or likely or names or [""])[0]
+
+
+# ---- ranks that delay the others
+
+SLOW = 1.25
+"""A rank whose own work takes this many times the others' median is a straggler."""
+MAX_NAMED = 60
+"""Characters of the ranks in one sentence."""
 
 
 def _verdict(ranks: list[RankSnapshot], *, active: bool, settled: bool) -> tuple[set[int], str]:
@@ -303,3 +317,38 @@ def _behind(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
     if len(far) == 1:
         return set(far), f"Rank {worst} is {far[worst]:,} steps behind."
     return set(far), f"{few_names(far)} are behind, rank {worst} by {far[worst]:,} steps."
+
+
+def stragglers(own: Mapping[int, float]) -> tuple[set[int], str]:
+    """Return the ranks whose own work takes longer than the others', and a sentence with the evidence.
+
+    Args:
+        own: By rank, the seconds per step in which it cannot have waited for others.
+    """
+    if len(own) < 2:
+        return set(), ""
+    worst = max(own, key=lambda rank: own[rank])
+    others = sorted(seconds for rank, seconds in own.items() if rank != worst)
+    usual = others[len(others) // 2]
+    if own[worst] <= SLOW * usual or own[worst] - usual <= 1e-3:
+        return set(), ""
+    mine, theirs = _milliseconds(own[worst]), _milliseconds(usual)
+    found = {rank for rank, seconds in own.items() if seconds > SLOW * usual and seconds - usual > 1e-3}
+    if len(found) == 1:
+        return found, f"Rank {worst} is a straggler: {mine} of its own work per step, {theirs} on the other ranks."
+    text = f"{few_names(found)} are stragglers: up to {mine} of their own work per step, {theirs} on the other ranks."
+    return found, text
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:,.0f} ms"
+
+
+def few_names(ranks: Iterable[int]) -> str:
+    """Return "Ranks 0–5, 8", or a shortened list such as "Ranks 3, 9, 17, 31 and 40 more"."""
+    ordered = sorted(ranks)
+    name = rank_names(ordered).capitalize()
+    if len(name) <= MAX_NAMED:
+        return name
+    shown = ordered[: MAX_NAMED // 10]
+    return f"{rank_names(shown).capitalize()} and {len(ordered) - len(shown)} more"
