@@ -1,4 +1,4 @@
-"""The loader that reads on rank 0 and sends every rank its part."""
+"""The loader that reads the dataset on rank 0 and sends each rank its part."""
 
 from __future__ import annotations
 
@@ -34,31 +34,33 @@ from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.telemetry import step_time
 
 Column: TypeAlias = "torch.Tensor | list[Any] | tuple[Any, ...]"
-"""A part of a batch with one entry for each sample."""
+"""A part of a batch that has one entry for each sample."""
 
-# Kinds of announcement that rank 0 broadcasts before a round.
+# The kinds of announcement that rank 0 broadcasts before a round.
 _END, _SAME_FORM, _NEW_FORM, _FAILED = range(4)
 
 
 class DataLoaderDispatcher(PreparedDataLoader):
-    """A loader whose dataset only rank 0 reads; every rank gets its part of each round.
+    """A loader whose dataset is read only by rank 0, and which gives each rank its part of each round.
 
-    A round costs one small broadcast and one per dtype; the structure of a batch is sent only when it changes.
+    A round takes one small broadcast, and one broadcast per dtype. The structure of a batch is sent only when it
+    changes.
 
     Args:
-        dataset: The dataset to load from; only rank 0 uses it.
-        split_batches: A round is one batch, split over the ranks; otherwise it is one batch for each rank.
-        skip_batches: Rounds to skip at the start of every pass.
-        use_stateful_dataloader: Use torchdata's StatefulDataLoader.
-        _drop_last: Drop a last round that is not full.
-        _non_blocking: Copy to the device without waiting.
-        slice_fn: Returns a rank's part of a round; called as `slice_tensors`.
-        torch_device_mesh: Ranks that differ only in its model-parallel dimensions get the same part.
-        iteration: Epoch of the first pass.
+        dataset: The dataset to load from, which only rank 0 uses.
+        split_batches: Whether a round is one batch that is split over the ranks. If False, a round has one batch for
+            each rank.
+        skip_batches: The number of rounds to skip at the start of each pass.
+        use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
+        _drop_last: Whether to drop a last round that is not full.
+        _non_blocking: Whether to copy batches to the device asynchronously.
+        slice_fn: A function that returns a rank's part of a round; it is called like `slice_tensors`.
+        torch_device_mesh: A device mesh. Ranks that differ only in model-parallel dimensions get the same part.
+        iteration: The epoch of the first pass.
         **kwargs: Arguments of torch's DataLoader.
 
     Attributes:
-        submesh_tp, submesh_dp, submesh_fsdp: Dimensions of the mesh, if it has a dimension tp; else None.
+        submesh_tp, submesh_dp, submesh_fsdp: Dimensions of the mesh if it has a dimension tp, otherwise None.
     """
 
     submesh_tp: Any
@@ -97,14 +99,14 @@ class DataLoaderDispatcher(PreparedDataLoader):
         self.device = self.state.device
         self._reads_dataset = self.state.process_index == 0
         self._reads_one_ahead = self.state.num_processes == 1
-        self._opening: list[Column] | None = None  # the first samples of this epoch, to pad its last round
+        self._opening: list[Column] | None = None  # The first samples of this epoch, which pad its last round.
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._local_batches() if self.state.num_processes == 1 else self._dispatched_batches()
         return step_time.waiting(batches) if step_time.running() else batches
 
     def _dispatched_batches(self) -> Iterator[Any]:
-        """Yield this rank's part of every round."""
+        """Yield this rank's part of each round."""
         try:
             self.begin()
             self.set_epoch(self.iteration)
@@ -131,7 +133,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         return self.slice_fn(batch, own, process_index=self.dp_rank, num_processes=self.dp_size)
 
     def _mark_last_batch(self, batch: Any) -> None:
-        """Record that the next batch is the last one; one rank alone counts its samples, as rounds are counted."""
+        """Record that the next batch is the last one. A single rank counts the samples of the batch itself."""
         super()._mark_last_batch(batch)
         size = ignorant_find_batch_size(batch)
         if self.is_only_rank and not self._drop_last and size is not None:
@@ -140,10 +142,11 @@ class DataLoaderDispatcher(PreparedDataLoader):
     # ---- sending and receiving
 
     def _send_rounds(self) -> Iterator[tuple[Any, int, bool]]:
-        """Read rounds on rank 0, one ahead, and send them.
+        """Read rounds on rank 0, one round ahead, and send them.
 
         Yields:
-            A round on the device, its number of samples without padding (-1: unknown), and whether it is the last.
+            A round on the device, its number of samples without padding (-1 if unknown), and whether it is the last
+            round.
         """
         form = b""
         rounds = self._reporting_failure(self._open_rounds)
@@ -166,7 +169,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         """Receive the rounds that rank 0 sends.
 
         Yields:
-            As `_send_rounds` on rank 0.
+            The same tuples as `_send_rounds` on rank 0.
         """
         self._draw_as_reader()
         form: Any = None
@@ -178,13 +181,13 @@ class DataLoaderDispatcher(PreparedDataLoader):
             if kind != _SAME_FORM:
                 (form,) = broadcast_object_list([None])
             if kind == _FAILED:
-                raise RuntimeError(f"Rank 0 could not read the next batch, so this rank gets none: {form}")
+                raise RuntimeError(f"Rank 0 could not read the next batch, so this rank does not get one: {form}")
             yield _broadcast_tensors(initialize_tensors(pickle.loads(form))), size, bool(last)
 
     def _draw_as_reader(self) -> None:
-        """Draw the random numbers that rank 0 draws to start a pass.
+        """Draw the random numbers that rank 0 draws when it starts a pass.
 
-        Ranks with equal seeds keep equal random states, so dropout and shared decisions agree.
+        Ranks with equal seeds therefore keep equal random states, so that dropout and shared decisions agree.
         """
         resumed, self._order.resumed = self._order.resumed, None
         if self._is_over or self._loaded_position():
@@ -193,7 +196,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         if not is_drawn and not self.workers_seeded:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self.workers_seeded = True
-        # With workers, or without a wrapper of the sampler, an order is drawn when the iterator is created.
+        # With workers, or if the sampler is not wrapped, the order is drawn when the iterator is created.
         is_late = not self.num_workers and getattr(self._index_sampler, "draws_late", False)
         if resumed is None and (is_late or not is_drawn):
             draw_order(self)
@@ -202,7 +205,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         broadcast(torch.tensor([kind, size, int(last)], device=self.state.device))
 
     def _reporting_failure(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on rank 0; if it fails, send the error to the other ranks, which wait."""
+        """Call a function on rank 0. If it fails, send the error to the other ranks, which are waiting."""
         try:
             return function(*args)
         except Exception as error:
@@ -213,7 +216,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
     # ---- reading, on rank 0
 
     def _open_rounds(self) -> Iterator[tuple[Any, int]]:
-        """Start reading."""
+        """Start reading, and return an iterator over rounds."""
         rounds = self._track_position(self._pad_rounds(self._join_rounds(self._read_batches())))
         return advance(rounds, self.skip_batches)
 
@@ -230,10 +233,10 @@ class DataLoaderDispatcher(PreparedDataLoader):
     def _pad_rounds(self, rounds: Iterator[Any]) -> Iterator[tuple[Any, int]]:
         """Pad rounds that cannot be divided evenly with the first samples of the epoch.
 
-        If those have another form, such as longer sequences, a round is padded with its own first samples.
+        If these have another form, such as longer sequences, a round is padded with its own first samples.
 
         Yields:
-            A round and its number of samples without padding.
+            A round, and its number of samples without padding.
         """
         for batch in rounds:
             if self.dp_size == 1:
@@ -260,19 +263,19 @@ class DataLoaderDispatcher(PreparedDataLoader):
 
     @property
     def total_batch_size(self) -> int:
-        """Number of samples of one round, for all ranks together."""
+        """The number of samples in one round, for all ranks together."""
         size = int(getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1)
         return size if self.split_batches else size * self.dp_size
 
 
 def _broadcast_tensors(batch: Any) -> Any:
-    """Broadcast the tensors of rank 0; other leaves were sent with the description."""
+    """Broadcast the tensors of rank 0. All other leaves have been sent with the description."""
     leaves = leaves_of(batch)
     return with_tensors(batch, broadcast(leaves)) if leaves else batch
 
 
 def _description(batch: Any) -> bytes:
-    """Return a comparable description of a batch, without the values of its tensors."""
+    """Return a description of a batch that can be compared, and does not contain the values of tensors."""
     return pickle.dumps(get_data_structure(batch))
 
 
@@ -281,17 +284,17 @@ def _size(batch: Any) -> int:
     size = ignorant_find_batch_size(batch)
     if size is None:
         raise ValueError(
-            "a batch contains no tensors, and dispatch_batches=True splits batches along the first dimension of their "
+            "a batch contains no tensors, but dispatch_batches=True splits batches along the first dimension of their "
             "tensors; pass DataLoaderConfiguration(dispatch_batches=False)"
         )
     return size
 
 
 def _is_column(node: Any, size: int) -> bool:
-    """Return whether a part of a batch has one entry for each sample: a tensor, or a list of texts or other objects.
+    """Return whether a part of a batch has one entry for each sample: a tensor, or a list of strings or other objects.
 
-    torch's collate function leaves texts in lists. A list of such lists is a container of columns if it has tuples,
-    one for each field, and a column otherwise.
+    torch's collate function keeps strings in lists. A list whose items are tuples with one entry for each sample is a
+    container of columns, one for each field. Any other list of this length is a column.
     """
     if isinstance(node, torch.Tensor):
         return True
@@ -301,7 +304,7 @@ def _is_column(node: Any, size: int) -> bool:
 
 
 def _map_columns(function: Callable[[Any], Any], batch: Any, size: int) -> Any:
-    """Replace each column of a batch by a function's result."""
+    """Replace each column of a batch with the result of a function."""
     return recursively_apply(function, batch, test_type=lambda node: _is_column(node, size))
 
 
@@ -318,7 +321,7 @@ def _first(column: Any, count: int) -> Any:
 
 
 def _padded(batch: Any, size: int, missing: int, opening: list[Column]) -> Any:
-    """Append samples to a batch, from the first ones of an epoch if they have the same form."""
+    """Append samples to a batch: the first samples of the epoch if they have the same form, otherwise its own."""
     own = _columns(batch, size)
     sources = opening if len(opening) == len(own) and all(map(_can_be_joined, own, opening)) else own
     padding = iter(sources)
@@ -338,7 +341,7 @@ def _can_be_joined(column: Any, other: Any) -> bool:
 
 
 def _joined_column(pieces: list[Any]) -> Any:
-    """Concatenate columns; tuples become one tuple, lists one list."""
+    """Concatenate columns. Tuples are joined to one tuple, and lists to one list."""
     if isinstance(pieces[0], torch.Tensor):
         return torch.cat(pieces)
     return type(pieces[0])(itertools.chain.from_iterable(pieces))
@@ -352,7 +355,7 @@ def _concatenated(batches: list[Any]) -> Any:
         return _joined(batches, [_size(batch) for batch in batches])
     except (RuntimeError, TypeError, KeyError, IndexError) as error:
         raise ValueError(
-            "dispatch_batches=True concatenates one batch per rank, and these cannot be concatenated: "
+            "dispatch_batches=True concatenates one batch per rank, but these batches cannot be concatenated: "
             f"{error}. Return batches of the same form from collate_fn (tensors that differ only in their first "
             "dimension, lists with one entry per sample), or pass DataLoaderConfiguration(dispatch_batches=True, "
             "split_batches=True) or DataLoaderConfiguration(dispatch_batches=False)."
@@ -360,7 +363,7 @@ def _concatenated(batches: list[Any]) -> Any:
 
 
 def _joined(nodes: list[Any], sizes: list[int]) -> Any:
-    """Concatenate parts of batches that have the same place in each."""
+    """Concatenate the parts that have the same place in several batches."""
     if all(map(_is_column, nodes, sizes)):
         return _joined_column(nodes)
     if not is_container(nodes[0]):

@@ -1,4 +1,4 @@
-"""Records the random numbers behind the order of a pass, so that an interrupted pass resumes in the same order."""
+"""Record the random numbers behind the order of a pass, so that an interrupted pass resumes in the same order."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import warn_once
 
 _KNOWN = ("torch.utils.data.", "torchdata.", f"{__package__}.", "builtins")
-"""Modules whose samplers draw their order from torch's numbers or an attribute `generator`, if from any."""
+"""Modules whose samplers draw random numbers only from torch, or from a generator in their attribute `generator`."""
 
 
 class PassOrder:
-    """The random numbers behind the order of a loader's current pass; copies that skip batches share it.
+    """The random numbers behind the order of a loader's current pass. Copies that skip batches share this object.
 
     Attributes:
-        numbers: Random numbers before the pass drew its order, as of `read_numbers`; None between passes.
-        last_read: Number of the item that was read last, and the item itself, if a class of the user decides the order.
-        resumed: The state of an interrupted pass, whose order the next pass repeats; None: a new order.
+        numbers: The random numbers before the pass drew its order (see `read_numbers`), or None between passes.
+        last_read: If a class of the user decides the order, the number of the last item read, and the item itself.
+        resumed: The state of an interrupted pass whose order the next pass repeats, or None for a new order.
         exhausted: Whether the current pass has yielded its last batch.
-        completed_epoch: Epoch of a resumed pass that had yielded its last batch: only a copy that skips all of its
-            batches repeats it. None: there is none.
+        completed_epoch: The epoch of a resumed pass that had already yielded its last batch, or None. Only a copy that
+            skips all batches of this pass repeats it.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class PassOrder:
         self.completed_epoch: int | None = None
 
     def state(self) -> Any:
-        """Return plain data for `resumed`: the random numbers, and what shows whether the order is the same."""
+        """Return plain data for `resumed`: the random numbers, and an item to compare the order by."""
         return with_last_read(self.numbers, self.last_read)
 
 
 def is_own_order(source: Any) -> bool:
-    """Return whether a class of the user decides the order: it may draw from any random numbers.
+    """Return whether a class of the user decides the order, and may therefore draw from any random numbers.
 
     Args:
-        source: A batch sampler or sampler, or a stack of BatchSamplerShard and SkipBatchSampler over one.
+        source: A batch sampler or sampler, which may be inside BatchSamplerShard and SkipBatchSampler.
     """
     bottom = innermost(source)
     parts = (bottom, getattr(bottom, "sampler", bottom))
@@ -69,7 +69,8 @@ def draws_order(dataloader: DataLoader[Any]) -> bool:
         dataloader: A loader.
 
     Returns:
-        False for iterable datasets, and for torch's samplers whose order is fixed or determined by a seed and an epoch.
+        False for iterable datasets, and for torch's samplers whose order is fixed or depends only on a seed and an
+        epoch.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return False
@@ -79,7 +80,7 @@ def draws_order(dataloader: DataLoader[Any]) -> bool:
 
 
 def draw_order(dataloader: DataLoader[Any]) -> None:
-    """Draw from the global random numbers what the order of a pass draws from them, without reading the pass.
+    """Draw the global random numbers that the order of a pass would draw, without reading the pass.
 
     Args:
         dataloader: A loader.
@@ -91,7 +92,7 @@ def draw_order(dataloader: DataLoader[Any]) -> None:
         getattr(sampler, "generator", None) is None
     )
     if isinstance(sampler, RandomSampler) and is_drawn and not is_own_order(index_source(dataloader)):
-        torch.empty((), dtype=torch.int64).random_()  # it draws a seed, and the order from that
+        torch.empty((), dtype=torch.int64).random_()  # The sampler draws a seed, and derives the order from the seed.
     elif is_drawn or is_own_order(index_source(dataloader)):
         next(iter(index_source(dataloader)), None)
 
@@ -106,8 +107,8 @@ def read_numbers(source: Any) -> Any:
         source: The source of indices.
 
     Returns:
-        The state of the sampler's generator or of torch's; for an order of the user's class a dict of all that it may
-        draw from.
+        The state of the sampler's generator, or else of torch's. If a class of the user decides the order, a dict of
+        all random states that it may draw from.
     """
     generator = _generator(source)
     if not is_own_order(source):
@@ -118,10 +119,10 @@ def read_numbers(source: Any) -> Any:
 
 @contextmanager
 def drawing_again(source: Any, numbers: Any) -> Iterator[None]:
-    """Draw an order from earlier numbers; the global ones are then what they were.
+    """Draw an order from earlier random numbers inside the block, and restore the global ones afterwards.
 
     Args:
-        source: The source of indices. If its sampler has a generator, it continues with the earlier numbers.
+        source: The source of indices. If its sampler has a generator, the generator continues with the earlier numbers.
         numbers: The result of `read_numbers`.
     """
     generator = _generator(source)
@@ -136,7 +137,7 @@ def drawing_again(source: Any, numbers: Any) -> Iterator[None]:
 
 @contextmanager
 def unchanged_numbers() -> Iterator[None]:
-    """Leave the random numbers of torch, Python and NumPy as they are, whatever is drawn inside the context."""
+    """Restore the random numbers of torch, Python and NumPy after the block."""
     numbers = _global_numbers()
     try:
         yield
@@ -148,7 +149,7 @@ def _global_numbers() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - np.random.shuffle draws from it
+        "numpy": np.random.get_state(),  # noqa: NPY002 - np.random.shuffle draws from this state
     }
 
 
@@ -170,7 +171,10 @@ def _set_global_numbers(numbers: dict[str, Any]) -> None:
 
 
 def _generator(source: Any) -> torch.Generator | None:
-    """Return the generator of the sampler that orders the indices; a seedable sampler seeds its own in each epoch."""
+    """Return the generator of the sampler that orders the indices, or None if there is no such generator.
+
+    The generator of a seedable sampler does not count, because the sampler seeds it in each epoch.
+    """
     bottom = innermost(source)
     sampler = getattr(bottom, "sampler", bottom)
     generator = None if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", None)
@@ -181,11 +185,11 @@ def _generator(source: Any) -> torch.Generator | None:
 
 
 def with_last_read(numbers: Any, last_read: tuple[int, Any] | None) -> Any:
-    """Add a short form of the item that this rank has read last to the random numbers of an order.
+    """Add a checksum of the last item that this rank has read to the random numbers of an order.
 
     Args:
         numbers: The result of `read_numbers`.
-        last_read: The item's number in the pass, and the item.
+        last_read: The number of the item in the pass, and the item.
     """
     if last_read is None or not isinstance(numbers, dict):
         return numbers
@@ -194,9 +198,10 @@ def with_last_read(numbers: Any, last_read: tuple[int, Any] | None) -> Any:
 
 
 def expected_item(numbers: Any) -> int | None:
-    """Return the number of the item that a resumed order is compared by; None if this rank cannot compare.
+    """Return the number of the item to compare a resumed order by, or None if this rank cannot compare.
 
-    One rank saves for all, and each reads other items, which depend on the number of ranks.
+    One rank saves its last item for all ranks, but each rank reads different items, which depend on the number of
+    ranks.
 
     Args:
         numbers: The result of `with_last_read`.
@@ -208,7 +213,7 @@ def expected_item(numbers: Any) -> int | None:
 
 
 def check_order(source: Any, numbers: Any, item: Any) -> None:
-    """Warn once if a resumed pass does not have the order of the interrupted one.
+    """Warn once if a resumed pass does not have the order of the interrupted pass.
 
     Args:
         source: The source of indices.
@@ -220,10 +225,10 @@ def check_order(source: Any, numbers: Any, item: Any) -> None:
     bottom = innermost(source)
     names = " or ".join(dict.fromkeys(type(part).__name__ for part in (bottom, getattr(bottom, "sampler", bottom))))
     warn_once(
-        f"The resumed pass has another order than the interrupted one, so samples are read twice and others never: "
-        f"{names} draws its order from numbers that a checkpoint does not contain, or between batches. Draw the whole "
-        "order at the start of __iter__, from torch's, Python's or NumPy's global random numbers, or from a "
-        "torch.Generator in the sampler's attribute `generator`; or seed it by the epoch: def set_epoch(self, epoch)."
+        f"The resumed pass has another order than the interrupted one, so some samples are read twice and others "
+        f"never: {names} draws its order from numbers that a checkpoint does not contain, or between batches. Draw the "
+        "whole order at the start of __iter__, from torch's, Python's or NumPy's global random numbers, or from a "
+        "torch.Generator in the sampler's attribute `generator`; or seed it with the epoch: def set_epoch(self, epoch)."
     )
 
 
@@ -237,16 +242,16 @@ def _short(item: Any) -> int:
 
 
 class RecordedSource:
-    """A loader's source of indices, which records the random numbers that each order is drawn from.
+    """A loader's source of indices that records the random numbers that each order is drawn from.
 
-    It keeps no reference to the loader: persistent workers end when the last reference to the loader goes.
+    It does not refer to the loader, because persistent workers exit when the last reference to the loader is dropped.
 
     Args:
         source: A batch sampler or sampler.
-        order: The record.
+        order: The object that stores the random numbers.
 
     Attributes:
-        draws_late: Whether an order is drawn with its first item, rather than when torch creates its iterator.
+        draws_late: Whether an order is drawn with its first item, instead of when torch creates the iterator.
     """
 
     def __init__(self, source: Any, order: PassOrder) -> None:
@@ -260,13 +265,15 @@ class RecordedSource:
     def __iter__(self) -> Iterator[Any]:
         if self.draws_late or self.order.resumed is not None:
             return self._recorded()
-        # As without this class: a method __iter__ that is no generator draws when torch creates its iterator.
+        # Draw at the same time as without this class: an __iter__ that is not a generator function may draw when torch
+        # creates the iterator.
         self.order.numbers = read_numbers(self.source)
         items = iter(self.source)
         return self._watched(items, drawn=not _are_equal(self.order.numbers, read_numbers(self.source)))
 
     def _recorded(self) -> Iterator[Any]:
-        # A generator: torch creates this iterator, draws the seed of its workers, and then reads the first item.
+        # This must be a generator: torch creates the iterator, draws the seed of its workers, and only then reads the
+        # first item, which draws the order.
         resumed, self.order.resumed = self.order.resumed, None
         items = self._items(resumed)
         yield from items if self.draws_late else self._watched(items, resumed)
@@ -282,7 +289,7 @@ class RecordedSource:
         return itertools.chain(first, items)
 
     def _watched(self, items: Iterator[Any], resumed: Any = None, drawn: bool = True) -> Iterator[Any]:
-        """Remember the item that was read last, and compare the one that the interrupted pass had read last."""
+        """Remember the last item read, and check the item that the interrupted pass had read last."""
         if not drawn:
             self.order.numbers = read_numbers(self.source)
         expected = expected_item(resumed)

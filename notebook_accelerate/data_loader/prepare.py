@@ -1,4 +1,4 @@
-"""Creates this rank's loader from a torch DataLoader, and copies of loaders that skip their first batches."""
+"""Create this rank's loader from a torch DataLoader, and copies of loaders that skip their first batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from notebook_accelerate.data_loader.stateful_loaders import resumed_batches
 from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.torch_internals import sampler_length
 
-# Arguments that a new loader copies from the given one, in addition to dataset, samplers and batch size.
+# The arguments that a new loader copies from the given loader, in addition to dataset, samplers and batch size.
 COPIED_ARGUMENTS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "snapshot_every_n_steps",
@@ -42,14 +42,14 @@ COPIED_ARGUMENTS = (
 
 
 def loader_arguments(dataloader: DataLoader[Any], stateful: bool) -> dict[str, Any]:
-    """Return the arguments to create a copy of a loader.
+    """Return the arguments for creating a copy of a loader.
 
     Args:
         dataloader: The loader.
-        stateful: Include arguments of torchdata's StatefulDataLoader.
+        stateful: Whether to include arguments of torchdata's StatefulDataLoader.
 
     Returns:
-        Arguments of DataLoader that the installed torch supports.
+        The arguments of DataLoader that the installed torch supports.
     """
     own = {name: getattr(dataloader, name) for name in COPIED_ARGUMENTS if hasattr(dataloader, name)}
     if not stateful:
@@ -74,33 +74,36 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
-    """Create the loader of one rank's share of another loader's batches.
+    """Create a loader that yields one rank's share of another loader's batches.
 
     Args:
         dataloader: The loader to divide.
-        device: Device of the batches with `put_on_device`.
-        num_processes: Number of ranks that share the data; None: that of `PartialState`.
-        process_index: This rank; None: that of `PartialState`.
-        split_batches: Split every batch into equal parts for the ranks; otherwise every rank gets complete batches, and
-            the global batch is `num_processes` times as large.
-        put_on_device: Move batches to `device`.
-        rng_types: Random number generators to synchronise over the ranks at the start of every pass.
-        dispatch_batches: Read only on rank 0, and send every rank its part. None: only for iterable datasets with
-            `put_on_device`.
-        even_batches: Give all ranks the same number of equally large batches, padded from the start of the epoch.
-        slice_fn_for_dispatch: Returns a rank's part of a dispatched batch; called as `slice_tensors`.
-        use_seedable_sampler: Shuffle by seed and epoch (SeedableRandomSampler).
-        data_seed: Its seed; None: torch's initial seed.
-        non_blocking: Copy to the device without waiting.
-        use_stateful_dataloader: Build on torchdata's StatefulDataLoader, whose position can be saved and restored.
-        torch_device_mesh: A device mesh; ranks that differ only in its model-parallel dimensions get the same data.
+        device: The device of the batches if `put_on_device` is True.
+        num_processes: The number of ranks that share the data; None means the number in `PartialState`.
+        process_index: The number of this rank; None means the number in `PartialState`.
+        split_batches: Whether to split each batch into equal parts for the ranks. If False, each rank gets whole
+            batches, so that the global batch is `num_processes` times as large.
+        put_on_device: Whether to move batches to `device`.
+        rng_types: The random number generators to synchronise across ranks at the start of each pass.
+        dispatch_batches: Whether to read only on rank 0, and send each rank its part. None means to do so for iterable
+            datasets with `put_on_device`.
+        even_batches: Whether to give all ranks the same number of equally large batches, by padding with samples from
+            the start of the epoch.
+        slice_fn_for_dispatch: A function that returns a rank's part of a dispatched batch; it is called like
+            `slice_tensors`.
+        use_seedable_sampler: Whether to shuffle by a seed and the epoch (SeedableRandomSampler).
+        data_seed: The seed for `use_seedable_sampler`; None means torch's initial seed.
+        non_blocking: Whether to copy batches to the device asynchronously.
+        use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader, whose position can be saved and
+            restored.
+        torch_device_mesh: A device mesh. Ranks that differ only in model-parallel dimensions get the same data.
 
     Returns:
         A DataLoaderShard or, for dispatched batches, a DataLoaderDispatcher.
 
     Raises:
         ValueError: `dataloader` is not a DataLoader, `dispatch_batches` is used without `put_on_device`, or
-            `split_batches` with a batch size that is not a multiple of the number of ranks.
+            `split_batches` is used with a batch size that is not a multiple of the number of ranks.
     """
     if not isinstance(dataloader, DataLoader):
         raise ValueError(
@@ -162,7 +165,7 @@ def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, spl
     if (shards := _own_shards(dataloader.dataset, dp_size, dp_rank)) is not None:
         part = size // dp_size if size is not None and split_batches else size
         return {"dataset": shards, "batch_size": part, **({} if size is None else {"drop_last": drop_last})}
-    # Without a batch size the dataset yields complete batches, which the ranks get in turn.
+    # Without a batch size the dataset yields whole batches, which are given to the ranks in turn.
     shard = IterableDatasetShard(
         dataloader.dataset,  # type: ignore[arg-type]
         batch_size=size or 1,
@@ -178,8 +181,11 @@ def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, spl
 
 
 def _own_shards(dataset: Any, dp_size: int, dp_rank: int) -> Any:
-    """Return a rank's shards of a datasets.IterableDataset that has at least one for each rank; None for others."""
-    datasets: Any = sys.modules.get("datasets")  # a dataset of this package has imported it
+    """Return a rank's shards of a datasets.IterableDataset, or None if it has fewer shards than ranks.
+
+    For any other dataset, this returns None, too.
+    """
+    datasets: Any = sys.modules.get("datasets")  # If the dataset belongs to this library, it has been imported.
     if datasets is None or not isinstance(dataset, datasets.IterableDataset) or dataset.n_shards < dp_size:
         return None
     return dataset.shard(num_shards=dp_size, index=dp_rank)
@@ -188,7 +194,7 @@ def _own_shards(dataset: Any, dp_size: int, dp_rank: int) -> Any:
 def _indexed_share(
     dataloader: DataLoader[Any], dp_size: int, dp_rank: int, split_batches: bool, even_batches: bool
 ) -> dict[str, Any]:
-    """Return the arguments of DataLoader for a rank's share of the indices of a map-style dataset."""
+    """Return the arguments of DataLoader for a rank's share of a map-style dataset's indices."""
     source = index_source(dataloader)
     if dp_size > 1:
         source = BatchSamplerShard(source, dp_size, dp_rank, split_batches, even_batches)
@@ -196,7 +202,7 @@ def _indexed_share(
 
 
 def _drops_last(dataloader: DataLoader[Any]) -> bool:
-    """Return whether a loader, or its user's batch sampler, drops the last incomplete batch."""
+    """Return whether a loader, or the user's batch sampler in it, drops the last incomplete batch."""
     return bool(dataloader.drop_last or getattr(innermost(index_source(dataloader)), "drop_last", False))
 
 
@@ -212,7 +218,7 @@ def _batching(dataloader: DataLoader[Any], source: Any) -> dict[str, Any]:
 def _shuffled(
     dataloader: DataLoader[Any], seedable: bool, data_seed: int | None, synchronized: bool
 ) -> DataLoader[Any]:
-    """Replace the sampler of a loader that shuffles by one with the same order on all ranks."""
+    """Replace the sampler of a loader that shuffles with a sampler that has the same order on all ranks."""
     sampler = get_sampler(dataloader)
     if isinstance(sampler, SeedableRandomSampler):
         return dataloader
@@ -225,7 +231,7 @@ def _shuffled(
             data_seed=data_seed,
         )
     elif synchronized and not seedable and getattr(sampler, "generator", NOTHING) is None:
-        # Without its own generator a sampler draws from torch's, whose state differs between ranks.
+        # A sampler without its own generator draws from torch's, whose state differs between ranks.
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -235,14 +241,14 @@ def _shuffled(
 
 
 def _permutes(sampler: Any) -> bool:
-    """Return whether a sampler is the one of `shuffle=True`, from torch or torchdata."""
+    """Return whether a sampler is the class that `shuffle=True` creates, from torch or torchdata."""
     return isinstance(sampler, RandomSampler) or (
         type(sampler).__name__ == "RandomSampler" and type(sampler).__module__.startswith("torchdata.")
     )
 
 
 def _with_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Copy a loader with another sampler; a batch sampler of the user's class is changed in place."""
+    """Return a copy of a loader with another sampler. A batch sampler of the user's class is changed in place."""
     copied = copy.copy(dataloader)
     batches = innermost(index_source(dataloader))
     if batches is get_sampler(dataloader):
@@ -261,9 +267,9 @@ def _generator_of(dataloader: DataLoader[Any]) -> torch.Generator | None:
     else:
         sampler = get_sampler(dataloader)
         generator = NOTHING if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", NOTHING)
-        if (
-            generator is None
-        ):  # transformers' group_by_length: seedable sampling was asked for, and it draws from torch's
+        if generator is None:
+            # A sampler that draws from torch's generator although seedable sampling was requested, such as
+            # transformers' group_by_length.
             return torch.default_generator
     return generator if isinstance(generator, torch.Generator) else None
 
@@ -276,12 +282,12 @@ def _without_generator(rng_types: list[str | RNGType] | None) -> list[str | RNGT
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that reads and drops its first batches, for iterable datasets.
+    """A loader for iterable datasets that reads and drops its first batches.
 
     Args:
         dataset: The dataset to load from.
-        skip_batches: Number of batches to skip at the start of every pass.
-        use_stateful_dataloader: Use torchdata's StatefulDataLoader.
+        skip_batches: The number of batches to skip at the start of each pass.
+        use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
         **kwargs: Arguments of torch's DataLoader.
     """
 
@@ -300,20 +306,21 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a copy of a loader that skips the first batches of every pass.
+    """Return a copy of a loader that skips the first batches of each pass.
 
-    Use it for the rest of an interrupted epoch, and the loader itself from the next epoch on: the end of the copy's
-    pass moves both to the next epoch. For map-style datasets the skipped batches are not loaded.
+    Use the copy for the rest of an interrupted epoch, and the loader itself from the next epoch on: the end of the
+    copy's pass moves both to the next epoch. For map-style datasets, the skipped batches are not loaded.
 
-    A stateful loader that has loaded a state skips its batches already; they count as skipped here, and the copy takes
-    over the loaded state.
+    A stateful loader that has loaded a state skips some batches already. These count as skipped here, and the loaded
+    state passes to the copy.
 
     Args:
         dataloader: A prepared loader, or a torch DataLoader.
-        num_batches: Number of this rank's batches to skip.
+        num_batches: The number of this rank's batches to skip.
 
     Returns:
-        A loader of the same class and attributes; a SkipDataLoader for an unprepared loader of an iterable dataset.
+        A loader with the same class and attributes, or a SkipDataLoader for an unprepared loader of an iterable
+        dataset.
 
     Raises:
         ValueError: `dataloader` is not a DataLoader, or `num_batches` is negative.
@@ -346,13 +353,14 @@ def _skipping(dataloader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
 
 
 def _copy_loader(dataloader: DataLoader[Any]) -> Any:
-    """Copy a loader with all its attributes; the copy starts its own workers."""
+    """Return a copy of a loader with all its attributes. The copy starts its own workers."""
     copied = copy.copy(dataloader)
     vars(copied)["_iterator"] = None
     if getattr(dataloader, "next_iter_state", None) is not None:
-        vars(dataloader)["next_iter_state"] = None  # else the original's next pass, the next epoch, skips them again
+        # Otherwise the next pass of the original, which is the next epoch, would skip these batches again.
+        vars(dataloader)["next_iter_state"] = None
     if isinstance(dataloader, PreparedDataLoader):
-        for name in (  # of the pass of the original
+        for name in (  # These belong to the pass of the original.
             "_read_ahead", "_state_before", "_first_numbers", "end_of_dataloader", "remainder",
         ):  # fmt: skip
             vars(copied).pop(name, None)

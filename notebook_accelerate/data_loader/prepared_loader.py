@@ -1,4 +1,4 @@
-"""The base of prepared loaders: torch loaders that track their position in an epoch."""
+"""The base classes of prepared loaders, which are torch loaders that track their position in an epoch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ NOTHING: Any = object()
 
 
 class DataLoaderStateMixin:
-    """Reports to the gradient state which loader is read, and whether it has yielded its last batch.
+    """A mixin that reports to the gradient state which loader is being read, and whether its last batch was yielded.
 
     Attributes:
-        end_of_dataloader: Whether the last batch of this pass was yielded.
-        remainder: Samples of the last round (one batch of every rank) without padding; 0: all of them; -1: unknown, or
-            there is no padding.
+        end_of_dataloader: Whether the last batch of this pass has been yielded.
+        remainder: The number of samples in the last round (one batch of each rank) that are not padding. 0 means all of
+            them. -1 means that the number is unknown, or that there is no padding.
         gradient_state: The gradient state.
     """
 
@@ -49,16 +49,16 @@ class DataLoaderStateMixin:
         self.remainder = -1
 
     def begin(self) -> None:
-        """Start a pass: make this the active loader."""
+        """Start a pass by making this loader the active one."""
         self.reset()
         if not getattr(self, "_drop_last", False):
-            # Datasets and samplers may have no length; a batch sampler may have no batch size.
+            # Datasets and samplers may have no length, and a batch sampler may have no batch size.
             with suppress(TypeError, AttributeError, NotImplementedError):
                 self.remainder = self._samples_per_pass() % self.total_batch_size  # type: ignore[attr-defined]
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """End a pass, finished or not."""
+        """End a pass, whether or not it has read all batches."""
         self.gradient_state._remove_dataloader(self)
 
     def _samples_per_pass(self) -> int:
@@ -71,16 +71,17 @@ class DataLoaderStateMixin:
 
 
 class DataLoaderAdapter(DataLoader[Any]):
-    """A torch DataLoader, or torchdata's StatefulDataLoader, under one class.
+    """One class for torch's DataLoader and for torchdata's StatefulDataLoader.
 
     Args:
         dataset: The dataset to load from.
-        use_stateful_dataloader: Use torchdata's StatefulDataLoader, whose position can be saved and restored.
+        use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader, whose position can be saved and
+            restored.
         batch_sampler: The batch sampler, or None.
         **kwargs: Arguments of torch's DataLoader.
 
     Raises:
-        ImportError: `use_stateful_dataloader` is used without torchdata.
+        ImportError: `use_stateful_dataloader` is True, but torchdata is not installed.
     """
 
     use_stateful_dataloader: bool
@@ -95,20 +96,20 @@ class DataLoaderAdapter(DataLoader[Any]):
             self.__class__ = stateful_class(kind)
         self.use_stateful_dataloader = use_stateful_dataloader
         with warnings.catch_warnings() if use_stateful_dataloader else nullcontext():
-            if use_stateful_dataloader:  # torchdata 0.11 calls what torch 2.13 deprecates
+            if use_stateful_dataloader:  # torchdata 0.11 calls a function that torch 2.13 deprecates.
                 warnings.filterwarnings("ignore", ".*set_vital.*")
             super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
         self._loader_created()
 
     def _loader_created(self) -> None:
-        """Called when torch's part has been created; stateful loaders draw random numbers here."""
+        """Run after torch's constructor. Stateful loaders draw random numbers here."""
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The torch loader, which is this object itself. Once set, this object reads the other loader's data.
+        """The torch loader, which is this object itself. After an assignment, this object reads the new loader's data.
 
         Raises:
-            ValueError: The assigned loader's class is user-defined, and its own way of iterating would be lost.
+            ValueError: The class of the assigned loader is user-defined, and its own way of iterating would be lost.
         """
         return self
 
@@ -123,17 +124,17 @@ class DataLoaderAdapter(DataLoader[Any]):
                 "to Accelerator.prepare"
             )
         taken = {name: vars(value)[name] for name in vars(DataLoader(value.dataset)) if name in vars(value)}
-        vars(self).update(taken, _iterator=None)  # torch refuses to set most of these
+        vars(self).update(taken, _iterator=None)  # torch does not allow assigning to most of these attributes.
 
     def batches(self) -> Iterator[Any]:
-        """Return torch's own iterator, without this package's additions."""
+        """Return torch's own iterator without this package's additions."""
         return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this loader in its epoch.
 
         Returns:
-            The state of torchdata's StatefulDataLoader, after the yielded batches.
+            The state of torchdata's StatefulDataLoader after the batches that have been yielded.
 
         Raises:
             AttributeError: The loader is not based on torchdata's StatefulDataLoader.
@@ -141,7 +142,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         raise AttributeError(_NOT_STATEFUL)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, in the next pass, from a saved state.
+        """Make the next pass continue from a saved state.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -152,7 +153,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         raise AttributeError(_NOT_STATEFUL)
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Do nothing: states are those after the yielded batches, never after batches read ahead."""
+        """Do nothing, because states never include batches that were read ahead but not yielded."""
 
 
 _NOT_STATEFUL = (
@@ -163,14 +164,14 @@ _NOT_STATEFUL = (
 
 
 class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """The common parts of loaders created by `prepare`: epochs, samplers, skipping.
+    """The base class of the loaders that `prepare` creates, which handles epochs, samplers and skipping.
 
     Attributes:
-        iteration: Number of the next pass's epoch; a finished pass adds one.
-        device: Device of the batches; None leaves them where they are.
-        between_batches: Called after each batch on the device was used, if not None.
-        skip_batches: Number of batches to read and drop at the start of every pass. `skip_first_batches` uses it only
-            if the sampler cannot skip.
+        iteration: The epoch of the next pass. A finished pass adds one.
+        device: The device of the batches; None means that batches are not moved.
+        between_batches: A function that is called after each batch on the device has been used, or None.
+        skip_batches: The number of batches to read and drop at the start of each pass. `skip_first_batches` uses it
+            only if the sampler cannot skip.
         is_only_rank: Whether no other rank reads a share of the data.
     """
 
@@ -182,11 +183,11 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     _non_blocking = False
     _order: PassOrder
     _original: PreparedDataLoader | None = None
-    _resumes = False  # whether this copy of `_original` reads the rest of a pass, rather than a pass of its own
-    _is_over = False  # whether `_original` had yielded the last batch of that pass, so that nothing is left
+    _resumes = False  # Whether this copy of `_original` reads the rest of a pass, instead of a separate pass.
+    _is_over = False  # Whether `_original` had yielded the last batch of that pass, so that nothing is left to read.
     _workers_seeded = False
-    _reads_dataset = True  # whether this rank reads the dataset itself
-    _reads_one_ahead = True  # whether exactly one batch is read ahead
+    _reads_dataset = True  # Whether this rank reads the dataset itself.
+    _reads_one_ahead = True  # Whether exactly one batch is read ahead.
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -197,7 +198,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _index_sampler(self) -> Any:
-        """The source of indices; torch reads this property."""
+        """The source of indices. torch reads this property."""
         source = index_source(self)
         return RecordedSource(source, self._order) if draws_order(self) else source
 
@@ -205,14 +206,14 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Return the random numbers behind the order of an unfinished pass, for a checkpoint within an epoch.
 
         Returns:
-            Plain data for `load_order_state`; None between passes, and if the order depends on no random numbers, or
-            only on a seed and an epoch.
+            Plain data for `load_order_state`. None between passes, and if the order does not depend on random numbers,
+            or depends only on a seed and an epoch.
         """
         return self._order.state()
 
     @property
     def exhausted(self) -> bool:
-        """Whether the current pass has yielded its last batch and has not ended."""
+        """Whether the current pass has yielded its last batch, but has not ended yet."""
         return self._order.exhausted
 
     @exhausted.setter
@@ -220,10 +221,10 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._order.exhausted = value
 
     def load_order_state(self, state: Any, exhausted: bool = False) -> None:
-        """Read the next pass of this loader, or of its copy by `skip_first_batches`, in a saved order.
+        """Read the next pass of this loader, or of its copy from `skip_first_batches`, in a saved order.
 
-        After the last batch of a pass there is nothing to resume: the next pass is that of the next epoch, unless a
-        copy skips all batches.
+        If the saved pass had yielded its last batch, there is nothing to resume. The next pass then belongs to the next
+        epoch, unless a copy skips all batches.
 
         Args:
             state: The result of `order_state`.
@@ -242,33 +243,34 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._order.resumed = None
         self._order.completed_epoch = None
         if telemetry.current_sink() is not None and len(self.gradient_state.dataloader_references) == 2:
-            self._report_pass()  # the outermost one: a pass inside it, as of an evaluation, is no epoch
+            # Report only the outermost loader: a pass inside its loop, such as an evaluation, is not an epoch.
+            self._report_pass()
 
     def _report_pass(self) -> None:
-        """Report the epoch, and the optimizer steps that its pass takes."""
+        """Report the epoch, and the number of optimizer steps in its pass."""
         steps = math.ceil(_length(self) / self.gradient_state.num_steps)
         telemetry.emit(EpochEvent(self.iteration, steps or None))
 
     def resume_pass_of(self, original: PreparedDataLoader, skipped: int) -> None:
-        """Make this copy read the rest of the pass that the original was in, if there is one.
+        """Make this copy read the rest of the original's pass, if the original is in a pass.
 
         Args:
-            original: The loader that this is a copy of.
-            skipped: Number of batches that the copy skips.
+            original: The loader that was copied.
+            skipped: The number of batches that the copy skips.
         """
         self._original = original
         completed = self._order.completed_epoch
         if completed is None:
             self._resumes = skipped > 0 or self._order.resumed is not None
-        else:  # that pass is complete: a copy that skips all of it reads nothing
+        else:  # The pass is complete, so a copy that skips all of its batches reads nothing.
             self._resumes = self._is_over = skipped >= max(_length(original), 1)
             self.iteration = completed if self._resumes else original.iteration
 
     @property
     def workers_seeded(self) -> bool:
-        """Whether persistent workers were seeded, here or in the resumed run: no pass draws their seed again.
+        """Whether persistent workers have been seeded, in this run or in the run that it resumes.
 
-        Saved in checkpoints.
+        If so, no pass draws their seed again. Checkpoints contain this value.
         """
         return self.persistent_workers and (self._workers_seeded or self._iterator is not None)
 
@@ -277,10 +279,10 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._workers_seeded = value
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, for the sampler, the dataset and the workers.
+        """Set the epoch of the next pass for the sampler, the dataset and the workers.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: The number of the epoch, counted from 0.
         """
         self.iteration = epoch
         for part in (innermost(index_source(self)), get_sampler(self), self.dataset):
@@ -292,14 +294,14 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Return the sampler that orders the indices.
 
         Returns:
-            The sampler; None for custom batch samplers without one.
+            The sampler, or None for a custom batch sampler that does not have one.
         """
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that orders the indices, for instance by one restored from a checkpoint.
+        """Replace the sampler that orders the indices, for example with a sampler from a checkpoint.
 
-        The next pass reads the epoch that a SeedableRandomSampler is in.
+        If the sampler is a SeedableRandomSampler, the next pass reads the sampler's epoch.
 
         Args:
             sampler: The sampler to use from the next pass on.
@@ -308,13 +310,13 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if hasattr(source, "sampler") or self.batch_sampler is not None:
             source.sampler = sampler
         else:
-            vars(self)["sampler"] = sampler  # torch forbids the assignment, but nothing depends on it here
+            vars(self)["sampler"] = sampler  # torch forbids this assignment, but it is harmless here.
         if isinstance(sampler, SeedableRandomSampler):
             self.iteration = sampler.epoch
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of the complete dataset."""
+        """The number of samples in the complete dataset."""
         dataset: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         return int(dataset.total_length) if hasattr(dataset, "total_length") else len(dataset)
 
@@ -322,20 +324,20 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return max(super().__len__() - self.skip_batches, 0)
 
     def _local_batches(self) -> Iterator[Any]:
-        """Yield the batches that this rank reads, one behind reading, so that the last one is known."""
+        """Yield the batches that this rank reads, reading one batch ahead so that the last one is known."""
         return self._device_batches() if _must_be_moved(self.device) else self._host_batches()
 
     def _host_batches(self) -> Iterator[Any]:
-        """Yield batches one behind reading. Only the loop adds to the cost of a batch: 0.1 microseconds."""
+        """Yield batches without moving them, reading one batch ahead. The loop adds 0.1 microseconds to each batch."""
         try:
             batches = self._start_pass()
             reading = self.gradient_state.dataloader_references
             depth = len(reading)
             current = next(batches, NOTHING)
             for upcoming in batches:
-                # Another loader that is still open, such as one after a single batch, must not stay the active one
-                # (https://github.com/huggingface/accelerate/issues/1050). Comparing lengths takes half the time of
-                # reading[-1].
+                # Another loader that was not read to its end, for example after next(iter(loader)), must not stay the
+                # active one (https://github.com/huggingface/accelerate/issues/1050). Comparing lengths takes half as
+                # long as reading[-1].
                 if len(reading) != depth:
                     self.gradient_state._add_dataloader(self)
                     depth = len(reading)
@@ -349,7 +351,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
 
     def _device_batches(self) -> Iterator[Any]:
-        """Yield batches on the device; each copy starts before the next batch is read."""
+        """Yield batches on the device. Each copy to the device starts before the next batch is read."""
         try:
             batches = self._start_pass()
             reading = self.gradient_state.dataloader_references
@@ -385,9 +387,9 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _read_batches(self) -> Iterator[Any]:
         """Return torch's iterator.
 
-        A pass that skips what an earlier pass has read draws no random numbers at its start: the earlier pass drew
-        them, and training continues with the numbers of an uninterrupted run. The same holds for the start of workers
-        whose seed was drawn before the run was interrupted.
+        A pass that resumes an earlier pass draws no random numbers at its start, because the earlier pass has drawn
+        them. Training therefore continues with the same numbers as an uninterrupted run. The same applies to starting
+        workers whose seed was drawn before the run was interrupted.
         """
         if self._is_over:
             return iter(())
@@ -398,26 +400,26 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return self.batches()
 
     def _track_position(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Return the rounds; stateful loaders track their position here."""
+        """Return the rounds. Stateful loaders track their position here."""
         return rounds
 
     def _loaded_position(self) -> bool:
-        """Return whether the pass that begins is the rest of one, because a state was loaded."""
+        """Return whether the pass that starts is the rest of an earlier pass, because a state was loaded."""
         return False
 
     def _has_drawn_seed(self) -> bool:
-        """Return whether the numbers of the pass that begins were drawn when the loader was created."""
+        """Return whether the random numbers of the pass that starts were drawn when the loader was created."""
         return False
 
     def _extra_state(self) -> dict[str, Any]:
-        """Return the state that resuming needs in addition to the position."""
+        """Return the state that is needed for resuming in addition to the position."""
         return {}
 
     def _load_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `_extra_state`."""
 
     def _finish_pass(self) -> None:
-        """Move to the next epoch, together with the loader whose first batches this one skips."""
+        """Move this loader, and the loader that it was copied from, to the next epoch."""
         self._order.numbers, self._order.last_read, self.exhausted = None, None, False
         loader: PreparedDataLoader | None = self
         epoch = self.iteration + 1
@@ -427,21 +429,21 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def _length(loader: DataLoader[Any]) -> int:
-    """Return the number of batches of a pass; 0 if it is unknown."""
+    """Return the number of batches in a pass, or 0 if it is unknown."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # of an iterable dataset, or of a sampler
+    except (TypeError, NotImplementedError):  # An iterable dataset or a sampler has no length.
         return 0
 
 
 def _must_be_moved(device: torch.device | None) -> bool:
-    """Return whether batches may have to be moved; in a process without an accelerator they are on the CPU already."""
+    """Return whether batches may have to be moved. Without an accelerator, they are on the CPU already."""
     if device is None:
         return False
     return torch.device(device).type != "cpu" or device_table.accelerator_in_use()
 
 
-# ---- persistent workers follow the loader's epoch, and restart after a resume without drawing random numbers
+# ---- persistent workers, which follow the loader's epoch, and are started again without drawing random numbers
 
 _READING = ("__iter__", "__getitem__", "__getitems__")
 
@@ -449,11 +451,11 @@ _READING = ("__iter__", "__getitem__", "__getitems__")
 class EpochFollower:
     """A `worker_init_fn` that keeps a worker's copy of the dataset in the loader's epoch.
 
-    A persistent worker copies the dataset once, so a later `set_epoch` in the loader's process does not change the
-    copy. The epoch is in shared memory, and the worker reads it before it reads samples.
+    A persistent worker copies the dataset only once, so a later `set_epoch` in the loader's process does not reach the
+    copy. The epoch is therefore stored in shared memory, and the worker reads it before it reads samples.
 
     Args:
-        function: The user's `worker_init_fn`, called first.
+        function: The user's `worker_init_fn`, which is called first.
 
     Attributes:
         epoch: The epoch, in shared memory.
@@ -469,7 +471,7 @@ class EpochFollower:
         """Make the worker's dataset follow the epoch.
 
         Args:
-            worker: Number of the worker.
+            worker: The number of the worker.
         """
         if self.function is not None:
             self.function(worker)
@@ -480,14 +482,14 @@ class EpochFollower:
             dataset.__class__ = _following(type(dataset), self.epoch)
         except TypeError as error:
             warnings.warn(
-                f"A {type(dataset).__name__} in persistent workers stays in the epoch in which they started: {error}. "
+                f"A {type(dataset).__name__} in persistent workers stays in the epoch that they started in: {error}. "
                 "Pass DataLoader(..., persistent_workers=False).",
                 stacklevel=1,
             )
 
 
 def _following(cls: type, epoch: torch.Tensor) -> type:
-    """Return a subclass whose objects set the shared epoch before they are read."""
+    """Return a subclass whose objects switch to the shared epoch before they are read."""
 
     def reading(name: str) -> Any:
         read = getattr(cls, name)
@@ -504,21 +506,21 @@ def _following(cls: type, epoch: torch.Tensor) -> type:
 
 
 def follow_epochs(dataloader: DataLoader[Any]) -> None:
-    """Let a loader's persistent workers follow its epoch, if its dataset has `set_epoch`.
+    """Make a loader's persistent workers follow its epoch, if its dataset has `set_epoch`.
 
     Args:
-        dataloader: A loader whose workers have not been started.
+        dataloader: A loader that has not started its workers yet.
     """
     if dataloader.persistent_workers and hasattr(dataloader.dataset, "set_epoch"):
         vars(dataloader)["worker_init_fn"] = EpochFollower(dataloader.worker_init_fn)
 
 
 def send_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
-    """Send the epoch of the next pass to a loader's workers; no worker reads between two passes.
+    """Send the epoch of the next pass to a loader's workers, which do not read between two passes.
 
     Args:
         dataloader: The loader.
-        epoch: Number of the epoch.
+        epoch: The number of the epoch.
     """
     if isinstance(dataloader.worker_init_fn, EpochFollower):
         dataloader.worker_init_fn.epoch.fill_(epoch)
@@ -528,12 +530,12 @@ def send_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
 def separate_worker_seed(dataloader: DataLoader[Any], numbers: torch.Tensor | None = None) -> Iterator[None]:
     """Draw the seed of the workers from a separate generator.
 
-    torch draws it from the loader's generator, or from the global one, which would change the random numbers of
-    training and samplers.
+    torch would draw it from the loader's generator or from the global one, and change the random numbers of training
+    and samplers.
 
     Args:
         dataloader: The loader that starts its workers inside the context.
-        numbers: State of the separate generator; None: the generator that torch would use has it.
+        numbers: The state of the separate generator; None means the state of the generator that torch would use.
     """
     own = dataloader.generator
     separate = torch.Generator()

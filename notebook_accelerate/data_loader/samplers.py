@@ -1,4 +1,4 @@
-"""Which rank reads which samples: samplers and streams that shuffle, divide and skip."""
+"""Samplers and streams that shuffle, divide and skip, and so decide which rank reads which samples."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         *args: Arguments of torch's RandomSampler.
-        **kwargs: Arguments of torch's RandomSampler, and `data_seed` (int or None): the seed of epoch 0; torch's
-            initial seed by default.
+        **kwargs: Arguments of torch's RandomSampler, and `data_seed` (int or None): the seed of epoch 0, which is
+            torch's initial seed by default.
 
     Attributes:
         initial_seed: The seed of epoch 0.
-        is_seed_shared: Whether `initial_seed` is known to be the same on all ranks. Without `data_seed` it may differ,
-            after ``set_seed(seed, device_specific=True)``: the first pass of a prepared loader takes rank 0's seed.
+        is_seed_shared: Whether `initial_seed` is known to be the same on all ranks. Without `data_seed` it may differ
+            after ``set_seed(seed, device_specific=True)``. The first pass of a prepared loader then uses rank 0's seed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def share_seed(self) -> None:
-        """Use rank 0's seed, unless `data_seed` was given. Every rank must call this; later calls do nothing."""
+        """Use rank 0's seed unless `data_seed` was given; every rank must call this. Later calls do nothing."""
         if not self.is_seed_shared:
             (self.initial_seed,) = broadcast_object_list([self.initial_seed])
             self.is_seed_shared = True
@@ -55,7 +55,7 @@ class SeedableRandomSampler(RandomSampler):
         """Set the epoch of the next iteration.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: The number of the epoch, counted from 0.
         """
         self.epoch = epoch
 
@@ -63,22 +63,22 @@ class SeedableRandomSampler(RandomSampler):
 class BatchSamplerShard(BatchSampler):
     """One rank's share of the batches of a batch sampler.
 
-    Without `split_batches` rank `r` gets the batches `r`, `r + num_processes`, …; with it every batch is cut into
-    `num_processes` equal parts. Batches are never changed in place.
+    Without `split_batches`, rank `r` gets the batches `r`, `r + num_processes`, and so on. With `split_batches`, each
+    batch is cut into `num_processes` equal parts. Batches are never changed in place.
 
     Args:
         batch_sampler: The batch sampler to divide. Its `batch_size` (default: None) and `drop_last` (default: False)
             decide how the last batches are divided.
-        num_processes: Number of ranks that share the batches.
-        process_index: This rank.
-        split_batches: Split every batch, instead of giving each rank complete batches.
-        even_batches: If the last batches do not suffice for all ranks, pad them with indices from the start of the
-            epoch, so that all ranks get the same number of equally large batches. Otherwise some ranks get a smaller
-            batch, or one batch less.
+        num_processes: The number of ranks that share the batches.
+        process_index: The number of this rank.
+        split_batches: Whether to split each batch, instead of giving each rank whole batches.
+        even_batches: Whether to pad the last batches with indices from the start of the epoch if they are not enough
+            for all ranks, so that all ranks get the same number of equally large batches. If False, some ranks get a
+            smaller batch, or one batch less.
 
     Attributes:
-        last_round: After an iteration, the indices of its last round (one batch of every rank) without padding; 0 if
-            nothing was padded. None before, and if items are not lists of indices.
+        last_round: After an iteration, the number of indices in its last round (one batch of each rank) that are not
+            padding, or 0 if nothing was padded. None before, and if items are not lists of indices.
 
     Raises:
         ValueError: With `split_batches`, the batch size is not a multiple of the number of processes.
@@ -100,13 +100,13 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size: Any = batch_size  # None: batches of any size
+        self.batch_size: Any = batch_size  # None means that batches can have any size.
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.last_round: int | None = None
 
     @property
     def total_length(self) -> int:
-        """Number of batches of the divided batch sampler, for all ranks together."""
+        """The number of batches of the divided batch sampler, for all ranks together."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class BatchSamplerShard(BatchSampler):
         return rounds + int(self.even_batches or self.process_index < left)
 
     def _gets_nothing_of_last_batch(self) -> bool:
-        """Return whether a short last batch is used up by lower ranks; False if samplers do not show its size."""
+        """Return whether lower ranks use up a short last batch, or False if its size is not known."""
         source: Any = innermost(self.batch_sampler)
         if self._pads or self.drop_last or not isinstance(source, BatchSampler) or not self.total_length:
             return False
@@ -132,22 +132,22 @@ class BatchSamplerShard(BatchSampler):
         """Iterate over this rank's share without its first batches.
 
         Args:
-            skipped: Number of this rank's batches to skip.
+            skipped: The number of this rank's batches to skip.
 
         Returns:
-            An iterator over the rest; its padding is the same as without skipping.
+            An iterator over the rest, with the same padding as without skipping.
         """
         return self._split_batches(skipped) if self.split_batches else self._whole_batches(skipped)
 
     def _whole_batches(self, skipped: int) -> Iterator[list[int]]:
-        """Yield this rank's batch of every round."""
+        """Yield this rank's batch of each round."""
         self.last_round = None
         count, rank = self.num_processes, self.process_index
         opening, batches = open_from(self.batch_sampler, skipped * count, count if self._pads else 0)
         current = list(itertools.islice(batches, count))
         while current:
             full = len(current) == count and (self.batch_size is None or len(current[-1]) >= self.batch_size)
-            # A sampler draws random numbers at its end: a pass that is left early must not have read to there.
+            # Some samplers draw random numbers at their end, so a pass that is left early must not have read that far.
             following = [] if full else list(itertools.islice(batches, count))
             if following or full:
                 self.last_round = 0
@@ -158,7 +158,7 @@ class BatchSamplerShard(BatchSampler):
             current = list(itertools.islice(batches, count)) if full else following
 
     def _last_round(self, batches: list[list[int]], opening: list[list[int]]) -> Iterator[list[int]]:
-        """Yield this rank's part of the last batches, which do not suffice for every rank."""
+        """Yield this rank's part of the last batches, which are not enough for all ranks."""
         rank = self.process_index
         if not self._pads:
             yield from batches[rank : rank + 1]
@@ -170,7 +170,7 @@ class BatchSamplerShard(BatchSampler):
             yield [*every[rank], *_cycle(opening, sum(missing[:rank]), missing[rank])]
 
     def _split_batches(self, skipped: int) -> Iterator[list[int]]:
-        """Yield this rank's part of every batch."""
+        """Yield this rank's part of each batch."""
         self.last_round = None
         opening, batches = open_from(self.batch_sampler, skipped, 1 if self._pads else 0)
         for batch in batches:
@@ -191,17 +191,17 @@ class BatchSamplerShard(BatchSampler):
 
 
 def _cycle(batches: list[list[int]], start: int, count: int) -> list[int]:
-    """Return `count` indices of endlessly repeated batches, from position `start` on."""
+    """Return `count` indices of endlessly repeated batches, starting at position `start`."""
     indices = list(itertools.chain.from_iterable(batches))
     return [indices[position % len(indices)] for position in range(start, start + count)]
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches; other attributes are those of the inner batch sampler.
+    """A batch sampler without its first batches. It has the other attributes of the inner batch sampler.
 
     Args:
         batch_sampler: The inner batch sampler.
-        skip_batches: Number of batches to skip.
+        skip_batches: The number of batches to skip.
     """
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
@@ -209,13 +209,13 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not set yet, while unpickling
+        if name == "batch_sampler":  # It is not set yet while the object is unpickled.
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
     @property
     def total_length(self) -> int:
-        """Number of batches, the skipped ones included."""
+        """The number of batches, including skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -228,7 +228,7 @@ class SkipBatchSampler(BatchSampler):
         """Iterate over the batches without the skipped ones.
 
         Args:
-            skipped: Number of batches to skip in addition to `skip_batches`.
+            skipped: The number of batches to skip in addition to `skip_batches`.
 
         Returns:
             An iterator over the rest.
@@ -237,10 +237,10 @@ class SkipBatchSampler(BatchSampler):
 
 
 def innermost(batch_sampler: Any) -> Any:
-    """Return the batch sampler below those that divide and skip.
+    """Return the batch sampler inside the batch samplers that divide and skip.
 
     Args:
-        batch_sampler: A batch sampler, or a stack of BatchSamplerShard and SkipBatchSampler over one.
+        batch_sampler: A batch sampler, which may be inside BatchSamplerShard and SkipBatchSampler.
 
     Returns:
         The batch sampler that reads a sampler.
@@ -257,7 +257,7 @@ def index_source(dataloader: DataLoader[Any]) -> Any:
         dataloader: A loader, prepared or not.
 
     Returns:
-        Its batch sampler, or its sampler with `batch_size=None`.
+        The loader's batch sampler, or its sampler if `batch_size` is None.
     """
     return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
 
@@ -269,7 +269,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
         dataloader: A loader, prepared or not.
 
     Returns:
-        The sampler; None for custom batch samplers without one.
+        The sampler, or None for a custom batch sampler that does not have one.
     """
     source = innermost(index_source(dataloader))
     return getattr(source, "sampler", source if dataloader.batch_sampler is None else None)
@@ -281,20 +281,21 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
 class IterableDatasetShard(IterableDataset[Any]):
     """One rank's share of an iterable dataset.
 
-    All ranks iterate over the complete dataset, in windows of one global batch; each yields its own part of a window.
-    The last window is padded from the first one, so that all ranks yield the same number of samples.
+    All ranks iterate over the complete dataset in windows of one global batch, and each rank yields its own part of a
+    window. The last window is padded from the first one, so that all ranks yield the same number of samples.
 
     Args:
         dataset: The dataset to divide. It must yield the same samples in the same order on every rank.
-        batch_size: Samples per batch of one rank, or of all ranks with `split_batches`.
-        drop_last: Drop a last window that is not full.
-        num_processes: Number of ranks that share the dataset.
-        process_index: This rank.
-        split_batches: `batch_size` counts the samples of all ranks together.
+        batch_size: The number of samples per batch of one rank or, with `split_batches`, of all ranks together.
+        drop_last: Whether to drop a last window that is not full.
+        num_processes: The number of ranks that share the dataset.
+        process_index: The number of this rank.
+        split_batches: Whether `batch_size` counts the samples of all ranks together.
 
     Attributes:
-        last_round: After an iteration, the samples of its last window without padding; 0 if it was full. None before,
-            and in a process that has started workers, unless `share_last_round` was called.
+        last_round: After an iteration, the number of samples in its last window that are not padding, or 0 if the
+            window was full. None before, and in a process that has started workers, unless `share_last_round` was
+            called.
 
     Raises:
         ValueError: With `split_batches`, the batch size is not a multiple of the number of processes.
@@ -321,24 +322,24 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def last_round(self) -> int | None:
-        """Samples of the last window; see the class."""
+        """The number of samples in the last window (see the class)."""
         samples = int(self._last_round)
         return None if samples < 0 else samples
 
     def share_last_round(self) -> None:
-        """Share `last_round` between the worker and its parent process. Supports one worker only."""
+        """Share `last_round` between the worker and its parent process. Only one worker is supported."""
         self._last_round.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def window(self) -> int:
-        """Number of samples in a window, of all ranks together."""
+        """The number of samples in a window, for all ranks together."""
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the dataset, if it has `set_epoch`.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: The number of the epoch, counted from 0.
         """
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -367,8 +368,8 @@ def check_divisible(batch_size: int | None, num_processes: int) -> None:
     """Check that `split_batches` can split batches into equal parts.
 
     Args:
-        batch_size: Samples per batch; None: unknown.
-        num_processes: Number of ranks that share a batch.
+        batch_size: The number of samples per batch, or None if it is unknown.
+        num_processes: The number of ranks that share a batch.
 
     Raises:
         ValueError: The batch size is unknown, or not a multiple of the number of ranks.
@@ -380,7 +381,7 @@ def check_divisible(batch_size: int | None, num_processes: int) -> None:
         )
 
 
-# ---- skipping the first items of an index stream, at a cost that does not grow with their number
+# ---- skipping the first items of an index stream in constant time
 
 
 Item = TypeVar("Item")
@@ -392,12 +393,12 @@ _JUMPING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0)
 def iterate_from(batches: Any, skipped: int) -> Iterator[Any]:
     """Iterate over a batch sampler, or any iterable, without its first batches.
 
-    A batch sampler with a method `iterate_from` skips by itself. For torch's own BatchSampler, the sampler's indices
-    are skipped instead of the batches.
+    A batch sampler that has a method `iterate_from` skips batches itself. For torch's own BatchSampler, the indices of
+    the sampler are skipped instead of batches.
 
     Args:
         batches: A batch sampler, a sampler, or any other iterable.
-        skipped: Number of batches to skip, 0 or more.
+        skipped: The number of batches to skip, 0 or more.
 
     Returns:
         An iterator over the remaining batches.
@@ -414,12 +415,12 @@ def iterate_from(batches: Any, skipped: int) -> Iterator[Any]:
 def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any], Iterator[Any]]:
     """Read the first batches of an epoch, then iterate from a later batch of the same epoch.
 
-    The sampler is iterated only once: a second iteration would draw another permutation.
+    The sampler is iterated only once, because a second iteration would draw another permutation.
 
     Args:
         batches: A batch sampler, or any iterable of batches.
-        skipped: Number of batches to skip in the iterator, 0 or more.
-        kept: Number of the epoch's first batches to return in the list, if there are as many.
+        skipped: The number of batches that the iterator skips, 0 or more.
+        kept: How many of the epoch's first batches to return in the list, if the epoch has that many.
 
     Returns:
         The epoch's first `kept` batches, and an iterator over the batches after the first `skipped`.
@@ -441,12 +442,13 @@ def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any
 def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
     """Move an iterator forward by a number of items.
 
-    Iterators over lists, tuples and ranges jump. A generator that delegates to such an iterator (``yield from
-    torch.randperm(n).tolist()``, as torch's RandomSampler does) jumps inside it. All other iterators are read.
+    An iterator over a list, tuple or range jumps to the new position. A generator that delegates to one of these
+    iterators, as torch's RandomSampler does with ``yield from torch.randperm(n).tolist()``, jumps inside it. All other
+    iterators are read item by item.
 
     Args:
-        iterator: The iterator; it may have been started.
-        count: Number of items to skip, 0 or more.
+        iterator: The iterator, which may have been started.
+        count: The number of items to skip, 0 or more.
 
     Returns:
         The same iterator, moved by `count` items or to its end.
@@ -462,12 +464,13 @@ def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
 
 
 def _jump(iterator: Any, count: int) -> int:
-    """Move an iterator over a stored sequence by up to `count` items; return by how many."""
+    """Move an iterator over a stored sequence forward by up to `count` items, and return the number of items."""
     if type(iterator) not in _JUMPING:
         return 0
     stride: int = min(count, iterator.__length_hint__())
     if stride > 0:
-        # Before Python 3.12 a position is counted from the start of the sequence, and for ranges since then from here.
+        # __setstate__ counts from the start of the sequence. Since Python 3.12, it counts from the current position for
+        # ranges.
         _, _, *position = iterator.__reduce__()
         iterator.__setstate__((position[0] if position and position[0] is not None else 0) + stride)
     return stride

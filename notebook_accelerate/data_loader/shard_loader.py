@@ -1,4 +1,4 @@
-"""Loaders of ranks that read their own share of the data, and the choice of that share."""
+"""Loaders for ranks that read their own share of the data, and the choice of that share."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from notebook_accelerate.telemetry import step_time
 
 
 class DataLoaderShard(PreparedDataLoader):
-    """A loader that moves batches to a device and knows its last batch, because it reads one batch ahead.
+    """A loader that moves batches to a device, and reads one batch ahead to know which batch is the last one.
 
     Args:
         dataset: The dataset to load from.
-        device: Device of the batches; None leaves them where they are.
-        rng_types: Random number generators to synchronise over the ranks at the start of every pass.
-        synchronized_generator: The generator for ``"generator"`` in `rng_types`.
-        skip_batches: Batches to skip at the start of every pass.
-        use_stateful_dataloader: Use torchdata's StatefulDataLoader.
-        _drop_last: The last incomplete round is dropped, so there is no padding.
-        _non_blocking: Copy to the device without waiting.
+        device: The device of the batches; None means that batches are not moved.
+        rng_types: The random number generators to synchronise across ranks at the start of each pass.
+        synchronized_generator: The generator to use for ``"generator"`` in `rng_types`.
+        skip_batches: The number of batches to skip at the start of each pass.
+        use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
+        _drop_last: Whether the last incomplete round is dropped, so that there is no padding.
+        _non_blocking: Whether to copy batches to the device asynchronously.
         torch_device_mesh: Accepted for compatibility; `prepare_data_loader` decides the share.
-        iteration: Epoch of the first pass.
+        iteration: The epoch of the first pass.
         **kwargs: Arguments of torch's DataLoader.
     """
 
@@ -84,7 +84,8 @@ class DataLoaderShard(PreparedDataLoader):
         """Record that the next batch is the last one, and how many samples of its round are not padding."""
         super()._mark_last_batch(batch)
         shard = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batch_shard()
-        # A shard in this process, or in the only worker, has reached its end; those of several workers are not seen.
+        # A shard in this process or in a single worker has reached its end here. Shards in several workers do not share
+        # their last round with this process.
         if isinstance(shard, IterableDatasetShard | BatchSamplerShard):
             if shard.last_round is not None:
                 self.remainder = -1 if self._drop_last else shard.last_round
@@ -95,10 +96,10 @@ class DataLoaderShard(PreparedDataLoader):
 
     @property
     def _length_is_exact(self) -> bool:
-        """Whether the length of the sampler decides how many samples a pass has.
+        """Whether the length of the sampler is the number of samples in a pass.
 
-        Streams may have no length, or a wrong one, and a batch sampler of the user's class may make batches of any
-        size: the last batch itself shows how many samples it has.
+        A stream may have no length or a wrong one, and a batch sampler of the user's class may create batches of any
+        size. In these cases, the samples are counted in the last batch itself.
         """
         batches = innermost(index_source(self))
         return (
@@ -108,7 +109,7 @@ class DataLoaderShard(PreparedDataLoader):
         )
 
     def _batch_shard(self) -> Any:
-        """Return the batch sampler that divides the data, below those that skip."""
+        """Return the batch sampler that divides the data, inside the batch samplers that skip."""
         batch_sampler: Any = index_source(self)
         while isinstance(batch_sampler, SkipBatchSampler):
             batch_sampler = batch_sampler.batch_sampler
@@ -116,7 +117,7 @@ class DataLoaderShard(PreparedDataLoader):
 
     @property
     def total_batch_size(self) -> int:
-        """Number of samples per round, of all ranks together."""
+        """The number of samples per round, for all ranks together."""
         if isinstance(self.dataset, IterableDatasetShard):
             return self.dataset.window
         shard = self._batch_shard()
@@ -132,19 +133,19 @@ Splitter = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class SequenceLoader(DataLoader[Any]):
-    """Yields this rank's piece of every sequence that the sequence parallel ranks read.
+    """A loader that yields this rank's piece of each sequence that the sequence-parallel ranks read.
 
-    Each rank reads its own batches. When all have one, this rank gets its piece of the first rank's batch, then of the
-    second rank's, and so on. A pass therefore has `ranks` times as many batches. All other attributes come from
-    the inner loader.
+    Each rank reads its own batches. When all ranks have read a batch, this rank gets its piece of the first rank's
+    batch, then of the second rank's, and so on. A pass therefore has `ranks` times as many batches. All other
+    attributes come from the inner loader.
 
     Args:
         loader: The prepared loader of this rank's batches.
-        split: Called with an iterable of this rank's batches; returns an iterable of pieces.
-        ranks: Number of ranks that share sequences.
-        rows: Number of sequences in each batch; None: any.
-        device: Device of the pieces; None does not move them.
-        skipped: Number of pieces to skip at the start of a pass.
+        split: A function that takes an iterable of this rank's batches, and returns an iterable of pieces.
+        ranks: The number of ranks that share sequences.
+        rows: The number of sequences in each batch; None allows any number.
+        device: The device of the pieces; None does not move them.
+        skipped: The number of pieces to skip at the start of each pass.
 
     Attributes:
         loader: The inner loader.
@@ -159,13 +160,13 @@ class SequenceLoader(DataLoader[Any]):
         device: torch.device | None = None,
         skipped: int = 0,
     ) -> None:
-        # Without DataLoader.__init__: this is a view of another loader, and has no dataset and no workers.
+        # Don't call DataLoader.__init__: this is a view of another loader, and has no dataset and no workers.
         self.loader, self.ranks, self.rows, self.device = loader, ranks, rows, device
         self._split, self._skipped = split, skipped
         loader.hands_out_pieces = True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet, while a copy is made
+        if name == "loader":  # It is not set yet while the object is copied.
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -176,7 +177,7 @@ class SequenceLoader(DataLoader[Any]):
         ended = False
         for number, piece in enumerate(self._split(self._checked())):
             ended = ended or self.loader.end_of_dataloader
-            # The pass ends with the last rank's batch; a piece does not show which of its samples are padding.
+            # The pass ends with the last rank's batch. Nothing in a piece says which of its samples are padding.
             self.loader.end_of_dataloader = self.loader.exhausted = ended and number % self.ranks == self.ranks - 1
             self.loader.remainder = -1
             if number >= self._skipped:
@@ -191,8 +192,8 @@ class SequenceLoader(DataLoader[Any]):
         """Return a copy of this loader that skips more pieces at the start of every pass.
 
         Args:
-            skip: Returns a copy of the inner loader that skips batches.
-            count: Number of pieces to skip.
+            skip: A function that returns a copy of the inner loader that skips batches.
+            count: The number of pieces to skip.
         """
         batches, pieces = divmod(self._skipped + count, self.ranks)
         return SequenceLoader(skip(self.loader, batches), self._split, self.ranks, self.rows, self.device, pieces)
@@ -203,33 +204,36 @@ def _check(batch: Any, rows: int | None) -> None:
     if missing:
         had = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
-            f"a batch has {had}, and no {', '.join(missing)}; sequences are split by input_ids, position_ids and "
-            "labels of shape [batch, sequence]. Add the missing ones in collate_fn, for instance "
+            f"a batch has {had}, but no {', '.join(missing)}; splitting sequences needs input_ids, position_ids and "
+            "labels of shape [batch, sequence]. Add the missing ones in collate_fn, for example "
             "batch['position_ids'] = torch.arange(length).expand(rows, -1)"
         )
     count = len(batch["input_ids"])
     if rows is not None and count != rows:
         raise ValueError(
-            f"a batch has {count} sequences, and DeepSpeed's attention was created for {rows} in every batch; pass "
+            f"a batch has {count} sequences, but DeepSpeed's attention was created for {rows} in each batch; pass "
             "DataLoader(..., drop_last=True), or keep even_batches=True"
         )
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
         warn_once(
-            "attention_mask masks the beginning of sequences, and attention that is split over ranks ignores masks: "
+            "attention_mask masks the beginning of sequences, but attention that is split over ranks ignores masks: "
             "pad sequences at their end, with labels of -100"
         )
 
 
 def _contiguous(piece: Any) -> Any:
-    """Return a piece with contiguous tensors: models reshape them, and a view would keep the full sequence alive."""
+    """Return a piece with contiguous tensors.
+
+    Models reshape the tensors, and a view would keep the full sequence in memory.
+    """
     return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in piece.items()}
 
 
 # ---- which ranks read different data
 
-# Ranks that differ only in these dimensions use the same samples: they share a model, a sequence or a pipeline.
-# Ranks of "sp" share sequences too, but each reads some of them, and `SequenceLoader` combines them.
+# Ranks that differ only in these dimensions use the same samples, because they share a model, a sequence or a pipeline.
+# Ranks along "sp" share sequences, too, but each of them reads different ones, which `SequenceLoader` combines.
 MODEL_DIMENSIONS = frozenset({"tp", "cp", "pp", "ep"})
 
 
@@ -237,9 +241,9 @@ def data_parallel_rank(mesh: Any, num_processes: int, process_index: int) -> tup
     """Return this rank's index among the ranks that read different data.
 
     Args:
-        mesh: A torch DeviceMesh with named dimensions; None: all ranks are data parallel.
-        num_processes: Number of all ranks.
-        process_index: This rank.
+        mesh: A torch DeviceMesh with named dimensions, or None if all ranks are data parallel.
+        num_processes: The number of all ranks.
+        process_index: The number of this rank.
 
     Returns:
         The number of ranks that read different data, and this rank's index among them.
@@ -259,16 +263,16 @@ def data_parallel_rank(mesh: Any, num_processes: int, process_index: int) -> tup
 def synchronize_rng_state(
     rng_type: RNGType | str | None = None, generator: torch.Generator | None = None, num_processes: int | None = None
 ) -> None:
-    """Copy the state of one random number generator from rank 0 to every rank. Every rank must call this.
+    """Copy the state of one random number generator from rank 0 to all ranks; every rank must call this.
 
     Args:
         rng_type: A member of RNGType or its value: ``"torch"`` for the CPU's generator, ``"generator"`` for
-            `generator`, the name of a device type for the device's.
-        generator: The generator for ``"generator"``.
-        num_processes: Number of ranks; with 1 nothing is done. None: that of `PartialState`.
+            `generator`, or the name of a device type for the device's generator.
+        generator: The generator to use for ``"generator"``.
+        num_processes: The number of ranks; None means the number in `PartialState`. With 1, nothing is done.
 
     Raises:
-        ValueError: An unknown `rng_type`, or ``"generator"`` without one.
+        ValueError: `rng_type` is unknown, or is ``"generator"`` without a `generator`.
     """
     if rng_type not in list(RNGType) and rng_type not in RNGType.list():
         raise ValueError(f"rng_type={rng_type!r} is not allowed; pass one of {', '.join(RNGType.list())}")
@@ -292,20 +296,20 @@ def synchronize_rng_state(
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
-    """Copy the states of random number generators from rank 0 to every rank. Every rank must call this.
+    """Copy the states of random number generators from rank 0 to all ranks; every rank must call this.
 
     Args:
         rng_types: Members of RNGType or their values.
-        generator: The generator for ``"generator"``.
+        generator: The generator to use for ``"generator"``.
 
     Raises:
-        ValueError: An unknown type, or ``"generator"`` without one.
+        ValueError: A type is unknown, or is ``"generator"`` without a `generator`.
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
 
 
 def _from_rank_0(state: torch.Tensor) -> torch.Tensor:
-    """Receive rank 0's copy of a small CPU tensor."""
+    """Return rank 0's value of a small CPU tensor."""
     received: torch.Tensor = broadcast(state.to(PartialState().device))
     return received.cpu()

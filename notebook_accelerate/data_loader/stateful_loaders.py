@@ -1,4 +1,4 @@
-"""Prepared loaders on torchdata's StatefulDataLoader, whose position within an epoch can be saved."""
+"""Prepared loaders that use torchdata's StatefulDataLoader, whose position within an epoch can be saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from notebook_accelerate.data_loader.prepared_loader import (
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, iterate_from
 
 _OWN = "_notebook_accelerate"
-"""Key of the additional state in pickles, and in checkpoints of earlier versions."""
+"""The key of the additional state in pickles and in the checkpoints of earlier versions."""
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def stateful_class(cls: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
         cls: A class of this package that is based on torch's DataLoader.
 
     Returns:
-        A subclass of it and of StatefulDataLoader, with the same name.
+        A subclass of `cls` and of StatefulDataLoader that has the same name.
 
     Raises:
         ImportError: torchdata is not installed.
@@ -55,35 +55,39 @@ def stateful_class(cls: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
 
 
 class _Stateful(PreparedDataLoader):
-    """The changes for a loader based on StatefulDataLoader.
+    """The parts of a prepared loader that differ if it is based on StatefulDataLoader.
 
-    torchdata counts the batches that were read; the loader reads one batch ahead of those it yields. If a state
-    consists only of a position, one batch is subtracted; otherwise the state is saved before reading ahead. A state
-    saved with the last batch of a pass is the state between two passes: the next pass is complete.
+    torchdata counts the batches that were read, but the loader reads one batch ahead of the batches that it yields. One
+    batch is subtracted from a state that consists only of a position. Otherwise the state is saved before reading
+    ahead. A state that is saved with the last batch of a pass is the state between two passes, so the next pass is
+    complete.
     """
 
     iteration: int = 0
     skip_batches: int = 0
     _state_before: dict[str, Any] | None = None
-    _read_ahead: int | None = None  # batches read and not yielded; None between passes
-    _first_numbers: torch.Tensor | None = None  # before those that creating the loader drew for its first pass
-    _is_inside = False  # whether a pass was started, and its last batch has not been yielded
-    _continues = False  # whether the next pass is the rest of a saved one
-    _counted_twice = 0  # batches that torchdata's iterator has counted twice
+    _read_ahead: int | None = None  # The number of batches read but not yielded; None between passes.
+    _first_numbers: torch.Tensor | None = None  # The random state before the loader drew numbers for its first pass.
+    _is_inside = False  # Whether a pass has been started, and its last batch has not been yielded.
+    _continues = False  # Whether the next pass is the rest of a saved pass.
+    _counted_twice = 0  # The number of batches that torchdata's iterator has counted twice.
 
     @property
     def _index_sampler(self) -> Any:
-        """The source of indices, with a position that can be saved; torch reads this property."""
+        """The source of indices, whose position can be saved. torch reads this property."""
         source = index_source(self)
         if isinstance(self.dataset, IterableDataset) or hasattr(source, "state_dict"):
             return source
         return ResumableSampler(source, get_sampler(self))
 
     def _loader_created(self) -> None:
-        """Draw the numbers of the first pass now, as Accelerate does, which starts that pass to read its state."""
+        """Draw the random numbers of the first pass now.
+
+        Accelerate draws them at the same time, because it starts the first pass to read its state.
+        """
         self._first_numbers = torch.get_rng_state() if self.generator is None else self.generator.get_state()
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        if self.num_workers:  # these get their first indices with the seed
+        if self.num_workers:  # Workers receive their first indices together with the seed.
             draw_order(self)
 
     def _get_iterator(self) -> Any:
@@ -94,7 +98,7 @@ class _Stateful(PreparedDataLoader):
         return iterator
 
     def _new_iterator(self) -> Any:
-        """Return torchdata's new iterator; in the first pass it uses the numbers that were drawn before."""
+        """Return torchdata's new iterator. In the first pass, it uses the numbers that the constructor drew."""
         numbers, self._first_numbers = self._first_numbers, None
         if numbers is None:
             return super(DataLoaderAdapter, self)._get_iterator()
@@ -113,7 +117,8 @@ class _Stateful(PreparedDataLoader):
         """Iterate as torchdata does, from the loaded state if there is one.
 
         Returns:
-            torchdata's own iterator. Random numbers drawn at the start of the interrupted pass are not drawn again.
+            torchdata's own iterator. The random numbers that the interrupted pass drew at its start are not drawn
+            again.
         """
         state = self.next_iter_state  # type: ignore[has-type]
         self._state_before = None
@@ -124,11 +129,11 @@ class _Stateful(PreparedDataLoader):
         with torch.random.fork_rng(devices=[]):
             batches = super().batches()
         if not drawn and (state.get(_FINISHED) or state.get(_COUNT) == 0) and self.generator is None:
-            torch.empty((), dtype=torch.int64).random_()  # the new pass draws its workers' seed, as every pass does
+            torch.empty((), dtype=torch.int64).random_()  # Each pass draws a seed for its workers.
         return batches
 
     def _track_position(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Track how many batches are read ahead."""
+        """Track how many batches are read ahead, or save the state before each batch."""
         if self._is_over:
             return rounds
         simple = self.num_workers == 0 and not hasattr(self.dataset, "state_dict")
@@ -157,30 +162,30 @@ class _Stateful(PreparedDataLoader):
         self._is_inside = False
 
     def _loaded_position(self) -> bool:
-        """Return whether the pass that begins is the rest of one, because a state was loaded; forget that."""
+        """Return whether the pass that starts is the rest of an earlier pass, and reset this."""
         continues, self._continues = self._continues, False
         return continues
 
     def _has_drawn_seed(self) -> bool:
-        """Return whether the numbers of the pass that begins were drawn before; forget that."""
+        """Return whether the random numbers of the pass that starts have been drawn already, and reset this."""
         numbers, self._first_numbers = self._first_numbers, None
         return numbers is not None
 
     def resume_pass_of(self, original: PreparedDataLoader, skipped: int) -> None:
-        """Make this copy read the rest of the original's pass; a copy that reads nothing leaves the state to it."""
+        """Make this copy read the rest of the original's pass; if nothing is left, the original keeps the state."""
         super().resume_pass_of(original, skipped)
         if self._is_over:
             vars(original)["next_iter_state"] = vars(self).pop("next_iter_state")
             vars(self)["next_iter_state"] = None
-        elif self._resumes:  # as if the original had started this pass
+        elif self._resumes:  # The original must behave as if it had started this pass itself.
             vars(original)["_first_numbers"] = None
 
     def _torchdata_state(self) -> dict[str, Any]:
         """Return torchdata's own state.
 
-        Before a pass, torchdata starts one to read its state: that draws the seed of its workers and, with workers, the
-        order of the samples. If that pass were kept, saving would change the order of the next pass, and only on the
-        ranks that save. It is dropped, and the numbers are drawn again when the pass really starts.
+        To read its state before a pass, torchdata starts a pass, which draws the seed of the workers and, with workers,
+        the order of the samples. If that pass were kept, saving would change the order of the next pass, and only on
+        the ranks that save. The pass is therefore dropped, and the numbers are drawn again when a pass really starts.
         """
         if self._iterator is not None:
             return self._counted_once(super(DataLoaderAdapter, self).state_dict())  # type: ignore[misc]
@@ -192,16 +197,17 @@ class _Stateful(PreparedDataLoader):
         for generator, numbers in generators.items():
             generator.set_state(numbers)
         if isinstance(sampler, SeedableRandomSampler):
-            sampler.set_epoch(self.iteration)  # workers may have been given all indices of its epoch
+            # Go back to this epoch, because the dropped pass may have sent all of its indices to workers.
+            sampler.set_epoch(self.iteration)
         self._iterator, self._initial_iter_for_state_dict = None, False
         self._first_numbers, self.next_iter_state = first_numbers, loaded
         return state
 
     def _counted_once(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return torchdata's state with the right number of batches.
+        """Return torchdata's state with the correct number of batches.
 
-        To resume a stream that has no `state_dict`, torchdata reads it from the start, and counts those batches again:
-        a state that is saved after that would skip batches that were never read.
+        To resume a stream that has no `state_dict`, torchdata reads it from the start, and counts these batches a
+        second time. A state that is saved afterwards would skip batches that were never read.
         """
         if not self._counted_twice:
             return state
@@ -215,8 +221,8 @@ class _Stateful(PreparedDataLoader):
         """Return the position of this loader in its epoch.
 
         Returns:
-            The state of torchdata's StatefulDataLoader after the yielded batches, as a `LoaderState`. On a rank that
-            does not read the dataset, it is empty.
+            The state of torchdata's StatefulDataLoader after the batches that have been yielded, as a `LoaderState`. It
+            is empty on a rank that does not read the dataset.
         """
         own = {
             "iteration": self.iteration,
@@ -237,10 +243,10 @@ class _Stateful(PreparedDataLoader):
         return LoaderState(state, own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, in the next pass, from a saved state.
+        """Make the next pass continue from a saved state.
 
         Args:
-            state_dict: What `state_dict` returned; states of torchdata and Accelerate are accepted, too.
+            state_dict: The result of `state_dict`, or a state from torchdata or Accelerate.
         """
         state = dict(state_dict)
         own = {**state.pop(_OWN, {}), **getattr(state_dict, "own", {})}
@@ -253,7 +259,7 @@ class _Stateful(PreparedDataLoader):
         self._load_extra_state(own)
         self._state_before = self._read_ahead = None
         if state.get(_FINISHED) and self.num_workers:
-            return  # no worker is left to resume: the next pass is a new one
+            return  # There are no workers to resume, so the next pass is a new one.
         if self._reads_dataset:
             super(DataLoaderAdapter, self).load_state_dict(_with_position(state, own.get("position")))  # type: ignore[misc]
 
@@ -268,7 +274,7 @@ def resumed_batches(dataloader: Any) -> int:
 
 
 def _batches_of(state: dict[str, Any]) -> int:
-    """Count the batches of an unfinished pass that were read when its state was saved."""
+    """Count the batches of an unfinished pass that had been read when its state was saved."""
     if state.get(_FINISHED):
         return 0
     if "_snapshot" in state:
@@ -283,7 +289,7 @@ _COUNT = "_num_yielded"
 
 
 def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
-    """Subtract batches from a state of one process that consists only of a position."""
+    """Subtract batches from the state of a loader without workers that consists only of a position."""
     position = state[_SAMPLER]
     return {
         **state,
@@ -295,7 +301,10 @@ def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
 
 
 def _with_position(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, Any]:
-    """Add the position in the sampler to a state that has none; by default, that of the same order."""
+    """Add the position in the sampler to a state that has no position.
+
+    By default, this is the position after as many items as the state counts, in a sampler with the same order.
+    """
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
         main = _with_position(snapshot["_main_snapshot"], position)
@@ -306,7 +315,7 @@ def _with_position(state: dict[str, Any], position: dict[str, Any] | None) -> di
 
 
 def _without_position(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Split a state into what torchdata records and the position in the sampler."""
+    """Split a state into the part that torchdata records, and the position in the sampler."""
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
         main, position = _without_position(snapshot["_main_snapshot"])
@@ -315,12 +324,13 @@ def _without_position(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 class LoaderState(dict[str, Any]):
-    """The state of torchdata's StatefulDataLoader, and what resuming needs in addition here.
+    """The state of torchdata's StatefulDataLoader, with additional values that resuming needs.
 
     Args:
         state: torchdata's state.
-        own: The epoch, and the random numbers that the order was drawn from. A pickle has them under one more key,
-            which torchdata and Accelerate ignore; `save_state` writes them to another file.
+        own: The additional values, such as the epoch and the random numbers that the order was drawn from. A pickle
+            contains them under an additional key, which torchdata and Accelerate ignore. `save_state` writes them to
+            another file.
     """
 
     def __init__(self, state: dict[str, Any], own: dict[str, Any]) -> None:
@@ -336,10 +346,10 @@ class ResumableSampler:
 
     Args:
         source: A batch sampler or sampler.
-        sampler: The innermost sampler, whose random numbers decide the order; None without one.
+        sampler: The innermost sampler, whose random numbers decide the order, or None if there is no sampler.
     """
 
-    draws_late = True  # with the first item
+    draws_late = True  # An order is drawn with its first item.
 
     def __init__(self, source: Any, sampler: Any) -> None:
         self.source = source
@@ -353,11 +363,11 @@ class ResumableSampler:
 
 
 class ResumableIterator(Iterator[Any]):
-    """An iterator over indices with a state: the number of yielded items, and the random numbers at its start.
+    """An iterator over indices whose state is the number of yielded items, and the random numbers at its start.
 
     Args:
         source: A batch sampler or sampler.
-        sampler: The innermost sampler; None without one.
+        sampler: The innermost sampler, or None if there is no sampler.
     """
 
     def __init__(self, source: Any, sampler: Any) -> None:
@@ -368,7 +378,7 @@ class ResumableIterator(Iterator[Any]):
         self.items: Iterator[Any] | None = None
         self.is_own = is_own_order(source)
         self.last_read: tuple[int, Any] | None = None
-        self.expected: int | None = None  # the number of the item to compare with the pass that is resumed
+        self.expected: int | None = None  # The number of the item to compare with the interrupted pass.
 
     def __next__(self) -> Any:
         if self.items is None:
@@ -381,18 +391,18 @@ class ResumableIterator(Iterator[Any]):
         return item
 
     def _watch(self, number: int, item: Any) -> None:
-        """Remember the item that was read last, and compare the one that the interrupted pass had read last."""
+        """Remember the last item read, and check the item that the interrupted pass had read last."""
         self.last_read = number, item
         if number == self.expected:
             check_order(self.source, self.numbers, item)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of yielded items, and the state of the random numbers before the first one."""
+        """Return the number of yielded items, and the state of the random numbers before the first item."""
         numbers = self._read_numbers() if self.items is None else self.numbers
         return {"yielded": self.yielded, "numbers": with_last_read(numbers, self.last_read)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the items that were yielded when the state was saved, in the same order.
+        """Continue after the items that had been yielded when the state was saved, in the same order.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -407,7 +417,7 @@ class ResumableIterator(Iterator[Any]):
                 self.items = self._items_after_start()
 
     def _items_after_start(self) -> Iterator[Any]:
-        """Start after the items that were yielded before, and draw the order now."""
+        """Return an iterator that starts after the items that had been yielded, and draw the order now."""
         epoch = getattr(self.sampler, "epoch", 0)
         start = self.yielded if self.expected is None else min(self.yielded, self.expected)
         items = iterate_from(self.source, start)
@@ -415,10 +425,10 @@ class ResumableIterator(Iterator[Any]):
             self._watch(number, next(items, None))
         first = list(itertools.islice(items, 1))
         if isinstance(self.sampler, SeedableRandomSampler):
-            self.sampler.set_epoch(epoch)  # at its end the sampler moved to the next epoch
+            self.sampler.set_epoch(epoch)  # If the sampler reached its end, it has moved to the next epoch.
         return itertools.chain(first, items)
 
     def _read_numbers(self) -> Any:
-        """Return the random numbers that the order is drawn from; None if it depends only on the epoch."""
+        """Return the random numbers that the order is drawn from, or None if it depends only on the epoch."""
         is_fixed = self.sampler is None or isinstance(self.sampler, SequentialSampler | SeedableRandomSampler)
         return None if is_fixed and not self.is_own else read_numbers(self.source)
