@@ -95,15 +95,12 @@ def file_contents(
     world = local * launch.num_nodes
     accelerator = "cpu" if launch.cpu else hardware.accelerator
     several = launch.num_nodes > 1
+    same = {entry.name: getattr(launch, entry.launch) for entry in settings_of(ClusterConfig).values() if entry.launch}
     values: dict[str, Any] = {
-        "mixed_precision": launch.mixed_precision,
-        "use_cpu": launch.cpu,
+        **same,
         "num_processes": world if launch.num_processes else _ONE_PER_DEVICE,
-        "machine_rank": launch.node_rank,
-        "num_machines": launch.num_nodes,
         "main_process_ip": launch.rendezvous_address[0] if several else None,
         "main_process_port": launch.rendezvous_address[1] if several or launch.use_port != "29500" else None,
-        "rdzv_backend": launch.rdzv_backend,
         "dynamo_config": training.dynamo_config(),
         "distributed_type": _distributed_type(accelerator, world, before),
     }

@@ -25,19 +25,9 @@ from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig, TorchTensorParallelPlugin
 from notebook_accelerate.config.plain_values import check_whole_number
 from notebook_accelerate.config.settings import setting
+from notebook_accelerate.widgets.fields import fields_of, groups_of
 from notebook_accelerate.widgets.forms import CHOICES
 
-HANDLERS = {
-    "ddp_kwargs": DistributedDataParallelKwargs,
-    "autocast_kwargs": AutocastKwargs,
-    "scaler_kwargs": GradScalerKwargs,
-    "process_group_kwargs": InitProcessGroupKwargs,
-    "profile_kwargs": ProfileKwargs,
-    "torchao_recipe": AORecipeKwargs,
-    "transformer_engine_recipe": TERecipeKwargs,
-    "msamp_recipe": MSAMPRecipeKwargs,
-}
-"""Fields that are passed as ``kwargs_handlers``, and their classes."""
 DYNAMO_KEYS = {
     "backend": "dynamo_backend",
     "mode": "dynamo_mode",
@@ -205,6 +195,10 @@ class TrainingOptions:
         return " × ".join(parts) if len(parts) > 1 else ""
 
 
+HANDLERS = {
+    entry.name: entry.nested for entry in fields_of(TrainingOptions, names=dict(groups_of(TrainingOptions))[_ARGUMENTS])
+}
+"""Fields that are passed as ``kwargs_handlers``, and their classes."""
 _HANDLED = {"batch_size", "gradient_accumulation_steps", "gradient_accumulation_plugin", *HANDLERS}
 CHOICES.update({
     "TorchDynamoPlugin": {"mode": [*constants.TORCH_DYNAMO_MODES, "max-autotune-no-cudagraphs"]},
