@@ -15,9 +15,10 @@ import ipywidgets
 from notebook_accelerate.config.plain_values import check_seconds
 from notebook_accelerate.debugging.session import Stacks
 from notebook_accelerate.launch import run_registry
-from notebook_accelerate.launch.report.markup import Markup, duration, element, html_table, join
+from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Group, Row, Section, Table, Text
+from notebook_accelerate.launch.report.markup import duration, element, join
 from notebook_accelerate.launch.report.rank_rows import MANY, short_names
-from notebook_accelerate.launch.report.rendering import state
 from notebook_accelerate.launch.report.run_snapshot import status
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_devices import rank_names
@@ -57,8 +58,7 @@ class DebugPanel(LivePanel):
     # ---- the widget
 
     def _build(self) -> Any:
-        self._head, self._verdict = (ipywidgets.HTML() for _ in range(2))
-        self._ranks, self._stacks, self._history = (ipywidgets.HTML() for _ in range(3))
+        self._parts = head, verdict, places, frames, history = [ipywidgets.HTML() for _ in range(5)]
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Hold all ranks before their next step", self._pause)
         self.resume_button = self._button("Resume", "Continue the paused ranks", self._resume)
@@ -74,9 +74,9 @@ class DebugPanel(LivePanel):
         self.line.on_msg(self._on_line_message)
         self.line.observe(self._complete, "value")
         self.why_button.add_class("na-first")
-        headline = row([self._head, self.why_button, self.pause_button, self.resume_button], "na-headline")
+        headline = row([head, self.why_button, self.pause_button, self.resume_button], "na-headline")
         prompt = row([self.target, self.line, self.send_button], "na-prompt")
-        return card(headline, self._verdict, self._ranks, self._stacks, prompt, self._problem, self._history)
+        return card(headline, verdict, places, frames, prompt, self._problem, history)
 
     def _button(self, text: str, hint: str, action: Callable[[], None]) -> Any:
         button = with_classes(ipywidgets.Button(description=text, tooltip=hint), "na-stop", "na-request")
@@ -89,11 +89,8 @@ class DebugPanel(LivePanel):
             self._known = len(run.diagnoses)
             self.found = run.diagnoses[-1]
         stopped = run.commands.prompts.debugged()
-        self._head.value = head_html(run)
-        self._verdict.value = verdict_html(run, self.found)
-        self._ranks.value = ranks_html(run, self.found, stopped, now)
-        self._stacks.value = stacks_html(self.found)
-        self._history.value = history_html(self.history)
+        for part, node in zip(self._parts, self.document(now).nodes, strict=True):
+            part.value = rendering.html(node, inline=False)
         unreachable = not self._reachable()
         for control in (self.why_button, self.pause_button, self.resume_button, self.line, self.send_button):
             control.disabled = unreachable
@@ -188,17 +185,26 @@ class DebugPanel(LivePanel):
 
     # ---- without a browser
 
+    def document(self, now: float | None = None) -> Section:
+        """Return verdict, ranks, stacks and history.
+
+        Args:
+            now: Seconds since the epoch; None: now, or after the run the time of the diagnosis.
+        """
+        if now is None:
+            now = self.found.time if self.run.ended is not None and self.found is not None else self._clock()
+        return document(self.run, self.found, self.history, now)
+
     @property
     def html(self) -> str:
-        """The panel as static HTML: verdict, ranks, stacks and history."""
-        now = self.found.time if self.run.ended is not None and self.found is not None else self._clock()
-        stopped = self.run.commands.prompts.debugged()
-        return style_sheet() + panel_html(self.run, self.found, stopped, self.history, now)
+        """The panel as static HTML."""
+        content = rendering.html(self.document(), inline=False)
+        return join([style_sheet(), element("div", content, class_="na-run na-card")])
 
     @property
     def text(self) -> str:
         """The panel as plain text."""
-        return panel_text(self.run, self.found, self.history)
+        return rendering.text(self.document())
 
 
 def _shown(value: Any) -> str:
@@ -309,14 +315,11 @@ def _line(run: Run | None, rank: int | None = None) -> str:
     return f"{start}notebook_accelerate.{of_run}debug({argument})"
 
 
-# ---- HTML and text
+# ---- the document
 
 MAX_HISTORY = 50
 """Commands and replies that are kept."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_CODE = "font-family:monospace;white-space:pre-wrap;margin:4px 0"
-_NOT_INSPECTED = element("span", "not inspected yet", class_="na-muted")
-_AT_BREAKPOINT = element("span", "at a breakpoint", class_="na-muted")
 
 
 @dataclass(frozen=True)
@@ -336,14 +339,11 @@ class Entry:
     @property
     def text(self) -> str:
         """The entry as plain text; equal replies are listed once."""
-        return "\n".join([f"{self.kind}> {self.line}", *(f"  {ranks}: {answer}" for ranks, answer in self.grouped())])
-
-    def grouped(self) -> list[tuple[str, str]]:
-        """Return each reply with the ranks that gave it."""
         found: dict[str, list[int]] = {}
         for rank, answer in self.answers.items():
             found.setdefault(_COLOURS.sub("", answer).rstrip(), []).append(rank)
-        return [(rank_names(ranks), answer) for answer, ranks in found.items()]
+        replies = [f"  {rank_names(ranks)}: {answer}" for answer, ranks in found.items()]
+        return "\n".join([f"{self.kind}> {self.line}", *replies])
 
 
 def stacks_of(found: Diagnosis) -> Stacks:
@@ -351,93 +351,65 @@ def stacks_of(found: Diagnosis) -> Stacks:
     return Stacks({place.rank: place.frames for place in found.places if place.frames}, found.name_place)
 
 
-def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: float) -> Markup:
+def document(run: Run, found: Diagnosis | None, entries: Sequence[Entry], now: float) -> Section:
+    """Return the panel without its controls.
+
+    Args:
+        run: The run.
+        found: The latest diagnosis, if the ranks have been inspected.
+        entries: Commands and replies, the oldest first.
+        now: Seconds since the epoch.
+    """
+    verdict = [found.verdict] if found is not None and found.verdict else []
+    warnings = [f"⚠ {warning}" for warning in run.warnings]
+    frames = repr(stacks_of(found)) if found is not None else ""
+    history = Text(lines=tuple(entry.text for entry in reversed(entries)), tone="log", label="Commands and replies")
+    nodes = (
+        Section(key="head", nodes=(_head(run, found, now),)),
+        Section(
+            key="verdict", nodes=(Text(lines=(*verdict,), tone="status"), Text(lines=(*warnings,), tone="warning"))
+        ),
+        places_table(run, found),
+        Section(
+            key="frames", title="Stacks", open=False, nodes=(Text(lines=(frames,), tone="code"),) if frames else ()
+        ),
+        Section(key="history", nodes=(history,)),
+    )
+    return Section(key="debug", nodes=nodes)
+
+
+def _head(run: Run, found: Diagnosis | None, now: float) -> Drawing:
+    title = [element("strong", f"Ranks of run {run.id}")]
+    if found is not None:
+        title.append(element("span", f"inspected {duration(max(0.0, now - found.time))} ago"))
+    text = f"run {run.id} ({run.function_name}): {run.status}"
+    return Drawing(html=element("div", *title, class_="na-head"), text=text)
+
+
+def places_table(run: Run, found: Diagnosis | None) -> Table:
     """Return the table of ranks: state, step, and the location in the latest diagnosis.
 
     Of many ranks, those with the same state and location share a row, the smallest groups first.
     """
     inspected = {place.rank for place in found.places} if found is not None else set()
-    many = len(run.ranks) > MANY
+    stopped, many = run.commands.prompts.debugged(), len(run.ranks) > MANY
     groups: dict[tuple[str, bool, str, int | None], list[RankInfo]] = {}
     for info in run.ranks:
-        location = found.line_of(info.rank) if found is not None and info.rank in inspected else ""
-        key = (
-            "paused" if info.rank in run.paused else info.state,
-            info.rank in stopped,
-            location,
-            None if many else info.rank,
-        )
+        state = "paused" if info.rank in run.paused else info.state
+        location = found.line_of(info.rank) if found is not None and info.rank in inspected else "not inspected yet"
+        key = state, info.rank in stopped, location, None if many else info.rank
         groups.setdefault(key, []).append(info)
     rows = []
-    for (rank_state, held, location, _), members in sorted(groups.items(), key=lambda group: len(group[1])):
-        mark = state(rank_state)
-        names = short_names(info.rank for info in members)
-        rows.append([
-            names,
-            *([f"{len(members):,}"] if many else []),
-            join([mark, " ", _AT_BREAKPOINT]) if held else mark,
-            _steps(members),
-            location or _NOT_INSPECTED,
-        ])  # fmt: skip
-    age = f" ({duration(max(0.0, now - found.time))} ago)" if found is not None else ""
-    titles = ["Ranks", "Count"] if many else ["Rank"]
-    return html_table([*titles, "State", "Step", f"Location{age}"], rows, class_="na-table na-places")
+    for (state, held, location, _), members in sorted(groups.items(), key=lambda group: len(group[1])):
+        count = [f"{len(members):,}"] if many else []
+        shown = Cell(text=state, state=state, badge="at a breakpoint" if held else "")
+        cells = (short_names(info.rank for info in members), *count, shown, _steps(members), location)
+        rows.append(Row(key=str(members[0].rank), cells=cells))
+    titles = [*(["Ranks", "Count"] if many else ["Rank"]), "State", "Step", "Location"]
+    columns = tuple(Column(title=title) for title in titles)
+    return Table(key="places", columns=columns, groups=(Group(rows=tuple(rows)),))
 
 
 def _steps(members: Sequence[RankInfo]) -> str:
     steps = [info.last_step for info in members if info.last_step is not None]
     return "–".join(dict.fromkeys(f"{step:,}" for step in (min(steps), max(steps)))) if steps else "–"
-
-
-def verdict_html(run: Run, found: Diagnosis | None) -> Markup:
-    """Return the verdict of the latest diagnosis, and the run's warnings."""
-    parts = [element("p", f"⚠ {text}", class_="na-problem") for text in run.warnings]
-    if found is not None and found.verdict:
-        parts.insert(0, element("p", element("strong", found.verdict), class_="na-verdict", role="status"))
-    return join(parts)
-
-
-def stacks_html(found: Diagnosis | None) -> Markup:
-    """Return the stacks behind a fold, equal ones once."""
-    if found is None or not (stacks := stacks_of(found)):
-        return Markup()
-    return element(
-        "details", element("summary", "Stacks"), element("pre", repr(stacks), style=_CODE), class_="na-plain"
-    )
-
-
-def history_html(entries: Sequence[Entry]) -> Markup:
-    """Return commands and replies, the newest first."""
-    blocks = []
-    for entry in reversed(entries):
-        answers = "\n".join(f"{ranks}: {answer}" for ranks, answer in entry.grouped())
-        text = element("pre", element("b", f"{entry.kind}> {entry.line}"), f"\n{answers}", style=_CODE)
-        blocks.append(element("div", text, class_="na-entry"))
-    return element("div", *blocks, role="log", aria_label="Commands and replies") if blocks else Markup()
-
-
-def panel_html(
-    run: Run, found: Diagnosis | None, stopped: Sequence[int], entries: Sequence[Entry], now: float
-) -> Markup:
-    """Return the panel as static HTML."""
-    parts = [head_html(run), verdict_html(run, found), ranks_html(run, found, stopped, now)]
-    return element("div", *parts, stacks_html(found), history_html(entries), class_="na-run na-card")
-
-
-def head_html(run: Run) -> Markup:
-    """Return the title of the panel."""
-    return element("div", element("strong", f"Ranks of run {run.id}"), class_="na-head")
-
-
-def panel_text(run: Run, found: Diagnosis | None, entries: Sequence[Entry]) -> str:
-    """Return the panel as plain text."""
-    blocks = [f"run {run.id} ({run.function_name}): {run.status}"]
-    blocks += [f"⚠ {warning}" for warning in run.warnings]
-    if found is not None:
-        blocks += [found.text, repr(stacks_of(found))]
-    else:
-        groups: dict[str, list[int]] = {}
-        for info in run.ranks:
-            groups.setdefault(info.state, []).append(info.rank)
-        blocks.append("\n".join(f"{rank_names(ranks)}: {rank_state}" for rank_state, ranks in groups.items()))
-    return "\n\n".join(block for block in [*blocks, *(entry.text for entry in entries)] if block)

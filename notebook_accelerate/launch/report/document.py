@@ -189,11 +189,14 @@ class Text:
 
     Attributes:
         lines: Paragraphs, or the items of a list.
-        tone: "verdict", "warned", "note", "empty", "problem", "code" or "list"; "": the usual one.
+        tone: "verdict", "warned", "status" (a verdict that screen readers announce), "warning", "problem" (an
+            alert to screen readers), "note", "empty", "code", "log" or "list"; "": the usual one.
+        label: The name of a log for screen readers.
     """
 
     lines: tuple[str, ...]
     tone: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

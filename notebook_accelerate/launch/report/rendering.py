@@ -123,7 +123,8 @@ class _Html:
             return content
         if section.open is None:
             return join([element("p", section.title, class_="na-sub"), content])
-        return element("details", element("summary", section.title), content, open=section.open)
+        name = self._class(section.key)
+        return element("details", element("summary", section.title), content, class_=name, open=section.open)
 
     def _table(self, table: Table) -> Markup:
         if not table.rows:
@@ -180,6 +181,13 @@ def _sentences(node: Text) -> Markup:
             given: Attributes = {"class_": "na-verdict na-warned"}
         case "problem":
             given = {"class_": "na-problem", "role": "alert"}
+        case "warning":
+            given = {"class_": "na-problem"}
+        case "status":
+            given = {"class_": "na-verdict", "role": "status"}
+        case "log":
+            entries = [element("pre", line, class_="na-entry", style=_PRE) for line in node.lines]
+            return element("div", *entries, role="log", aria_label=node.label or None) if entries else Markup()
         case tone:
             given = {"class_": f"na-{tone}" if tone else None}
     return join([element("p", line, **given) for line in node.lines])
@@ -199,7 +207,7 @@ def _plain_cell(cell: Cell) -> str:
 
 def _marked_cell(cell: Cell) -> str:
     if cell.state:
-        return state(cell.state)
+        return join([state(cell.state), badge(cell.badge)])
     if cell.meter is not None:
         return _meter(cell, cell.meter)
     return join([swatch(cell.part) if cell.part >= 0 else "", cell.text, badge(cell.badge)])

@@ -117,7 +117,7 @@ class Samples(DocumentView):
     def _table(self) -> Table:
         """Return the lines by time; a share is also drawn as a bar."""
         titles = ["line", "function", *(f"rank {rank}" for rank in self._replies), "code"]
-        kinds = ["code", "code", *["number"] * len(self._replies), "code"]
+        kinds = ["text", "text", *["number"] * len(self._replies), "code"]
         columns = [
             Column(title=title, kind=kind, numeric=kind == "number") for title, kind in zip(titles, kinds, strict=True)
         ]

@@ -53,9 +53,7 @@ def _render(panel: DebugPanel, clock: Clock) -> str:
     clock.turn(1.0)
     panel.schedule.touch()
     assert panel.schedule.tick()
-    return "\n".join(
-        getattr(panel, part).value for part in ("_head", "_problem", "_verdict", "_ranks", "_stacks", "_history")
-    )
+    return "\n".join(part.value for part in (*panel._parts, panel._problem))
 
 
 def _found(source: str = "dist.all_reduce(x)") -> Any:
