@@ -26,6 +26,7 @@ from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.live_panel import LivePanel, close_all
 from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
 from notebook_accelerate.widgets.render_schedule import ticker
+from notebook_accelerate.widgets.table_view import TableView
 
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis
@@ -58,7 +59,8 @@ class DebugPanel(LivePanel):
     # ---- the widget
 
     def _build(self) -> Any:
-        self._parts = head, verdict, places, frames, history = [ipywidgets.HTML() for _ in range(5)]
+        self._head, self._verdict, self._frames, self._history = (ipywidgets.HTML() for _ in range(4))
+        self._places = TableView()
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Hold all ranks before their next step", self._pause)
         self.resume_button = self._button("Resume", "Continue the paused ranks", self._resume)
@@ -74,9 +76,9 @@ class DebugPanel(LivePanel):
         self.line.on_msg(self._on_line_message)
         self.line.observe(self._complete, "value")
         self.why_button.add_class("na-first")
-        headline = row([head, self.why_button, self.pause_button, self.resume_button], "na-headline")
+        headline = row([self._head, self.why_button, self.pause_button, self.resume_button], "na-headline")
         prompt = row([self.target, self.line, self.send_button], "na-prompt")
-        return card(headline, verdict, places, frames, prompt, self._problem, history)
+        return card(headline, self._verdict, self._places, self._frames, prompt, self._problem, self._history)
 
     def _button(self, text: str, hint: str, action: Callable[[], None]) -> Any:
         button = with_classes(ipywidgets.Button(description=text, tooltip=hint), "na-stop", "na-request")
@@ -89,8 +91,15 @@ class DebugPanel(LivePanel):
             self._known = len(run.diagnoses)
             self.found = run.diagnoses[-1]
         stopped = run.commands.prompts.debugged()
-        for part, node in zip(self._parts, self.document(now).nodes, strict=True):
+        found, places = self.found, places_table(run, self.found)
+        for part, node in (
+            (self._head, head(run, found, now)),
+            (self._verdict, verdict(run, found)),
+            (self._frames, frames(found)),
+            (self._history, history(self.history)),
+        ):
             part.value = rendering.html(node, inline=False)
+        self._places.update(now, lambda _: places, complete=run.ended is not None)
         unreachable = not self._reachable()
         for control in (self.why_button, self.pause_button, self.resume_button, self.line, self.send_button):
             control.disabled = unreachable
@@ -185,15 +194,12 @@ class DebugPanel(LivePanel):
 
     # ---- without a browser
 
-    def document(self, now: float | None = None) -> Section:
-        """Return verdict, ranks, stacks and history.
-
-        Args:
-            now: Seconds since the epoch; None: now, or after the run the time of the diagnosis.
-        """
-        if now is None:
-            now = self.found.time if self.run.ended is not None and self.found is not None else self._clock()
-        return document(self.run, self.found, self.history, now)
+    def document(self) -> Section:
+        """Return the panel without its controls: verdict, ranks, stacks and history."""
+        run, found = self.run, self.found
+        now = found.time if run.ended is not None and found is not None else self._clock()
+        parts = (head(run, found, now), verdict(run, found), places_table(run, found), frames(found))
+        return Section(key="debug", nodes=(*parts, history(self.history)))
 
     @property
     def html(self) -> str:
@@ -351,39 +357,32 @@ def stacks_of(found: Diagnosis) -> Stacks:
     return Stacks({place.rank: place.frames for place in found.places if place.frames}, found.name_place)
 
 
-def document(run: Run, found: Diagnosis | None, entries: Sequence[Entry], now: float) -> Section:
-    """Return the panel without its controls.
-
-    Args:
-        run: The run.
-        found: The latest diagnosis, if the ranks have been inspected.
-        entries: Commands and replies, the oldest first.
-        now: Seconds since the epoch.
-    """
-    verdict = [found.verdict] if found is not None and found.verdict else []
-    warnings = [f"⚠ {warning}" for warning in run.warnings]
-    frames = repr(stacks_of(found)) if found is not None else ""
-    history = Text(lines=tuple(entry.text for entry in reversed(entries)), tone="log", label="Commands and replies")
-    nodes = (
-        Section(key="head", nodes=(_head(run, found, now),)),
-        Section(
-            key="verdict", nodes=(Text(lines=(*verdict,), tone="status"), Text(lines=(*warnings,), tone="warning"))
-        ),
-        places_table(run, found),
-        Section(
-            key="frames", title="Stacks", open=False, nodes=(Text(lines=(frames,), tone="code"),) if frames else ()
-        ),
-        Section(key="history", nodes=(history,)),
-    )
-    return Section(key="debug", nodes=nodes)
-
-
-def _head(run: Run, found: Diagnosis | None, now: float) -> Drawing:
+def head(run: Run, found: Diagnosis | None, now: float) -> Drawing:
+    """Return the title, with the time since the latest diagnosis."""
     title = [element("strong", f"Ranks of run {run.id}")]
     if found is not None:
         title.append(element("span", f"inspected {duration(max(0.0, now - found.time))} ago"))
     text = f"run {run.id} ({run.function_name}): {run.status}"
     return Drawing(html=element("div", *title, class_="na-head"), text=text)
+
+
+def verdict(run: Run, found: Diagnosis | None) -> Section:
+    """Return the verdict of the latest diagnosis, and the run's warnings."""
+    sentence = (found.verdict,) if found is not None and found.verdict else ()
+    warnings = tuple(f"⚠ {warning}" for warning in run.warnings)
+    return Section(key="verdict", nodes=(Text(lines=sentence, tone="status"), Text(lines=warnings, tone="warning")))
+
+
+def frames(found: Diagnosis | None) -> Section:
+    """Return the stacks of the latest diagnosis behind a fold, equal ones once."""
+    text = repr(stacks_of(found)) if found is not None else ""
+    nodes = (Text(lines=(text,), tone="code"),) if text else ()
+    return Section(key="frames", title="Stacks", nodes=nodes, open=False)
+
+
+def history(entries: Sequence[Entry]) -> Text:
+    """Return commands and replies, the newest first."""
+    return Text(lines=tuple(entry.text for entry in reversed(entries)), tone="log", label="Commands and replies")
 
 
 def places_table(run: Run, found: Diagnosis | None) -> Table:
@@ -401,13 +400,13 @@ def places_table(run: Run, found: Diagnosis | None) -> Table:
         groups.setdefault(key, []).append(info)
     rows = []
     for (state, held, location, _), members in sorted(groups.items(), key=lambda group: len(group[1])):
-        count = [f"{len(members):,}"] if many else []
+        count = (f"{len(members):,}",) if many else ()
         shown = Cell(text=state, state=state, badge="at a breakpoint" if held else "")
         cells = (short_names(info.rank for info in members), *count, shown, _steps(members), location)
         rows.append(Row(key=str(members[0].rank), cells=cells))
     titles = [*(["Ranks", "Count"] if many else ["Rank"]), "State", "Step", "Location"]
     columns = tuple(Column(title=title) for title in titles)
-    return Table(key="places", columns=columns, groups=(Group(rows=tuple(rows)),))
+    return Table(key="places", label="Locations of the ranks", columns=columns, groups=(Group(rows=tuple(rows)),))
 
 
 def _steps(members: Sequence[RankInfo]) -> str:

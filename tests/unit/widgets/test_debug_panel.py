@@ -13,6 +13,7 @@ import pytest
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.debugging.diagnosis import RankPosition, diagnose
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     DiagnosisAdded,
@@ -53,7 +54,9 @@ def _render(panel: DebugPanel, clock: Clock) -> str:
     clock.turn(1.0)
     panel.schedule.touch()
     assert panel.schedule.tick()
-    return "\n".join(part.value for part in (*panel._parts, panel._problem))
+    assert panel._places.table is not None
+    parts = [part.value for part in (panel._head, panel._problem, panel._verdict, panel._frames, panel._history)]
+    return "\n".join([*parts, rendering.html(panel._places.table, inline=False)])
 
 
 def _found(source: str = "dist.all_reduce(x)") -> Any:
