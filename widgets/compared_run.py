@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from notebook_accelerate.errors import BrokenRunError
+from notebook_accelerate.launch.kept import kept_runs
 from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.launch.report.run_comparison import RunEntry, Value, better
 from notebook_accelerate.launch.report.run_snapshot import status
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.kept.kept_runs import KeptRun
     from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.run import Run
     from notebook_accelerate.launch.state.run_commands import RunCommands
     from notebook_accelerate.telemetry import Store
 
@@ -50,20 +55,54 @@ class ComparedRun(Protocol):
     def request_stop(self) -> None: ...
 
 
-def label_of(run: ComparedRun) -> str:
+class KeptRow:
+    """A kept run in a table of runs: its summary, and the run itself once it is open.
+
+    Args:
+        kept: The run.
+        label: Its name in the table.
+
+    Attributes:
+        run: The open run; None: it is not open yet.
+        is_broken: Whether it cannot be opened.
+    """
+
+    def __init__(self, kept: KeptRun, label: str) -> None:
+        self.id, self._kept, self.entry = label, kept, kept_runs.entry_of(kept, label)
+        self.run: Run | None = None
+        self.is_broken = kept.status == "broken"
+
+    def open(self) -> Run | None:
+        """Open the run; return None if it cannot be opened, so that its row shows only the summary."""
+        if self.run is None and not self.is_broken:
+            try:
+                self.run = self._kept.open()
+            except (BrokenRunError, OSError):
+                self.is_broken = True
+        return self.run
+
+
+def opened(run: ComparedRun | KeptRow) -> ComparedRun | None:
+    """Return the run of a row; None for a kept run that is not open."""
+    return run.run if isinstance(run, KeptRow) else run
+
+
+def label_of(run: ComparedRun | KeptRow) -> str:
     """Return the name of a run in legends."""
-    return f"run {run.id}"
+    return run.id if isinstance(run, KeptRow) else f"run {run.id}"
 
 
-def state_of(run: ComparedRun) -> str:
+def state_of(run: ComparedRun | KeptRow) -> str:
     """Return the status of a run, or what holds one of this kernel that is running; see `run_snapshot.status`."""
-    known: Any = run
-    return status(known) if hasattr(run, "stall") else run.status
+    known: Any = opened(run)
+    if known is None:
+        return str(cast("KeptRow", run).entry.state)
+    return status(known) if hasattr(known, "stall") else str(known.status)
 
 
-def source_of(run: ComparedRun) -> Source:
+def source_of(run: ComparedRun, label: str) -> Source:
     """Return the curves of a run for a comparison with others: of each metric, the curve of the lowest rank."""
-    return Source(run.store, run.started, label_of(run), ranks=False, automatic=run.config.automatic_metrics)
+    return Source(run.store, run.started, label, ranks=False, automatic=run.config.automatic_metrics)
 
 
 class BestValues:
@@ -74,13 +113,13 @@ class BestValues:
 
     def last(self, run: ComparedRun, name: str) -> float | None:
         """Return the last value; None where there is none."""
-        store = source_of(run).store_of(name)
+        store = source_of(run, "").store_of(name)
         ranks = store.ranks_of(name)
         return store.last_value(name, ranks[0]) if ranks else None
 
     def best(self, run: ComparedRun, name: str) -> float | None:
         """Return the best finite value; None where there is none, or where neither high nor low is better."""
-        store, direction = source_of(run).store_of(name), better(name)
+        store, direction = source_of(run, "").store_of(name), better(name)
         ranks = store.ranks_of(name)
         if not direction or not ranks:
             return None
@@ -94,8 +133,8 @@ class BestValues:
         return best if np.isfinite(best) else None
 
 
-def entry_of(run: ComparedRun, names: Sequence[str], values: BestValues, **more: Any) -> RunEntry:
-    """Return what the table shows of a run.
+def entry_of(run: ComparedRun | KeptRow, names: Sequence[str], values: BestValues, **more: Any) -> RunEntry:
+    """Return the row of a run.
 
     Args:
         run: The run.
@@ -103,21 +142,25 @@ def entry_of(run: ComparedRun, names: Sequence[str], values: BestValues, **more:
         values: Returns their values.
         more: Other attributes of the entry.
     """
-    last, best = ({name: read(run, name) for name in names} for read in (values.last, values.best))
-    return RunEntry(
-        key=str(run.id),
-        run=run.id,
-        function=run.function_name,
-        state=state_of(run),
-        started=run.started,
-        seconds=run.elapsed,
-        ranks=run.plan.world_size if run.plan is not None else run.config.num_processes,
-        config=run.config,
-        arguments=run.arguments,
+    known = opened(run)
+    if known is None:
+        return replace(cast("KeptRow", run).entry, **more)
+    last, best = ({name: read(known, name) for name in names} for read in (values.last, values.best))
+    entry = RunEntry(
+        key=str(known.id),
+        run=known.id,
+        function=known.function_name,
+        state=state_of(known),
+        started=known.started,
+        seconds=known.elapsed,
+        ranks=known.plan.world_size if known.plan is not None else known.config.num_processes,
+        config=known.config,
+        arguments=known.arguments,
         last={name: value for name, value in last.items() if value is not None},
         best={name: value for name, value in best.items() if value is not None},
-        name=str(getattr(run, "given_name", "")),
-        step=max((step for step in list(run.store.last_step.values()) if step >= 0), default=None),
-        origin=str(getattr(run, "origin", "")),
+        name=str(getattr(known, "given_name", "")),
+        step=max((step for step in list(known.store.last_step.values()) if step >= 0), default=None),
+        origin=str(getattr(known, "origin", "")),
         **more,
     )
+    return replace(entry, key=run.id, run=run.id, name="", code=run.entry.code) if isinstance(run, KeptRow) else entry

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -9,15 +11,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ipywidgets
 
-from notebook_accelerate.launch import Run, run_registry, runs
+from notebook_accelerate.launch import KeptRuns, Run, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.report import rendering, run_comparison, svg_curves
-from notebook_accelerate.launch.report.curves import shown_names
+from notebook_accelerate.launch.report.curves import Source, shown_names
 from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
-from notebook_accelerate.widgets.compared_run import BestValues, label_of
+from notebook_accelerate.widgets.compared_run import BestValues, KeptRow, label_of, opened
+from notebook_accelerate.widgets.front_end import no_widgets
 from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.plot import Plot
@@ -34,6 +37,8 @@ MAX_IMAGES = 24
 """Metrics whose curves are in the static form."""
 MAX_OVERLAID = 16
 """Runs whose curves are drawn: as many as can be told apart, by eight colours, solid and dashed."""
+OPENING_SECONDS = 0.2
+"""Seconds for which an update opens kept runs."""
 TABLE_SECONDS = 1.0
 """Seconds between two updates of the table while no run starts, ends or changes its state."""
 
@@ -47,7 +52,7 @@ class RunsTable(CellView):
     Args:
         chosen: The runs to show, or their ids; None: all runs of this kernel, also those launched later. Any object
             with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest 16 of them; a
-            button hides or shows each.
+            button hides or shows each. Of `KeptRuns`, those 16 are opened once the table is displayed.
         clock: Seconds since the epoch; a fake one in tests.
 
     Raises:
@@ -55,13 +60,16 @@ class RunsTable(CellView):
     """
 
     def __init__(
-        self, chosen: Sequence[ComparedRun | int] | None = None, clock: Callable[[], float] = steady_time.now
+        self,
+        chosen: Sequence[ComparedRun | int] | KeptRuns | None = None,
+        clock: Callable[[], float] = steady_time.now,
     ) -> None:
         self._clock = clock
+        self._is_kept = isinstance(chosen, KeptRuns)
         self.runs = _picked(chosen)
         self._values = BestValues()
         self._clicks: deque[tuple[str, str]] = deque()
-        self._open: RunPanel | None = None
+        self._open: tuple[int | str, RunPanel] | None = None  # with the id of its row
         self._states: list[Any] = []
         self._table_due = float("-inf")
         self.plot = Plot([], "None of these runs has logged a metric: these curves were sampled without logging.")
@@ -70,8 +78,10 @@ class RunsTable(CellView):
         self._opened = with_classes(ipywidgets.VBox(), "na-opened-run")
         self._problem = ipywidgets.HTML()
         self.widget = card(self._problem, self.grid, self._opened, self.plot)
-        self._shown = PanelOutput(self._static, lambda: "Runs of this kernel", clock)
-        self.schedule = RenderSchedule([run.store for run in self.runs], self._render, self._failed, clock)
+        title = "Kept runs" if self._is_kept else "Runs of this kernel"
+        self._shown = PanelOutput(self._static, lambda: title, clock)
+        stores = [run.store for run in map(opened, self.runs) if run is not None]
+        self.schedule = RenderSchedule(stores, self._render, self._failed, clock)
         self.schedule.tick()
         for feed in (self.plot, self.grid):
             feed.on_msg(self._render_soon)
@@ -97,20 +107,43 @@ class RunsTable(CellView):
         """Draw the latest runs, in colours that the table repeats."""
         self._overlaid = self.runs[-MAX_OVERLAID:]
         self.plot.order = [label_of(run) for run in self._overlaid]
-        self.plot.draw([compared_run.source_of(run) for run in self._overlaid])
+        self.plot.draw(_sources(self._overlaid))
 
-    def _follow(self, run: ComparedRun) -> None:
+    def _follow(self, run: ComparedRun | KeptRow) -> None:
         """Render at the end of a run of this kernel; others end unnoticed until the next tick."""
-        if isinstance(run, Run):
-            run.add_ending_callback(self.schedule.touch)
+        if isinstance(known := opened(run), Run):
+            known.add_ending_callback(self.schedule.touch)
+
+    def _unopened(self) -> list[KeptRow]:
+        """Return the kept runs whose curves are to be drawn."""
+        latest = self.runs[-MAX_OVERLAID:]
+        return [run for run in latest if isinstance(run, KeptRow) and run.run is None and not run.is_broken]
+
+    def _open_kept(self, seconds: float = OPENING_SECONDS) -> None:
+        """Open the latest kept runs, which takes up to half a second for each, and draw their curves."""
+        end = time.monotonic() + seconds
+        waiting = self._unopened()
+        for run in reversed(waiting):
+            self._open_row(run)
+            if time.monotonic() > end:
+                break
+        if waiting:
+            self._draw_curves()
+
+    def _open_row(self, run: KeptRow) -> None:
+        if run.run is None and (known := run.open()) is not None:
+            self.schedule.watch(known.store)
+            self._follow(run)
 
     def _render(self, now: float) -> None:
         running = self._is_running()  # read first: the last render then shows the end of the runs
         self._handle_clicks()
+        if self._shown:
+            self._open_kept()
         self._update_grid(now)
         self.plot.update(now)
         if self._open is not None:
-            self._open.schedule.tick()
+            self._open[1].schedule.tick()
         if running and self._shown:
             self._shown.update(now)
         else:
@@ -132,8 +165,7 @@ class RunsTable(CellView):
     @property
     def table(self) -> Table:
         """The table as it is now, the latest run first."""
-        sources = [compared_run.source_of(run) for run in self.runs]
-        names = shown_names(sources)[: run_comparison.MAX_METRICS]
+        names = shown_names(_sources(self.runs))[: run_comparison.MAX_METRICS]
         places = {id(run): place for place, run in enumerate(self.runs[-MAX_OVERLAID:])}
         entries = [
             compared_run.entry_of(
@@ -146,15 +178,18 @@ class RunsTable(CellView):
             )
             for run in self.runs
         ]
-        return run_comparison.runs_table(entries, "No run has been launched from this kernel yet.")
+        empty = "No kept runs" if self._is_kept else "No run has been launched from this kernel yet."
+        return run_comparison.runs_table(entries, empty)
 
-    def _actions(self, run: ComparedRun) -> tuple[Action, ...]:
+    def _actions(self, run: ComparedRun | KeptRow) -> tuple[Action, ...]:
         """Return the buttons of a row. Open comes first: its button stays where Stop goes."""
-        which = f"run {run.id}"
+        if isinstance(run, KeptRow) and run.is_broken:
+            return ()
+        which, known = label_of(run), opened(run)
         shown = Action(id="open", label="Open", hint=f"Open the panel of {which}")
         if self._is_open(run):
             shown = Action(id="open", label="Close", hint=f"Close the panel of {which}")
-        stops = run.ended is None and not run.commands.refusal
+        stops = known is not None and known.ended is None and not known.commands.refusal
         return (shown, Action(id="stop", label="Stop", hint=f"Stop {which}", tone="stop")) if stops else (shown,)
 
     # ---- clicks
@@ -169,27 +204,32 @@ class RunsTable(CellView):
             run = next((run for run in self.runs if str(run.id) == key), None)
             if run is None:
                 continue
-            if action == "stop":
-                run.request_stop()
-            elif self._is_open(run):
-                self._close_panel()
-            else:
-                self._close_panel()
-                self._open = RunPanel(cast("Run", run), self._clock)
-                self._opened.children = [self._open.widget]
+            was_open = self._is_open(run)
+            if isinstance(run, KeptRow):
+                self._open_row(run)
+            known = opened(run)
+            if action == "stop" and known is not None:
+                known.request_stop()
+                continue
+            self._close_panel()
+            if not was_open and known is not None:
+                panel = RunPanel(cast("Run", known), self._clock)
+                self._open, self._opened.children = (run.id, panel), [panel.widget]
 
-    def _is_open(self, run: ComparedRun) -> bool:
-        return self._open is not None and self._open.run.id == run.id
+    def _is_open(self, run: ComparedRun | KeptRow) -> bool:
+        return self._open is not None and self._open[0] == run.id
 
     def _close_panel(self) -> None:
-        panel, self._open = self._open, None
-        if panel is not None:
+        shown, self._open = self._open, None
+        if shown is not None:
             self._opened.children = []
             with suppress(Exception):  # its widgets may be gone
-                panel.close()
+                shown[1].close()
 
     def _is_running(self) -> bool:
-        return any(run.ended is None for run in self.runs)
+        """Return whether the table changes by itself: a run lasts, or kept runs are being opened."""
+        lasts = any(run.ended is None for run in map(opened, self.runs) if run is not None)
+        return lasts or (bool(self._shown) and bool(self._unopened()))
 
     def _add_run(self, run: Run) -> None:
         """Add a new run; called on the thread of its launch."""
@@ -202,10 +242,10 @@ class RunsTable(CellView):
             ticker.add(self.schedule)
 
     def _render_soon(self, *_: Any) -> None:
-        """Render at the next tick; if no run lasts and nothing ticks, at once."""
+        """Render at the next tick, or now if no run lasts: then nothing ticks."""
         self.schedule.touch()
         if not self._is_running():
-            self.schedule.tick()
+            self.schedule.tick(due=True)
 
     def _failed(self, error: Exception) -> None:
         self._problem.value = problem(f"This table stopped updating ({type(error).__name__}: {error}).")
@@ -233,7 +273,10 @@ class RunsTable(CellView):
         if self.schedule.closed:
             output.show(self._static())
             return
-        running = self._is_running()  # read first: if a run ends meanwhile, a later tick shows its end
+        if no_widgets(output):
+            self._open_kept(math.inf)
+        # Check before rendering: a later tick then shows the end of a run that ends during it.
+        running = self._is_running() or bool(self._unopened())
         self.schedule.touch()
         self.schedule.tick()
         self._shown.add(output, self.widget)
@@ -247,7 +290,9 @@ class RunsTable(CellView):
         return f"<RunsTable: {len(self.runs)} runs>"
 
 
-def _picked(chosen: Sequence[ComparedRun | int] | None) -> list[ComparedRun]:
+def _picked(chosen: Sequence[ComparedRun | int] | KeptRuns | None) -> list[ComparedRun | KeptRow]:
+    if isinstance(chosen, KeptRuns):
+        return [KeptRow(row, label) for row, label in zip(chosen, chosen.labels, strict=True)]
     known = {run.id: run for run in runs()}
     if chosen is None:
         return list(known.values())
@@ -260,8 +305,14 @@ def _picked(chosen: Sequence[ComparedRun | int] | None) -> list[ComparedRun]:
     return [known[one] if isinstance(one, int) else one for one in chosen]
 
 
-def _overlays(chosen: Sequence[ComparedRun]) -> Markup:
+def _sources(rows: Sequence[ComparedRun | KeptRow]) -> list[Source]:
+    """Return the curves of runs, except of kept runs that are not open."""
+    known = [(run, label_of(row)) for row in rows if (run := opened(row)) is not None]
+    return [compared_run.source_of(run, label) for run, label in known]
+
+
+def _overlays(rows: Sequence[ComparedRun | KeptRow]) -> Markup:
     """Return an image per metric with a curve of each run."""
-    sources = [compared_run.source_of(run) for run in chosen]
+    sources = _sources(rows)
     images = [svg_curves.metric_image(sources, name) for name in shown_names(sources)[:MAX_IMAGES]]
     return element("div", join(images, " ")) if images else Markup()

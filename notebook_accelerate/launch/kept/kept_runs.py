@@ -1,12 +1,10 @@
-"""A table of the kept runs of a folder."""
+"""The kept runs of a folder, as they are listed without reading their curves and output."""
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -16,15 +14,19 @@ from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.kept.opened_run import end_if_lost, open_run
-from notebook_accelerate.launch.kept.run_folder import read_summary
+from notebook_accelerate.launch.kept.run_folder import config_from, read_summary
 from notebook_accelerate.launch.kept.run_writer import summary_of
+from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.run_comparison import RunEntry, runs_table
+from notebook_accelerate.launch.run_display import load
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from notebook_accelerate.launch.report.document import Table
     from notebook_accelerate.launch.run import Run
 
-_METRICS_SHOWN = 6
 _COMMIT_SHOWN = 10
 
 
@@ -75,7 +77,7 @@ class KeptRun:
 
 
 class KeptRuns(Sequence[KeptRun]):
-    """The kept runs of a folder, the oldest first; as the last line of a cell it is a table.
+    """The kept runs of a folder, the oldest first; as the last line of a cell it is a table with the latest curves.
 
     Args:
         rows: The runs.
@@ -129,39 +131,47 @@ class KeptRuns(Sequence[KeptRun]):
             ]
         )
 
-    def _cells(self) -> list[list[str]]:
-        names = list(dict.fromkeys(name for row in self for name in row.metrics))[:_METRICS_SHOWN]
-        arguments = list(dict.fromkeys(name for row in self for name in row.arguments))[:_METRICS_SHOWN]
-        head = ["name", "status", "started", "duration", "ranks", "code", *arguments, *names]
-        return [head, *([*_fixed(row), *_values(row, arguments, names)] for row in self)]
+    @property
+    def labels(self) -> list[str]:
+        """A text for each run that no other run of the folder has: its name, or the name of its folder."""
+        names = Counter(row.name for row in self)
+        return [row.name if names[row.name] == 1 else row.path.name for row in self]
+
+    def _table(self) -> Table:
+        return runs_table([entry_of(row, label) for row, label in zip(self, self.labels, strict=True)], "no kept runs")
 
     def __repr__(self) -> str:
-        if not self:
-            return "no kept runs"
-        cells = self._cells()
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-        return "\n".join(line.rstrip() for line in lines)
+        return rendering.text(self._table())
 
     def _repr_html_(self) -> str:
-        head, *rows = [[escape(cell) for cell in line] for line in self._cells()]
-        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in line)}</tr>" for line in rows)
-        first = "".join(f"<th>{cell}</th>" for cell in head)
-        return f"<table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table>"
+        return rendering.html(self._table())
+
+    def _ipython_display_(self) -> None:
+        if running_kernel() is None:
+            raise NotImplementedError  # IPython then shows the text
+        load("runs")(self)._ipython_display_()
 
 
-def _fixed(row: KeptRun) -> list[str]:
-    started = ""
-    with suppress(ValueError, OverflowError, OSError):  # a file may have any number
-        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started)) if row.started else ""
-    duration = "" if row.seconds is None else f"{row.seconds:.1f} s"
-    code = row.commit[:_COMMIT_SHOWN] + (" +changes" if row.dirty else "")
-    return [row.name, row.status, started, duration, str(row.ranks), code]
+def entry_of(row: KeptRun, label: str) -> RunEntry:
+    """Return the row of a kept run in a table of runs.
 
-
-def _values(row: KeptRun, arguments: Sequence[str], names: Sequence[str]) -> list[str]:
-    shown = [str(row.arguments.get(name, ""))[:40] for name in arguments]
-    return [*shown, *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in names)]
+    Args:
+        row: The run.
+        label: Its name in the table.
+    """
+    return RunEntry(
+        key=label,
+        run=label,
+        function=row.function,
+        state=row.status,
+        started=row.started,
+        seconds=row.seconds,
+        ranks=row.ranks,
+        config=config_from(row.config),
+        arguments=row.arguments,
+        last=row.metrics,
+        code=row.commit[:_COMMIT_SHOWN] + (" +changes" if row.dirty else ""),
+    )
 
 
 def kept_runs(folder: str | PathLike[str]) -> KeptRuns:

@@ -139,7 +139,7 @@ def test_a_kept_run_opens_as_the_same_run(tmp_path: Path) -> None:
     assert table[0].config["env"] == {"A": "***"}
     assert table[0].seconds == pytest.approx(run.elapsed)
     assert "first" in repr(table)
-    assert "<td>first</td>" in table._repr_html_()
+    assert ">first</th>" in table._repr_html_()
     frame = table.to_pandas()
     assert frame["loss"].tolist() == [0.5 / 20, 0.25 / 20]
     assert [each.name for each in table.open()] == ["first", failed.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -21,14 +22,17 @@ from tests.faults.test_kept_runs import check_history, train
 from tests.support.runs import START, end, make_run
 from tests.support.waiting import until
 
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.output.replaceable_outputs import Output
 
-def _keep(folder: Path, name: str, rate: float) -> None:
-    """Write a kept run that has ended."""
+
+def _keep(folder: Path, name: str, rate: float, begin: float = 0.0) -> None:
+    """Write a kept run that has ended; it began at a number of seconds after START."""
     folder.mkdir(parents=True)
-    run = make_run()
-    metrics = [Record(0, START + step, MetricEvent({"loss": rate / (step + 1)}, step)) for step in range(30)]
-    end(run, at=START + 30)
-    config = LaunchConfig(name=name, save=folder.parent)
+    run = make_run(started=START + begin)
+    metrics = [Record(0, START + begin + step, MetricEvent({"loss": rate / (step + 1)}, step)) for step in range(30)]
+    end(run, at=START + begin + 30)
+    config = LaunchConfig(name=name, save=folder.parent, tags=("sweep",))
     frames = [journal_format.encode_frame(run_folder.new_header(name, 1, train, (), config, START))]
     records = run.journal.records
     frames += journal_format.encode_records([*records[:-4], *metrics, *records[-4:]])
@@ -51,6 +55,56 @@ def test_ten_kept_runs_are_laid_over_each_other(tmp_path: Path) -> None:
         (image,) = re.findall(r"<img[^>]*>", str(table.html))
         assert all(f"run {run.id}: " in image for run in opened)
         assert (str(table.html).count("● "), str(table.html).count("○ ")) == (8, 2)
+    finally:
+        table.close()
+        close_all(table.widget)
+
+
+class _Output:
+    """An output of a cell that shows live widgets."""
+
+    cell = notebook_cell = ""
+    interactive = True
+
+    def show(self, _: object) -> None:
+        return
+
+    leave = end = show
+
+
+def test_the_kept_runs_of_a_folder_are_shown_as_the_runs_of_a_kernel(tmp_path: Path) -> None:
+    for number in range(18):
+        _keep(tmp_path / f"run-{number:02}", "same" if number < 2 else f"rate-{number}", 1.0 + number, number)
+    (tmp_path / "run-17" / journal_format.JOURNAL_NAME).write_bytes(b"broken")
+    kept = runs(tmp_path)
+    assert kept[0].status == "broken", "the time of its launch is unknown"
+    labels = ["run-17", "run-00", "run-01", *(f"rate-{number}" for number in range(2, 17))]
+    assert kept.labels == labels, "two have the same name"
+    assert repr(kept).splitlines()[2].split()[:3] == ["rate-16", "train", "succeeded"]
+
+    table = RunsTable(kept)
+    try:
+        head = table.rows[0]
+        assert head[:6] == ["run", "function", "state", "started", "took", "ranks"]
+        assert [*head[-2:], *table.rows[1][-2:]] == ["tags", "loss", "sweep", "0.5667"]
+        assert [row.key for row in table.table.rows] == labels[::-1]
+        assert not table.plot.full.get("series"), "none is open"
+
+        table._show_in(cast("Output", _Output()))
+        until(lambda: not table._unopened())
+        until(lambda: {label for _, label, _ in table.plot.full.get("series", ())} == set(labels[2:]))
+        assert table.rows[0][-2:] == ["loss", "best loss"]
+        assert [row[0] for row in table.rows[1:]] == labels[::-1]
+        assert [row[-1] for row in table.rows[-3:]] == ["0.06667", "–", "–"], "of the others only the summary is read"
+        assert [[action.label for action in row.actions] for row in table.table.rows[-2:]] == [["Open"], []]
+
+        table._on_action("run-00", "open")
+        until(lambda: table._open is not None)
+        assert table._open is not None
+        assert table._open[1].run.folder == tmp_path / "run-00"
+        assert [action.label for action in table.table.rows[-2].actions] == ["Close"]
+        table._on_action("run-00", "open")
+        until(lambda: table._open is None)
     finally:
         table.close()
         close_all(table.widget)
