@@ -20,7 +20,7 @@ from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_file import last_lines, thinned_frames
 from notebook_accelerate.launch.kept.journal_reader import JournalContents, read_header
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, Signal, dispatch
+from notebook_accelerate.launch.processes.event_loop import DispatchSelector, WakeDescriptor, dispatch
 from notebook_accelerate.launch.state.run_events import RunEnded, RunEvent
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 from notebook_accelerate.telemetry.channel import Channel, Decoder
@@ -130,7 +130,7 @@ class ControlService:
         self._commands, self._path = run.commands, path
         self._listener = protocol.listen(path)
         self._selector = DispatchSelector()
-        self._wake, self._over = Signal(), False
+        self._wake, self._over = WakeDescriptor(), False
         self._stream, self._batch_due = RecordStream(run, self._wake.set), 0.0
         run.add_done_callback(lambda _: self._wake.set())
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)

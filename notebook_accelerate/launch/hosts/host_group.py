@@ -23,7 +23,7 @@ from notebook_accelerate.launch.hosts.remote.host_connection import HostConnecti
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.plan.planner import joined, on_node
 from notebook_accelerate.launch.processes import ports
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
+from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch
 from notebook_accelerate.launch.state import failures, run_events
 from notebook_accelerate.launch.state.run_state import without_result
 from notebook_accelerate.launch.supervisor.command_queue import WaitingTarget

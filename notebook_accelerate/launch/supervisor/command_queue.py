@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from notebook_accelerate.debugging.session import RankRequests
-from notebook_accelerate.launch.processes.selecting import Signal
+from notebook_accelerate.launch.processes.event_loop import WakeDescriptor
 from notebook_accelerate.launch.state.prompts import PromptQueue
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
 
@@ -47,7 +47,7 @@ class CommandQueue:
 
     def __init__(self) -> None:
         self.prompts, self.requests, self.clock = PromptQueue(), RankRequests(), PausableClock()
-        self.wake = Signal()
+        self.wake = WakeDescriptor()
         self._waiting: deque[Command] = deque()  # no lock: signal handlers post too
         self._stopping = False
 

@@ -17,8 +17,8 @@ from notebook_accelerate.hardware.detection import in_kernel
 from notebook_accelerate.hardware.versions import watched_rank_variables
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, on_node, rank_environment
+from notebook_accelerate.launch.processes.event_loop import DispatchSelector, HasFileno, call_ready, dispatch
 from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, call_ready, dispatch
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import RankExited

@@ -32,8 +32,8 @@ from notebook_accelerate.launch.hosts.remote import listener, stream
 from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream
+from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.telemetry import Event, Stamped, encode
 from tests.support.connections import connections
 from tests.support.loopback_proxy import LoopbackProxy

@@ -24,8 +24,8 @@ from notebook_accelerate.launch.hosts.ray.ray_driver import cause, merge_devices
 from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
+from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch
 from notebook_accelerate.launch.processes.rank_process import RankProcess
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.launch.processes.spawn import adapt_to_machine
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder

@@ -13,9 +13,9 @@ from selectors import EVENT_READ
 import pytest
 
 from notebook_accelerate.errors import RunStoppedError
+from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch
 from notebook_accelerate.launch.processes.rank_pipes import PIPE_BYTES, RankPipes
 from notebook_accelerate.launch.processes.rank_process import OwnChild, ProcessBackend, RankProcess
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor import rank_group

@@ -15,9 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
-from notebook_accelerate.launch.hosts.remote.stream import CHUNK
+from notebook_accelerate.launch.hosts.remote.stream import CHUNK, RateLimiter
+from notebook_accelerate.launch.processes.event_loop import DispatchSelector, HasFileno, dispatch
 from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
-from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, RateLimiter, dispatch
 from notebook_accelerate.telemetry import Event, Stamped, encode
 from notebook_accelerate.telemetry.sampler import ResourceSampler
 

@@ -24,11 +24,11 @@ from notebook_accelerate.launch.hosts.remote.stream import (
     KEEP_ALIVE,
     Exchange,
     Keys,
+    RateLimiter,
     Stream,
     configure,
     derive_keys,
 )
-from notebook_accelerate.launch.processes.selecting import RateLimiter
 from notebook_accelerate.telemetry import Stamped, encode, steady_time
 
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED

@@ -33,7 +33,7 @@ import zmq
 from zmq.utils import z85
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.processes.selecting import RateLimiter, Signal
+from notebook_accelerate.launch.processes.event_loop import WakeDescriptor
 from notebook_accelerate.telemetry import Decoder, Event, Stamped, encode, steady_time
 
 CHUNK = 1 << 16
@@ -248,7 +248,7 @@ class Exchange(ABC):
         self._context, self._poller = zmq.Context(), zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self.changed = threading.Condition()
-        self._wake, self._ready = Signal(), Signal()
+        self._wake, self._ready = WakeDescriptor(), WakeDescriptor()
         self._handle(self._wake.fileno(), self._wake.clear)
         self._due: set[Stream] = set()
         self._arrived: dict[Stream, None] = {}  # in their order
@@ -400,3 +400,35 @@ def configure(zmq_socket: Any, keep_alive: tuple[float, float]) -> None:
     zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent)
     # A peer with other settings follows these; the next question may be an interval away.
     zmq_socket.setsockopt(zmq.HEARTBEAT_TTL, silent + interval)
+
+
+# ---- batches of small messages
+
+SMALL = 1 << 14
+"""Bytes that never wait for others to be handled with them."""
+
+
+class RateLimiter:
+    """Delays a steady flow of small pieces of work, so that they are done in batches; the first few are not delayed.
+
+    Args:
+        seconds: Average seconds between two pieces of work.
+        burst: Pieces of work before the first is delayed.
+    """
+
+    def __init__(self, seconds: float, burst: int) -> None:
+        self._seconds, self._burst = seconds, burst
+        self._next = 0.0
+
+    def after(self, size: int) -> None:
+        """Wait until the next piece of work is due, if the last one was small.
+
+        Args:
+            size: Bytes of the last piece of work; from `SMALL` on it is followed by the next one at once.
+        """
+        if not 0 < size < SMALL:
+            return
+        now = time.monotonic()
+        self._next = max(self._next, now - self._burst * self._seconds) + self._seconds
+        if self._next > now:
+            time.sleep(self._next - now)

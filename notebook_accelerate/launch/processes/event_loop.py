@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -45,7 +44,7 @@ def call_ready(selector: DispatchSelector, ready: Sequence[tuple[selectors.Selec
             key.data()
 
 
-class Signal:
+class WakeDescriptor:
     """A descriptor that is readable from `set` until `clear`; forked ranks do not keep it open."""
 
     def __init__(self) -> None:
@@ -77,33 +76,3 @@ class Signal:
         for end in self._ends:
             RankPipes.kernel_side.discard(end.fileno())
             end.close()
-
-
-SMALL = 1 << 14
-"""Bytes that never wait for others to be handled with them."""
-
-
-class RateLimiter:
-    """Delays a steady flow of small pieces of work, so that they are done in batches; the first few are not delayed.
-
-    Args:
-        seconds: Average seconds between two pieces of work.
-        burst: Pieces of work before the first is delayed.
-    """
-
-    def __init__(self, seconds: float, burst: int) -> None:
-        self._seconds, self._burst = seconds, burst
-        self._next = 0.0
-
-    def after(self, size: int) -> None:
-        """Wait until the next piece of work is due, if the last one was small.
-
-        Args:
-            size: Bytes of the last piece of work; from `SMALL` on it is followed by the next one at once.
-        """
-        if not 0 < size < SMALL:
-            return
-        now = time.monotonic()
-        self._next = max(self._next, now - self._burst * self._seconds) + self._seconds
-        if self._next > now:
-            time.sleep(self._next - now)
