@@ -12,7 +12,7 @@ from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.run_state import Attempt, Break, RankInfo
 from notebook_accelerate.launch.run_registry import debug, runs, shutdown
-from notebook_accelerate.launch.start import start
+from notebook_accelerate.launch.starting import start
 
 __all__ = [
     "Attempt",

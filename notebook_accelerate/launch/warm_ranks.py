@@ -14,7 +14,7 @@ from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedEr
 from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.run_debugging import ask_user
-from notebook_accelerate.launch.start import start
+from notebook_accelerate.launch.starting import start
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.failures import ordered
 from notebook_accelerate.launch.state.interrupts import wait_for

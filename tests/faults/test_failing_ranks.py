@@ -19,7 +19,7 @@ def _run(kernel: Kernel, body: str, method: str, options: str = "") -> str:
     cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r}{options})")
     text = said(cell)
     assert "supervisor.py" not in text
-    assert "launch/start.py" not in text
+    assert "launch/starting.py" not in text
     assert "worker/entry.py" not in text
     return text
 

@@ -55,7 +55,7 @@ def test_a_run_is_shown_in_layers(kernel: Kernel) -> None:
 def test_a_failed_cell_shows_no_frame_of_the_supervisor(kernel: Kernel) -> None:
     kernel.check("def fail():\n    raise ValueError('mine')")
     text = said(kernel.run("launch(fail)"))
-    for name in ("supervisor", "start.py", "launchers.py", "worker.py", "run.py"):
+    for name in ("supervisor", "starting.py", "launchers.py", "worker.py", "run.py"):
         assert name not in text
     inline = said(kernel.run("launch(fail, num_processes=1)"))
     assert "ValueError: mine" in inline

@@ -95,7 +95,7 @@ class RunCall:
     Args:
         function: The launched function.
         arguments: Its arguments.
-        start: Launches them again: ``launch.start.start``.
+        start: Launches them again: ``launch.start``.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], start: Callable[..., Any]) -> None:
