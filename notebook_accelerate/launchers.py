@@ -14,7 +14,7 @@ from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.settings import help_texts
 from notebook_accelerate.launch import Run
-from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.processes.zygote import warm_up
 
 _P = ParamSpec("_P")

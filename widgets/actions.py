@@ -11,7 +11,7 @@ import anywidget
 import traitlets
 
 from notebook_accelerate import launch
-from notebook_accelerate.launch.output.rank_lines import published_under
+from notebook_accelerate.launch.output.running_cell import published_under
 from notebook_accelerate.launch.report import rank_rows
 from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.report.markup import duration

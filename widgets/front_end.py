@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.output.replaceable_outputs import MarimoOutput
+from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.telemetry.tracebacks import callers, main_frame
 
 if TYPE_CHECKING:

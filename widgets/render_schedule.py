@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.front_end import kernel_state
 

@@ -19,8 +19,8 @@ from notebook_accelerate.config.plain_values import check_seconds, check_whole_n
 from notebook_accelerate.debugging.session import Session
 from notebook_accelerate.errors import LaunchError, RunNotFinishedError, WorkerError
 from notebook_accelerate.launch import run_debugging, run_display
-from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.tensorboard import write_event_files
 from notebook_accelerate.launch.state.interrupts import wait_for

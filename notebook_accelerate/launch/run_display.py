@@ -6,7 +6,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.rank_lines import parent_message, running_kernel
+from notebook_accelerate.launch.output.running_cell import parent_message, running_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 from notebook_accelerate.errors import DeviceBusyError
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.launch import attaching
-from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
 from notebook_accelerate.launch.run import wait_for_release
 from notebook_accelerate.launch.run_display import load

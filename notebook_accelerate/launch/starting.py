@@ -19,7 +19,7 @@ from notebook_accelerate.launch.attaching import launch_detached
 from notebook_accelerate.launch.kept import run_folder
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.run_writer import RunWriter
-from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for
+from notebook_accelerate.launch.output.publisher import Publisher, publisher_for
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import inline

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedError, WorkerError, with_page
-from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.starting import start

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.launch.output.rank_lines import Publisher
+from notebook_accelerate.launch.output.publisher import Publisher
 from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.telemetry import DisplayEvent

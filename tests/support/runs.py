@@ -10,7 +10,7 @@ import pytest
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import LaunchPlan, Run
-from notebook_accelerate.launch.output.rank_lines import Publisher, TextPublisher
+from notebook_accelerate.launch.output.publisher import Publisher, TextPublisher
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import (
     RUN,

@@ -33,7 +33,7 @@ from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopR
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.hosts.remote.listener import IncomingHost
-    from notebook_accelerate.launch.output.rank_lines import Publisher
+    from notebook_accelerate.launch.output.publisher import Publisher
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
     from notebook_accelerate.launch.run import Run

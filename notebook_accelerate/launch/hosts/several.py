@@ -22,7 +22,7 @@ from notebook_accelerate.launch.hosts.host_group import FirstNotebook, join_seco
 from notebook_accelerate.launch.hosts.joining import adapt_orders, alone_lines, connect, interface_to
 from notebook_accelerate.launch.hosts.remote import host as protocol
 from notebook_accelerate.launch.hosts.remote.host import Host, node_name
-from notebook_accelerate.launch.output.rank_lines import line_label
+from notebook_accelerate.launch.output.publisher import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.processes import ports, process_backend
 from notebook_accelerate.launch.state import failures, rank_result, run_events
@@ -35,7 +35,7 @@ from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.stream import Stream
-    from notebook_accelerate.launch.output.rank_lines import Publisher
+    from notebook_accelerate.launch.output.publisher import Publisher
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.launch.run import Run

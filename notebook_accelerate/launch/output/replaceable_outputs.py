@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from notebook_accelerate.launch.output.rank_lines import parent_message, running_kernel
+from notebook_accelerate.launch.output.running_cell import parent_message, running_kernel
 
 # ---- outputs of marimo's cells, which have no display ids: a thread of marimo's replaces the output of its cell
 

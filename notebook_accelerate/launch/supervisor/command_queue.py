@@ -14,7 +14,7 @@ from notebook_accelerate.launch.state.prompts import PromptQueue
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.output.rank_lines import Publisher
+    from notebook_accelerate.launch.output.publisher import Publisher
 
 
 class CommandTarget(Protocol):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debugging import sanity_checks
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
-from notebook_accelerate.launch.output.rank_lines import line_label
+from notebook_accelerate.launch.output.publisher import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.state import failures, rank_result
 from notebook_accelerate.launch.state.prompts import Prompt

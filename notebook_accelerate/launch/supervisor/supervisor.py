@@ -15,7 +15,7 @@ from notebook_accelerate.launch.state.failures import ExceptionLoader
 from notebook_accelerate.launch.state.run_events import AttemptEnded, NoteAdded, RanksReleased, RunEnded
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.output.rank_lines import Publisher
+    from notebook_accelerate.launch.output.publisher import Publisher
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.launch.state.run_state import RunState

@@ -8,14 +8,15 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from notebook_accelerate.launch.output.rank_lines import (
+from notebook_accelerate.launch.output.line_assembler import MAX_LINE_BYTES, LineAssembler
+from notebook_accelerate.launch.output.publisher import (
     FLUSH_SECONDS,
     Publisher,
     TextPublisher,
     line_label,
     publisher_for,
 )
-from notebook_accelerate.launch.output.rank_output import MAX_LINE_BYTES, LineAssembler, RankOutput
+from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.telemetry import DisplayEvent
 from notebook_accelerate.telemetry.events import display_mark
 

@@ -1,4 +1,4 @@
-"""Publishes the labelled lines and displays of ranks under the cell of the launch; finds that cell and its kernel."""
+"""Publishes the labelled lines and displays of ranks under the cell of the launch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import string
 import sys
 import time
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.errors import ipython_shell
 from notebook_accelerate.launch.output.output_budget import HeadAndTail, OutputBudget, WaitingDisplays, display_size
+from notebook_accelerate.launch.output.running_cell import parent_message, running_kernel
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from notebook_accelerate.telemetry import DisplayEvent
 
 FLUSH_SECONDS = 0.1
@@ -265,36 +261,6 @@ class NotebookPublisher(Publisher):
         if left_out:
             text = f"… {left_out:,} displays not shown here: there were too many at once\n"
             self._send("stream", {"name": "stderr", "text": text}, "stream.stderr")
-
-
-# ---- the kernel, and the cell that is running
-
-_published_under: ContextVar[Any] = ContextVar("published_under", default=None)
-
-
-@contextmanager
-def published_under(message: Any) -> Iterator[None]:
-    """Show the launches inside a with block under another cell than the running one.
-
-    Args:
-        message: The execute request of that cell: a click in a panel belongs to the cell that shows the panel.
-    """
-    token = _published_under.set(message)
-    try:
-        yield
-    finally:
-        _published_under.reset(token)
-
-
-def parent_message(kernel: Any) -> Any:
-    """Return the execute request of the running cell; ipykernel 6 and 7 both have ``get_parent``."""
-    return _published_under.get() or kernel.get_parent()
-
-
-def running_kernel() -> Any | None:
-    """Return the ipykernel of this process; None in a terminal, a script or a test."""
-    kernel = getattr(ipython_shell(), "kernel", None)
-    return kernel if hasattr(kernel, "iopub_socket") else None
 
 
 def publisher_for(run_id: int, *, text: bool = True) -> Publisher:

@@ -1,0 +1,39 @@
+"""Which kernel this is, and under which cell it shows what a launch prints."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.errors import ipython_shell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_published_under: ContextVar[Any] = ContextVar("published_under", default=None)
+
+
+@contextmanager
+def published_under(message: Any) -> Iterator[None]:
+    """Show the launches inside a with block under another cell than the running one.
+
+    Args:
+        message: The execute request of that cell: a click in a panel belongs to the cell that shows the panel.
+    """
+    token = _published_under.set(message)
+    try:
+        yield
+    finally:
+        _published_under.reset(token)
+
+
+def parent_message(kernel: Any) -> Any:
+    """Return the execute request of the running cell; ipykernel 6 and 7 both have ``get_parent``."""
+    return _published_under.get() or kernel.get_parent()
+
+
+def running_kernel() -> Any | None:
+    """Return the ipykernel of this process; None in a terminal, a script or a test."""
+    kernel = getattr(ipython_shell(), "kernel", None)
+    return kernel if hasattr(kernel, "iopub_socket") else None
