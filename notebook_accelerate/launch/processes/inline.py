@@ -7,12 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.config.launch_config import launch_arguments_set
-from notebook_accelerate.hardware.temporary_folders import make_private_folder, remove_private_folder
 from notebook_accelerate.integrations import accelerate_alias, reporting
 from notebook_accelerate.launch.output.standard_streams import StandardStream
 from notebook_accelerate.launch.plan.planner import rank_environment
@@ -209,22 +207,3 @@ def _fail(context: InlineContext, error: BaseException) -> None:
     context.journal.append(FailuresRecorded([failure]))
     context.journal.append(AttemptEnded(failures.headline([failure])))
     context.journal.append(failures.failed(context.id, context.journal.state))
-
-
-# ---- private folders in which the ranks of runs on this machine find each other, instead of at a port
-
-_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders in it have mode 0700 and names that cannot be guessed
-_folders: dict[int, Path] = {}
-
-
-def make_store_folder(run_id: int) -> str:
-    """Make the folder of a run, in memory where the system has such files: a full disk does not prevent a launch."""
-    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    _folders[run_id] = make_private_folder(parent)
-    return str(_folders[run_id])
-
-
-def remove_store_folder(run_id: int) -> None:
-    """Remove the folder of a run, if it has one."""
-    if (folder := _folders.pop(run_id, None)) is not None:
-        remove_private_folder(folder)

@@ -9,6 +9,7 @@ kernel of this network namespace tries first. Both end with the process that hol
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -16,9 +17,11 @@ import time
 from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from notebook_accelerate.errors import PortInUseError
 from notebook_accelerate.hardware.addresses import get_free_port
+from notebook_accelerate.hardware.temporary_folders import make_private_folder, remove_private_folder
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 
 DEFAULT = 29500
@@ -141,3 +144,22 @@ def _any_free() -> _Held:
         if (held := _hold(port)) is not None:
             return held
     raise PortInUseError(f"no free port was found on this machine ({reason}); end processes that hold ports")
+
+
+# ---- private folders in which the ranks of runs on this machine find each other, instead of at a port
+
+_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders in it have mode 0700 and names that cannot be guessed
+_folders: dict[int, Path] = {}
+
+
+def make_store_folder(run_id: int) -> str:
+    """Make the folder of a run, in memory where the system has such files: a full disk does not prevent a launch."""
+    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    _folders[run_id] = make_private_folder(parent)
+    return str(_folders[run_id])
+
+
+def remove_store_folder(run_id: int) -> None:
+    """Remove the folder of a run, if it has one."""
+    if (folder := _folders.pop(run_id, None)) is not None:
+        remove_private_folder(folder)

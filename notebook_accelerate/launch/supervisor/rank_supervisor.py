@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.hardware.addresses import loopback_problem
-from notebook_accelerate.launch.processes import inline, ports, process_backend
+from notebook_accelerate.launch.processes import ports, process_backend
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
@@ -62,7 +62,7 @@ class RankSupervisor(Supervisor):
                 f"ranks cannot reach each other: connections to 127.0.0.1 fail ({problem}); "
                 "enable the loopback interface: ip link set lo up"
             )
-        store = inline.make_store_folder(self.id)
+        store = ports.make_store_folder(self.id)
         port, note = ports.reserve(self.id, plan.port, fixed=False)
         if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
             self.journal.append(NoteAdded(note))
@@ -70,7 +70,7 @@ class RankSupervisor(Supervisor):
 
     def _release(self) -> None:
         ports.release(self.id)
-        inline.remove_store_folder(self.id)
+        ports.remove_store_folder(self.id)
 
     # ---- attempts
 
