@@ -18,7 +18,7 @@ from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run, run_registry
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.output.running_cell import published_under
-from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
+from notebook_accelerate.launch.processes.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Drawing, Section, Text
 from notebook_accelerate.launch.report.markup import Markup, element, join

@@ -20,9 +20,9 @@ from notebook_accelerate.launch.kept import run_folder
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.output.publisher import Publisher, publisher_for
-from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import inline
+from notebook_accelerate.launch.processes.fork_probe import kernel_facts
 from notebook_accelerate.launch.resumption import resumption_of
 from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.run_debugging import ask_user

@@ -35,7 +35,7 @@ _OF_OTHERS = {
     "worker.plain_process": {"_IS_INTERACTIVE", "_console"},
     # torch_xla.
     "hardware.device_table": {"_xla_runtime_is_initialized"},
-    "launch.plan.fork_probe": {"_signal", "_xla_runtime_is_initialized"},
+    "launch.processes.fork_probe": {"_signal", "_xla_runtime_is_initialized"},
     "strategies.xla_strategy": {"_average_gradients"},
     # DeepSpeed and Megatron-LM, of which one minor version at a time is allowed.
     "strategies.deepspeed.deepspeed_engine": {"_release_process_group_references"},

@@ -10,7 +10,7 @@ import pytest
 from tests.cuda.conftest import Machine
 
 HAZARD = """
-from notebook_accelerate.launch.plan import fork_probe
+from notebook_accelerate.launch.processes import fork_probe
 print(repr(fork_probe.fork_hazard()))
 """
 QUIET = {

@@ -15,7 +15,7 @@ from tests.cuda.conftest import Machine
 PLAN = """
 import json, os, sys
 from notebook_accelerate import LaunchConfig, hardware
-from notebook_accelerate.launch.plan.fork_probe import kernel_facts
+from notebook_accelerate.launch.processes.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import make_plan, rank_environment
 
 def plan(**options):

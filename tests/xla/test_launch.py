@@ -48,7 +48,7 @@ def test_one_device_after_another() -> None:
 def test_a_kernel_that_has_used_the_runtime_is_not_forked() -> None:
     script = (
         "import torch_xla\n"
-        "from notebook_accelerate.launch.plan.fork_probe import fork_hazard\n"
+        "from notebook_accelerate.launch.processes.fork_probe import fork_hazard\n"
         "print('RESULT', fork_hazard())\n"
         "torch_xla.device()\n"
         "print('RESULT', fork_hazard())"

@@ -30,8 +30,8 @@ from typing import IO, TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.hardware.process_liveness import is_stopped
-from notebook_accelerate.launch.plan.fork_probe import wait_readable
-from notebook_accelerate.launch.processes.fork import is_crowded
+from notebook_accelerate.launch.processes.fork_costs import is_crowded
+from notebook_accelerate.launch.processes.fork_probe import wait_readable
 from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter, uninterrupted
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import LocalRank, RankListener, RankProcess, pidfd_of

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from notebook_accelerate._collection import uncollected
-from notebook_accelerate.launch.plan.fork_probe import fork_quietly
-from notebook_accelerate.launch.processes import fork
-from notebook_accelerate.launch.processes.fork import BriefSpins
+from notebook_accelerate.launch.processes.fork_costs import BriefSpins, collapse_memory
+from notebook_accelerate.launch.processes.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes.zygote import CROWDED, LENGTH, READY, STATUS
 from notebook_accelerate.telemetry.pickling import load_file
 from notebook_accelerate.worker import entry
@@ -88,7 +87,7 @@ class _Server:
         if self._collapsed:
             preload(PRELOADED_WHEN_IDLE)
             self._preloaded = True
-        fork.collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
+        collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
         self._collapsed = True
 
     def _serve_one(self) -> bool:

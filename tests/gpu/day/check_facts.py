@@ -21,7 +21,7 @@ NOT_INITIALISED = 3
 """What cuDeviceGetCount returns in a process in which nobody has called cuInit."""
 PROBE = """
 import ctypes, json, time
-from notebook_accelerate.launch.plan import fork_probe
+from notebook_accelerate.launch.processes import fork_probe
 begin = time.perf_counter()
 hazard = fork_probe.fork_hazard()
 seconds = time.perf_counter() - begin

@@ -38,7 +38,7 @@ def _told(script: str, **environment: str) -> Any:
 
 
 HAZARD = """
-from notebook_accelerate.launch.plan import fork_probe
+from notebook_accelerate.launch.processes import fork_probe
 print(json.dumps(fork_probe.fork_hazard()))
 """
 
@@ -81,7 +81,7 @@ def test_a_thread_that_computes() -> None:
         while True:
             sum(range(1000))
     threading.Thread(target=spin, name="cruncher", daemon=True).start()
-    from notebook_accelerate.launch.plan import fork_probe
+    from notebook_accelerate.launch.processes import fork_probe
     found, end = "", time.monotonic() + 60
     while not found and time.monotonic() < end:  # a busy machine may have it wait during one look
         found = fork_probe.fork_hazard()
@@ -95,7 +95,7 @@ def test_a_probe_that_does_not_come_through(broken: str) -> None:
     """What a library does in a forked child hangs or ends it; the probe is ended, and nothing of it is left."""
     script = f"""
     import psutil
-    from notebook_accelerate.launch.plan import fork_probe
+    from notebook_accelerate.launch.processes import fork_probe
     os.register_at_fork(after_in_child=lambda: {broken})
     fork_probe.PROBE_SECONDS = 0.5
     begin = time.monotonic()
@@ -129,7 +129,7 @@ def test_a_probe_is_not_repeated_while_the_kernel_is_the_same(tmp_path: Path) ->
     """Other libraries, or threads of another kind, are what a fork may break on: then it is tried again."""
     script = f"""
     import ctypes, re, shutil
-    from notebook_accelerate.launch.plan import fork_probe
+    from notebook_accelerate.launch.processes import fork_probe
     forks = []
     os.register_at_fork(before=lambda: forks.append(1))
     def probed():
@@ -156,7 +156,7 @@ def test_a_probe_is_not_repeated_while_the_kernel_is_the_same(tmp_path: Path) ->
 def test_an_interrupt_while_the_probe_is_awaited_leaves_no_child() -> None:
     script = """
     import psutil, signal
-    from notebook_accelerate.launch.plan import fork_probe
+    from notebook_accelerate.launch.processes import fork_probe
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     os.register_at_fork(after_in_child=lambda: time.sleep(600))
     wait = fork_probe.wait_readable

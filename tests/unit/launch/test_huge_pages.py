@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.launch.processes import fork
+from notebook_accelerate.launch.processes import fork, fork_costs
 
-SIZE = 8 * fork.HUGE_PAGE
+SIZE = 8 * fork_costs.HUGE_PAGE
 
 
 def in_huge_pages(memory: mmap.mmap) -> int:
@@ -52,29 +52,29 @@ def _can_collapse() -> bool:
 def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
     for _ in range(10):  # a busy system has no huge page free at times, and moves none then
-        fork.collapse_memory(30)
-        if in_huge_pages(memory) >= SIZE - 2 * fork.HUGE_PAGE:
+        fork_costs.collapse_memory(30)
+        if in_huge_pages(memory) >= SIZE - 2 * fork_costs.HUGE_PAGE:
             break
         time.sleep(0.5)
-    assert in_huge_pages(memory) >= SIZE - 2 * fork.HUGE_PAGE
+    assert in_huge_pages(memory) >= SIZE - 2 * fork_costs.HUGE_PAGE
     assert memory[:] == b"x" * SIZE
 
 
 def test_sparse_memory_stays_as_it_is(memory: mmap.mmap) -> None:
-    for start in range(0, SIZE, fork.HUGE_PAGE):
-        memory.madvise(mmap.MADV_DONTNEED, start, 3 * fork.HUGE_PAGE // 4)
-    fork.collapse_memory(30)
+    for start in range(0, SIZE, fork_costs.HUGE_PAGE):
+        memory.madvise(mmap.MADV_DONTNEED, start, 3 * fork_costs.HUGE_PAGE // 4)
+    fork_costs.collapse_memory(30)
     assert in_huge_pages(memory) == 0
 
 
 def test_it_stops_when_it_is_told_to(memory: mmap.mmap) -> None:
-    fork.collapse_memory(30, stop=lambda: True)
+    fork_costs.collapse_memory(30, stop=lambda: True)
     assert in_huge_pages(memory) == 0
-    fork.collapse_memory(-1)
+    fork_costs.collapse_memory(-1)
     assert in_huge_pages(memory) == 0
 
 
 @pytest.mark.parametrize("file", ["_MAPS", "_PAGEMAP"])
 def test_it_does_nothing_where_the_system_hides_the_memory_map(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, file, Path("/proc/self/hidden"))
-    fork.collapse_memory(30)
+    fork_costs.collapse_memory(30)
