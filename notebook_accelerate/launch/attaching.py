@@ -27,7 +27,7 @@ from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.kept.run_folder import read_summary
 from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter, uninterrupted
-from notebook_accelerate.launch.processes.spawn import to_file
+from notebook_accelerate.launch.processes.pickled import to_file
 from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import SLICE

@@ -23,7 +23,7 @@ from notebook_accelerate.launch.detached.control_protocol import VERSION
 from notebook_accelerate.launch.detached.control_service import ControlService
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
-from notebook_accelerate.launch.processes.spawn import PickledFunction
+from notebook_accelerate.launch.processes.pickled import PickledFunction
 from notebook_accelerate.launch.starting import start_here
 from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.telemetry import cells, tracebacks

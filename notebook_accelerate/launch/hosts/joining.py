@@ -15,11 +15,11 @@ from notebook_accelerate.errors import AuthenticationError, LaunchError, RunStop
 from notebook_accelerate.hardware.addresses import interface_of, own_address
 from notebook_accelerate.hardware.detection import cpu_count
 from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, own_hello
+from notebook_accelerate.launch.hosts.placed_ranks import PlacedBackend, adapt_to_machine
 from notebook_accelerate.launch.hosts.remote import host as protocol
 from notebook_accelerate.launch.hosts.remote.host import COMMAND, FunctionEvent, HelloEvent, Host, StartOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
-from notebook_accelerate.launch.processes.spawn import PlacedBackend, adapt_to_machine
 from notebook_accelerate.telemetry.pickling import anonymous_file
 from notebook_accelerate.telemetry.rank_devices import rank_names
 

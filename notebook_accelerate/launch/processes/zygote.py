@@ -33,9 +33,9 @@ from notebook_accelerate.hardware.process_liveness import is_stopped
 from notebook_accelerate.launch.processes.fork_costs import is_crowded
 from notebook_accelerate.launch.processes.fork_probe import wait_readable
 from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter, uninterrupted
+from notebook_accelerate.launch.processes.pickled import PickledBackend
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import LocalRank, RankListener, RankProcess, pidfd_of
-from notebook_accelerate.launch.processes.spawn import PickledBackend
 from notebook_accelerate.launch.state.rank_result import Exit
 
 if TYPE_CHECKING:

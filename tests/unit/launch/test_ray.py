@@ -17,6 +17,7 @@ from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch import KernelFacts, make_plan
 from notebook_accelerate.launch.hosts.host_backend import take_ranks
+from notebook_accelerate.launch.hosts.placed_ranks import adapt_to_machine
 from notebook_accelerate.launch.hosts.ray import ray_actor
 from notebook_accelerate.launch.hosts.ray.ray_actor import NodeHost
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
@@ -26,7 +27,6 @@ from notebook_accelerate.launch.hosts.remote.listener import HostListener, conne
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch
 from notebook_accelerate.launch.processes.rank_process import RankProcess
-from notebook_accelerate.launch.processes.spawn import adapt_to_machine
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.widgets.config_file_form import launch_cell

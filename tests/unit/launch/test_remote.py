@@ -35,8 +35,8 @@ from notebook_accelerate.launch.hosts.remote.host import (
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
+from notebook_accelerate.launch.processes.pickled import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import RankProcess
-from notebook_accelerate.launch.processes.spawn import PickledBackend
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.simulated import Received

@@ -17,7 +17,7 @@ import pytest
 from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.launch.processes import zygote
 from notebook_accelerate.launch.processes.fork_costs import is_crowded
-from notebook_accelerate.launch.processes.spawn import to_file
+from notebook_accelerate.launch.processes.pickled import to_file
 from notebook_accelerate.launch.processes.zygote import LENGTH, Zygote
 from notebook_accelerate.telemetry.inherited_state import InheritedState, capture_inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
