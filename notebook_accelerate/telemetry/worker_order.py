@@ -20,7 +20,7 @@ class WorkerOrder:
         rank: Global index.
         environment: Variables that replace those of the process.
         threads: CPU threads of torch's operators; None keeps torch's number.
-        state: The kernel's random state, and its torch and numpy settings.
+        inherited: The kernel's random state, and its torch and numpy settings.
         base_environment: The kernel's whole environment; None when the process inherited it.
         cwd: Working directory; None when inherited.
         sys_path: Import path; None when inherited.
@@ -39,7 +39,7 @@ class WorkerOrder:
     rank: int
     environment: dict[str, str]
     threads: int | None
-    state: inherited_state.InheritedState
+    inherited: inherited_state.InheritedState
     base_environment: dict[str, str] | None = None
     cwd: str | None = None
     sys_path: list[str] | None = None

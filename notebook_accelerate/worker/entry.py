@@ -21,7 +21,7 @@ import traceback
 # signal's own pthread_sigmask converts each of 60 signals into a member of an enum: 0.1 ms.
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from bdb import BdbQuit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -85,7 +85,12 @@ class Wiring:
 
 
 def main(
-    order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] | None, *, forked: bool = True
+    order: WorkerOrder,
+    wiring: Wiring,
+    load: Loader,
+    kernel_descriptors: AbstractSet[int] | None,
+    *,
+    forked: bool = True,
 ) -> NoReturn:
     """Run a rank; never returns.
 
@@ -93,7 +98,7 @@ def main(
         order: What the rank runs with.
         wiring: Descriptors of the channel and the two output streams.
         load: Returns the function and its arguments.
-        inherited: The kernel's own descriptors, in a process forked from the kernel; None elsewhere.
+        kernel_descriptors: The kernel's own, which a process forked from the kernel closes; None in other processes.
         forked: Whether the process was forked, from the kernel or from another process.
     """
     code = 1
@@ -101,10 +106,10 @@ def main(
         exit_handlers.set_mark(order.mark)
         if forked:
             exit_handlers.forget_inherited()
-        if inherited is None:
+        if kernel_descriptors is None:
             cells.renew_main()
         gc.freeze()  # O(1): from now on the collector sees the rank's own objects only, and copies no memory
-        detach(wiring, inherited)
+        detach(wiring, kernel_descriptors)
         agent, debugging, devices = connect(wiring)
         outcome = run_function(order, load, debugging)
         debugging.exit_watch.begin()
@@ -134,14 +139,14 @@ def prepare_forks() -> None:
 # ---- 1. detach
 
 
-def detach(wiring: Wiring, inherited: set[int] | None) -> None:
+def detach(wiring: Wiring, kernel_descriptors: AbstractSet[int] | None) -> None:
     """Leave the parent's process group, and drop its handlers, event loop and sockets.
 
     SIGINT stays blocked until the order is applied.
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    if inherited is not None:
+    if kernel_descriptors is not None:
         discard_interrupt(wiring.parent)
     die_with_parent(wiring.parent)
     signal.set_wakeup_fd(-1)
@@ -153,8 +158,8 @@ def detach(wiring: Wiring, inherited: set[int] | None) -> None:
     asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
     # The run's thread is a daemon; threads that the function starts would inherit that, and nothing would join them.
     threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
-    if inherited is not None:
-        redirect_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=inherited)
+    if kernel_descriptors is not None:
+        redirect_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=kernel_descriptors)
 
 
 def discard_interrupt(kernel: int) -> None:
@@ -173,7 +178,7 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def redirect_descriptors(keep: set[int], known: set[int]) -> None:
+def redirect_descriptors(keep: AbstractSet[int], known: AbstractSet[int]) -> None:
     """Redirect the kernel's sockets, event queues, history file and ``known`` pipes to /dev/null in this process.
 
     Closed descriptors would be reused for new files, which the destructors of inherited objects would then close.
@@ -222,7 +227,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         apply_order(order)
         function, arguments = load()
-        if order.notebook_settings:
+        if order.notebook_settings:  # again: what the function imports may have set up its own
             apply_notebook_settings(order.notebook_settings)
         debugging.install(function)
         sink = plain_process.require_sink()
@@ -300,7 +305,7 @@ def apply_order(order: WorkerOrder) -> None:
     reset_inherited_state()
     given = order.accelerator
     set_launch_arguments(load_bytes(given) if isinstance(given, bytes) else given)
-    apply_inherited_state(order.state)
+    apply_inherited_state(order.inherited)
     if order.notebook_settings:
         apply_notebook_settings(order.notebook_settings)
     reporting.connect_libraries(order.report_from)

@@ -171,7 +171,7 @@ class JoinedNotebook(Supervisor):
         orders: list[WorkerOrder] = pickle.loads(message.payload)
         adapt_orders(orders, config.rendezvous_address[0], plan.threads or 1)
         for order in orders:
-            order.state, order.accelerator = self._inherited, config.accelerator
+            order.inherited, order.accelerator = self._inherited, config.accelerator
             order.environment.update(config.env or {})
         backend = process_backend(plan.start_method)(*self._call)
         backend.configure(config, self.note, self.commands.stopping)

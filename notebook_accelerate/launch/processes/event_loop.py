@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from notebook_accelerate.launch.processes.rank_pipes import RankPipes
+from notebook_accelerate.launch.processes import kernel_descriptors
 
 
 class HasFileno(Protocol):
@@ -51,7 +51,7 @@ class WakeDescriptor:
         self._ends = socket.socketpair()
         for end in self._ends:
             end.setblocking(False)
-        RankPipes.kernel_side |= {end.fileno() for end in self._ends}
+        kernel_descriptors.add(*(end.fileno() for end in self._ends))
         self._is_set = False
 
     def fileno(self) -> int:
@@ -74,5 +74,5 @@ class WakeDescriptor:
     def close(self) -> None:
         """Close the descriptor."""
         for end in self._ends:
-            RankPipes.kernel_side.discard(end.fileno())
+            kernel_descriptors.discard(end.fileno())
             end.close()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.launch.processes.fork_costs import BriefSpins, collapse_memory, is_crowded
 from notebook_accelerate.launch.processes.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
@@ -72,7 +73,7 @@ class ForkBackend(ProcessBackend):
             raise LaunchError(f"rank {order.rank} could not be forked: {error}") from error
         if pid == 0:
             wiring = entry.Wiring(ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, parent)
-            entry.main(order, wiring, lambda: (self.function, self.arguments), inherited=ends.kernel_side)
+            entry.main(order, wiring, lambda: (self.function, self.arguments), kernel_descriptors.known())
         with suppress(OSError):  # the child does the same: either may run first
             os.setpgid(pid, pid)
         ends.close_rank_side()

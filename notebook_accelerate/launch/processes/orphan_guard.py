@@ -9,7 +9,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from notebook_accelerate.launch.processes.rank_pipes import RankPipes
+from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.worker.exit_handlers import mark_of, set_mark
 
 _SCRIPT = """
@@ -89,7 +89,7 @@ class OrphanGuard:
         assert self._process is not None
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
-            RankPipes.kernel_side.discard(self._process.stdin.fileno())
+            kernel_descriptors.discard(self._process.stdin.fileno())
         self._process.stdin.close()
         self._process = None
 
@@ -104,7 +104,7 @@ class OrphanGuard:
             env={"PATH": os.environ.get("PATH", os.defpath)},  # not the kernel's: it may have a secret
         )
         assert process.stdin is not None
-        RankPipes.kernel_side.add(process.stdin.fileno())
+        kernel_descriptors.add(process.stdin.fileno())
         set_mark(0, process.pid)  # a rank that launches ranks is marked itself: its guard has to outlive it
         return process
 

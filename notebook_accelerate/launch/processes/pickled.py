@@ -55,7 +55,7 @@ def to_file(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
 
 
 class PickledBackend(ProcessBackend):
-    """Base of the start methods that share no memory with the kernel: the function and its arguments travel in one file."""
+    """Base of the start methods that do not fork the kernel: the function and its arguments travel in one file."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         super().__init__(function, arguments)

@@ -22,7 +22,7 @@ from pathlib import Path
 from notebook_accelerate.errors import PortInUseError
 from notebook_accelerate.hardware.addresses import get_free_port
 from notebook_accelerate.hardware.temporary_folders import make_private_folder, remove_private_folder
-from notebook_accelerate.launch.processes.rank_pipes import RankPipes
+from notebook_accelerate.launch.processes import kernel_descriptors
 
 DEFAULT = 29500
 """The port of a launch that asks for none."""
@@ -39,7 +39,7 @@ class _Held:
 
     def close(self) -> None:
         for held in self.sockets:
-            RankPipes.kernel_side.discard(held.fileno())
+            kernel_descriptors.discard(held.fileno())
             held.close()
 
 
@@ -113,7 +113,7 @@ def _hold(port: int) -> _Held | None:
         except OSError:
             return None
         undo.pop_all()
-    RankPipes.kernel_side |= {name.fileno(), bound.fileno()}
+    kernel_descriptors.add(name.fileno(), bound.fileno())
     return _Held(port, (name, bound))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, suppress
 
+from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.telemetry import Channel
 
 PIPE_BYTES = 1 << 20
@@ -14,9 +15,6 @@ PIPE_BYTES = 1 << 20
 class RankPipes:
     """The kernel's and the rank's ends of one rank's channel and output pipes."""
 
-    kernel_side: set[int] = set()  # noqa: RUF012 - all runs of this process share it
-    """Descriptors of this process that a forked rank must not keep open."""
-
     def __init__(self) -> None:
         with ExitStack() as undo:
             self.channel, self.rank_channel = Channel.pair()
@@ -25,7 +23,7 @@ class RankPipes:
             self.stdout, self.rank_stdout = _pipe(undo)
             self.stderr, self.rank_stderr = _pipe(undo)
             undo.pop_all()
-        self.kernel_side |= {self.stdout, self.stderr}
+        kernel_descriptors.add(self.stdout, self.stderr)
 
     def close_rank_side(self) -> None:
         """Close the rank's ends in the kernel, so that the kernel reads the end of the streams."""
@@ -37,7 +35,7 @@ class RankPipes:
         """Close the kernel's ends."""
         self.channel.close()
         for descriptor in (self.stdout, self.stderr):
-            self.kernel_side.discard(descriptor)
+            kernel_descriptors.discard(descriptor)
             os.close(descriptor)
 
 

@@ -79,4 +79,4 @@ def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int,
         importlib.import_module(name)
     order = pickle.load(sys.stdin.buffer)  # not until its end: a rank forked meanwhile may hold the other end open
     wiring = entry.Wiring(channel, stdout, stderr, parent)
-    entry.main(order, wiring, lambda: load_file(payload), inherited=None, forked=False)
+    entry.main(order, wiring, lambda: load_file(payload), None, forked=False)

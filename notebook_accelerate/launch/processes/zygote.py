@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.hardware.process_liveness import is_stopped
+from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.launch.processes.fork_costs import is_crowded
 from notebook_accelerate.launch.processes.fork_probe import wait_readable
 from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter, uninterrupted
@@ -287,7 +288,7 @@ class ZygoteRank(LocalRank):
 
     def close(self) -> None:
         if self.exit_descriptor is not None:
-            RankPipes.kernel_side.discard(self.exit_descriptor)
+            kernel_descriptors.discard(self.exit_descriptor)
             if self._process is not None:
                 os.close(self._process)
                 self._process = None
@@ -331,7 +332,7 @@ class ZygoteBackend(PickledBackend):
             wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
             pid = server.fork(order, wires, crowded=self._crowded, stopping=self._stopping)
             undo.pop_all()
-        RankPipes.kernel_side.add(status_reader)
+        kernel_descriptors.add(status_reader)
         return ZygoteRank(rank, pid, ends, status_reader, server)
 
 

@@ -130,7 +130,7 @@ class _Server:
             self._become_rank()
             os.close(status)
             wiring = entry.Wiring(channel, stdout, stderr, parent)
-            entry.main(pickle.loads(body), wiring, lambda: load_file(payload), inherited=None)
+            entry.main(pickle.loads(body), wiring, lambda: load_file(payload), None)
         with suppress(OSError):
             os.setpgid(pid, pid)
         for descriptor in (channel, stdout, stderr, payload):

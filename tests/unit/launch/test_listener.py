@@ -32,8 +32,8 @@ from notebook_accelerate.launch.hosts.remote import listener, stream
 from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream
+from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch
-from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.telemetry import Event, Stamped, encode
 from tests.support.connections import connections
 from tests.support.loopback_proxy import LoopbackProxy
@@ -511,12 +511,12 @@ def test_connections_leave_no_descriptor_and_no_thread() -> None:
     once()
     gc.collect()
     before, threads = _count("fd"), _count("task")
-    known = set(RankPipes.kernel_side)
+    known = kernel_descriptors.known()
     for _ in range(5):
         once()
     until(lambda: _count("task") == threads)
     assert _count("fd") == before
-    assert RankPipes.kernel_side == known, "or forked ranks would lose files that have these numbers now"
+    assert kernel_descriptors.known() == known, "or forked ranks would lose files that have these numbers now"
 
 
 def test_a_host_that_has_connected_takes_no_other_descriptor(kernel: _Kernel) -> None:

@@ -29,8 +29,8 @@ from notebook_accelerate.launch.hosts.host_backend import FunctionBackend, take_
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
+from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter
-from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -62,7 +62,7 @@ class DriverProcess:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         self.channel.queues = True  # a driver that does not read must not block the kernel
-        RankPipes.kernel_side.add(ours.fileno())
+        kernel_descriptors.add(ours.fileno())
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the process
         call = (
             f"from notebook_accelerate.launch.hosts.ray.ray_driver import main; main({theirs.fileno()}, {os.getpid()})"
@@ -140,7 +140,7 @@ class DriverProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        RankPipes.kernel_side.discard(self.channel.fileno())
+        kernel_descriptors.discard(self.channel.fileno())
         self.channel.close()
         self._log.close()
 
