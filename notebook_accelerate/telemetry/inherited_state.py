@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
@@ -216,3 +216,28 @@ def _autocast(torch: Any) -> dict[str, str]:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- the shared state of `Accelerator`s, which a rank must not inherit; looked up by name: this room is below it
+
+_STATE = "notebook_accelerate.state"
+
+
+def reset_inherited_state() -> None:
+    """Reset the shared state that the parent process had set up."""
+    _call_if_loaded("reset_shared_state")
+
+
+def isolated_state() -> AbstractContextManager[object]:
+    """Give an inline run its own shared state, and restore the kernel's afterwards."""
+    stack = ExitStack()
+    if _STATE in sys.modules:
+        stack.enter_context(sys.modules[_STATE].isolated_shared_state())
+    else:  # the run itself may be the first to load the module
+        stack.callback(_call_if_loaded, "start_afresh")
+    return stack
+
+
+def _call_if_loaded(name: str) -> None:
+    if _STATE in sys.modules:
+        getattr(sys.modules[_STATE], name)()

@@ -1,40 +1,24 @@
-"""A rank's end of the channel: the queue of its events, and the thread that sends them.
+"""The queue of a rank's events, in front of its end of the channel.
 
 ``emit`` works on any thread, at the cost of one append.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import os
-import queue
-import signal
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from notebook_accelerate.errors import ChannelClosedError, ExceptionInfo, FrameInfo
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.channel import Channel, Stamped, encode
+from notebook_accelerate.telemetry.event_bounds import BOUNDS, MAX_EVENT_CHARS
 from notebook_accelerate.telemetry.events import (
-    AgentFailedEvent,
-    AnsweredEvent,
-    CheckpointEvent,
     DisplayEvent,
     DroppedEvent,
     Event,
-    FailureEvent,
-    InputReply,
-    InputRequest,
-    MetricEvent,
-    ProgressEvent,
-    StatusEvent,
-    TraceEvent,
 )
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
@@ -230,6 +214,13 @@ def current_sink() -> Sink | None:
     return _sink
 
 
+def require_sink() -> Sink:
+    """Return this rank's sink."""
+    sink = current_sink()
+    assert sink is not None, "a rank is connected before it runs"
+    return sink
+
+
 def send_soon() -> None:
     """Have what this rank has queued sent within milliseconds; outside a launched rank, do nothing."""
     if _sink is not None:
@@ -240,230 +231,3 @@ def emit(event: Event) -> None:
     """Queue ``event`` for the kernel that launched this rank; outside a launched rank, do nothing."""
     if _sink is not None:
         _sink.emit(event)
-
-
-# ---- bounds of what a rank may send in one event
-#
-# Without them, a metric's name, a display or an exception's text of 300 MB would fill the kernel's memory, the
-# notebook, and the front end. What exceeds its bound is shortened or left out, and a note in the rank's output says so.
-
-MAX_NAME_CHARS = 500
-"""Longest name of a metric, and longest label of a progress bar."""
-MAX_METRICS = 10_000
-"""Most metrics of one step; a run keeps fewer different ones, see ``telemetry.store``."""
-MAX_TEXT_CHARS = 100_000
-"""Longest text of a prompt, and longest message of one exception: the first and the last half of it stay."""
-MAX_CHAIN = 20
-"""Most exceptions of a chain: the first and the last half of it stay."""
-MAX_DISPLAY_CHARS = 16 << 20
-"""Most characters of the texts and pictures of one rich display."""
-MAX_EXCEPTION_BYTES = 16 << 20
-"""Largest pickled exception; of a larger one only type, message and frames are sent."""
-MAX_EVENT_CHARS = 32 << 20
-"""Longest event of any kind, as JSON; a longer one is left out."""
-
-
-def shorten_name(name: str) -> str:
-    """Return a name within ``MAX_NAME_CHARS``; different names stay different."""
-    if len(name) <= MAX_NAME_CHARS:
-        return name
-    mark = "…" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
-    return name[: MAX_NAME_CHARS - len(mark)] + mark
-
-
-def shorten_text(text: str) -> str:
-    """Return a text within about ``MAX_TEXT_CHARS``: its begin and its end, and how much is left out."""
-    if len(text) <= MAX_TEXT_CHARS:
-        return text
-    half = MAX_TEXT_CHARS // 2
-    return f"{text[:half]} … {len(text) - 2 * half:,} characters left out … {text[-half:]}"
-
-
-def _metric(event: MetricEvent) -> tuple[Event, str]:
-    if len(event.values) <= MAX_METRICS and max(map(len, event.values), default=0) <= MAX_NAME_CHARS:
-        return event, ""
-    kept = list(event.values.items())[:MAX_METRICS]
-    note = f"the names of metrics are shortened to {MAX_NAME_CHARS} characters"
-    if len(kept) < len(event.values):
-        note = f"a step has {len(event.values):,} metrics, of which {MAX_METRICS:,} are recorded"
-    return MetricEvent({shorten_name(name): value for name, value in kept}, event.step), note
-
-
-def _progress(event: ProgressEvent) -> tuple[Event, str]:
-    if len(event.label) > MAX_NAME_CHARS:
-        event.label = shorten_name(event.label)
-    return event, ""
-
-
-def _texts(event: Event) -> tuple[Event, str]:
-    """Shorten all texts of an event."""
-    note = ""
-    for each in fields(event):
-        text = getattr(event, each.name)
-        if isinstance(text, str) and len(text) > MAX_TEXT_CHARS:
-            setattr(event, each.name, shorten_text(text))
-            note = f"a text of {len(text):,} characters is shortened to {MAX_TEXT_CHARS:,}"
-    return event, note
-
-
-def _display(event: DisplayEvent) -> tuple[Event, str]:
-    """Replace a display that is too large by its size: half a picture cannot be drawn."""
-    size = _text_size(event.data) + _text_size(event.metadata)
-    if size <= MAX_DISPLAY_CHARS:
-        return event, ""
-    text = f"<a display of {size:,} characters is not shown: at most {MAX_DISPLAY_CHARS:,} are; save it to a file>"
-    return replace(event, data={"text/plain": text}, metadata={}), text.strip("<>")
-
-
-def _text_size(values: dict[Any, Any]) -> int:
-    return sum(len(value) for value in values.values() if isinstance(value, (str, bytes)))
-
-
-def _failure(event: FailureEvent) -> tuple[Event, str]:
-    """Shorten messages, which the failure itself shows: no note is needed."""
-    chain = event.chain
-    if len(chain) > MAX_CHAIN:
-        half = MAX_CHAIN // 2
-        left_out = ExceptionInfo(f"… {len(chain) - 2 * half} more exceptions …", "", (), chain[half].link)
-        chain = (*chain[:half], left_out, *chain[-half:])
-    event.chain = tuple(
-        info._replace(
-            type=shorten_name(info.type),
-            message=shorten_text(info.message),
-            frames=tuple(_frame(frame) for frame in info.frames),
-        )
-        for info in chain
-    )
-    event.note = shorten_text(event.note)
-    if len(event.payload) > MAX_EXCEPTION_BYTES:
-        event.note = f"the exception itself is not sent: {len(event.payload):,} bytes, at most {MAX_EXCEPTION_BYTES:,}"
-        event.payload = b""
-    return event, ""
-
-
-def _frame(frame: FrameInfo) -> FrameInfo:
-    return frame._replace(source=shorten_name(frame.source), function=shorten_name(frame.function))
-
-
-BOUNDS: dict[type[Event], Callable[[Any], tuple[Event, str]]] = {
-    MetricEvent: _metric,
-    ProgressEvent: _progress,
-    DisplayEvent: _display,
-    FailureEvent: _failure,
-    InputRequest: _texts,
-    StatusEvent: _texts,
-    TraceEvent: _texts,
-    CheckpointEvent: _texts,
-}
-"""By kind of event: returns the event within its bounds, and a note about what is shortened or left out, or ""."""
-
-
-# ---- the agent: the thread of this package in a rank
-
-FLUSH_SECONDS = 0.05
-"""Seconds between two flushes of the event queue while it has urgent events."""
-_PERIODS_PER_FLUSH = 4
-"""Number of periods between two flushes of other events: panels repaint every 0.2 s, and a flush takes 0.2 ms."""
-MAX_FAILURES = 5
-"""After this many unexpected errors the agent ends."""
-
-
-class Agent:
-    """Flushes ``sink``, and passes events from the kernel to the registered handlers."""
-
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
-        self._process = os.getpid()
-        self._replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
-        self._prompts = itertools.count(1)
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {InputReply: self._replies.put}
-        self._ticks: list[Callable[[], None]] = []
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="notebook-accelerate-agent", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Send what is queued. The thread ends with the process: joining it would take up to one period."""
-        self._stopping.set()
-        self.sink.flush()
-
-    def on(self, kind: type[Event], handler: Callable[[Any], None]) -> None:
-        """Call ``handler(event)`` on the agent's thread for every event of ``kind`` from the kernel."""
-        self._handlers[kind] = handler
-
-    def every_tick(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` on the agent's thread, about 20 times a second."""
-        self._ticks.append(callback)
-
-    def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Prompt the user in the notebook and return the answer; blocks until then.
-
-        Args:
-            prompt: Text before the answer.
-            password: Whether to hide the answer.
-            shown: Lines to show before the prompt.
-            kind: "input" or "debugger".
-
-        Raises:
-            EOFError: The notebook cannot prompt; or the caller is a process that the rank has started, such as a worker
-                of a DataLoader.
-        """
-        if os.getpid() != self._process:  # the rank would receive the answer
-            raise EOFError("only the rank itself can prompt the user, not a process that it has started")
-        number = next(self._prompts)
-        try:
-            self.sink.send(InputRequest(prompt, password, shown, kind, number))
-            while (reply := self._replies.get()).number != number:
-                pass  # an answer to an earlier prompt, which an interrupt has ended
-        finally:  # an interrupt ends the prompt too
-            self.sink.send(AnsweredEvent(number))
-        if reply.text is None:
-            raise EOFError("the notebook gave no answer")
-        return reply.text
-
-    def _run(self) -> None:
-        for left in reversed(range(MAX_FAILURES)):
-            try:
-                self._serve()
-                return
-            except ChannelClosedError:
-                if not self._stopping.is_set():
-                    # Without the kernel the run is over: end this rank and the processes that it started.
-                    os.kill(0, signal.SIGKILL)
-                return
-            except BaseException as error:  # noqa: BLE001 - nothing above could handle it, or show it
-                self._report(error, ended=left == 0)
-
-    def _serve(self) -> None:
-        for turn in itertools.count():
-            if self._stopping.is_set():
-                return
-            for _, event in self.sink.channel.receive(FLUSH_SECONDS):
-                self._handle(event)
-            for tick in self._ticks:
-                tick()
-            if self.sink.urgent or turn % _PERIODS_PER_FLUSH == 0:
-                self.sink.flush()
-
-    def _report(self, error: BaseException, *, ended: bool) -> None:
-        """Report an error of this thread past the queue, which may be its cause."""
-        text = describe_error(error, 500)
-        with suppress(OSError):  # closed by the function
-            os.write(2, "".join(traceback.format_exception(error)).encode(errors="replace"))
-        with suppress(Exception):
-            self.sink.channel.send(AgentFailedEvent(text, ended))
-
-    def _handle(self, event: Event) -> None:
-        """Call the handler of an event; its failure must not end the thread, or the rank would never reply again."""
-        handler = self._handlers.get(type(event))
-        if handler is None:
-            return
-        try:
-            handler(event)
-        except ChannelClosedError:
-            raise
-        except Exception:  # noqa: BLE001 - shown in the rank's stderr
-            traceback.print_exc()

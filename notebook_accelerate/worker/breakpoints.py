@@ -13,8 +13,8 @@ from typing import Any
 from notebook_accelerate.errors import NotebookAccelerateError
 from notebook_accelerate.telemetry import emit
 from notebook_accelerate.telemetry.debug_protocol import DebuggerLeftEvent
-from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.worker import stacks
+from notebook_accelerate.worker.agent import Agent
 
 
 class Terminal(io.TextIOBase):

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.worker import breakpoints, plain_process, rich_display
+from notebook_accelerate.worker.agent import Agent
 
 
 def install(agent: Agent) -> None:

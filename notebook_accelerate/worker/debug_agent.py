@@ -48,9 +48,9 @@ from notebook_accelerate.telemetry.debug_protocol import (
     StacksRequest,
 )
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
-from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.telemetry.tracebacks import describe_error, main_frame
 from notebook_accelerate.worker import breakpoints, collective_timeouts, stacks, waits
+from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.console import flush
 from notebook_accelerate.worker.exit_handlers import ExitWatch
 from notebook_accelerate.worker.stacks import start_sampling

@@ -14,8 +14,8 @@ from typing import Any
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.nvml import bare_uuid
 from notebook_accelerate.telemetry.events import AgentFailedEvent, DeviceMemoryEvent
-from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.telemetry.tracebacks import describe_error
+from notebook_accelerate.worker.agent import Agent
 
 PERIOD = 1.0
 """Seconds between two reports."""

@@ -45,18 +45,18 @@ from notebook_accelerate.telemetry import (
     tracebacks,
 )
 from notebook_accelerate.telemetry.automatic_metrics import sampler
-from notebook_accelerate.telemetry.inherited_state import apply_inherited_state
+from notebook_accelerate.telemetry.inherited_state import apply_inherited_state, reset_inherited_state
 from notebook_accelerate.telemetry.notebook_settings import apply_notebook_settings
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.results import advice, dump_result
-from notebook_accelerate.telemetry.sink import Agent
+from notebook_accelerate.telemetry.sink import require_sink
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute, class_name, describe_error, install_sources
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.worker import console, exit_handlers, plain_process
+from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.debug_agent import DebugAgent
 from notebook_accelerate.worker.device_reports import DeviceReports
 from notebook_accelerate.worker.exit_handlers import run_exit_handlers
-from notebook_accelerate.worker.plain_process import reset_inherited_state
 
 Function = Callable[..., Any]
 Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
@@ -230,7 +230,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         if order.notebook_settings:  # again: what the function imports may have set up its own
             apply_notebook_settings(order.notebook_settings)
         debugging.install(function)
-        sink = plain_process.require_sink()
+        sink = require_sink()
         sink.send(StatusEvent("running"))
         value = call(function, arguments)
     except SystemExit as stop:
@@ -247,7 +247,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         cells.explain_omitted(error)
         event = failure_event(error, "exception")
         if order.hold and (place := built_in_attribute(error, "__traceback__")) is not None:
-            plain_process.require_sink().send(event)
+            require_sink().send(event)
             debugging.hold(place)
         return Outcome(event)
     return returned(value, order.result_bytes)

@@ -23,9 +23,9 @@ from typing import Any
 
 from notebook_accelerate.hardware.process_liveness import STARTED, read_stat
 from notebook_accelerate.telemetry.events import ExitWaitEvent
-from notebook_accelerate.telemetry.sink import Agent
 from notebook_accelerate.telemetry.tracebacks import frame_of, main_frame
 from notebook_accelerate.worker import stacks
+from notebook_accelerate.worker.agent import Agent
 
 _PROCESS_PACKAGES = ("multiprocessing", "multiprocess")
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -11,8 +11,9 @@ from typing import Any
 from notebook_accelerate.telemetry import StatusEvent, steady_time, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
+from notebook_accelerate.telemetry.sink import require_sink
 from notebook_accelerate.telemetry.tracebacks import install_sources
-from notebook_accelerate.worker import debug_agent, plain_process
+from notebook_accelerate.worker import debug_agent
 
 
 class InterruptGate:
@@ -40,7 +41,7 @@ def warm_rank() -> None:
     namespace |= {"rank": state.process_index, "world_size": state.num_processes, "device": state.device}
     sys.modules["__main__"].__dict__.update(namespace)
     namespace = sys.modules["__main__"].__dict__
-    sink = plain_process.require_sink()
+    sink = require_sink()
     sink.send(StatusEvent("running", "warm"))
     while True:
         try:

@@ -30,9 +30,9 @@ from notebook_accelerate.launch.state.run_events import (
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, steady_time, tracebacks
 from notebook_accelerate.telemetry.automatic_metrics import sampler
+from notebook_accelerate.telemetry.inherited_state import isolated_state
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute, exit_code
-from notebook_accelerate.worker.plain_process import isolated_state
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig

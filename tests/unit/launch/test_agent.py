@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from notebook_accelerate.telemetry import AnsweredEvent, Channel, InputReply, InputRequest, Sink, StatusEvent
-from notebook_accelerate.telemetry.sink import Agent
+from notebook_accelerate.worker.agent import Agent
 
 Ends = tuple[Channel, Agent]
 

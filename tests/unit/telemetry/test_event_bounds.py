@@ -19,7 +19,7 @@ from notebook_accelerate.telemetry import (
     Sink,
     StatusEvent,
 )
-from notebook_accelerate.telemetry.sink import (
+from notebook_accelerate.telemetry.event_bounds import (
     MAX_CHAIN,
     MAX_DISPLAY_CHARS,
     MAX_EVENT_CHARS,

@@ -1,0 +1,135 @@
+"""Bounds of what a rank may send in one event.
+
+Without them, a metric's name, a display or an exception's text of 300 MB would fill the kernel's memory, the notebook,
+and the front end. What exceeds its bound is shortened or left out, and a note in the rank's output says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from notebook_accelerate.errors import ExceptionInfo, FrameInfo
+from notebook_accelerate.telemetry.events import (
+    CheckpointEvent,
+    DisplayEvent,
+    Event,
+    FailureEvent,
+    InputRequest,
+    MetricEvent,
+    ProgressEvent,
+    StatusEvent,
+    TraceEvent,
+)
+
+MAX_NAME_CHARS = 500
+"""Longest name of a metric, and longest label of a progress bar."""
+MAX_METRICS = 10_000
+"""Most metrics of one step; a run keeps fewer different ones, see ``telemetry.store``."""
+MAX_TEXT_CHARS = 100_000
+"""Longest text of a prompt, and longest message of one exception: the first and the last half of it stay."""
+MAX_CHAIN = 20
+"""Most exceptions of a chain: the first and the last half of it stay."""
+MAX_DISPLAY_CHARS = 16 << 20
+"""Most characters of the texts and pictures of one rich display."""
+MAX_EXCEPTION_BYTES = 16 << 20
+"""Largest pickled exception; of a larger one only type, message and frames are sent."""
+MAX_EVENT_CHARS = 32 << 20
+"""Longest event of any kind, as JSON; a longer one is left out."""
+
+
+def shorten_name(name: str) -> str:
+    """Return a name within ``MAX_NAME_CHARS``; different names stay different."""
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    mark = "…" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
+    return name[: MAX_NAME_CHARS - len(mark)] + mark
+
+
+def shorten_text(text: str) -> str:
+    """Return a text within about ``MAX_TEXT_CHARS``: its begin and its end, and how much is left out."""
+    if len(text) <= MAX_TEXT_CHARS:
+        return text
+    half = MAX_TEXT_CHARS // 2
+    return f"{text[:half]} … {len(text) - 2 * half:,} characters left out … {text[-half:]}"
+
+
+def _metric(event: MetricEvent) -> tuple[Event, str]:
+    if len(event.values) <= MAX_METRICS and max(map(len, event.values), default=0) <= MAX_NAME_CHARS:
+        return event, ""
+    kept = list(event.values.items())[:MAX_METRICS]
+    note = f"the names of metrics are shortened to {MAX_NAME_CHARS} characters"
+    if len(kept) < len(event.values):
+        note = f"a step has {len(event.values):,} metrics, of which {MAX_METRICS:,} are recorded"
+    return MetricEvent({shorten_name(name): value for name, value in kept}, event.step), note
+
+
+def _progress(event: ProgressEvent) -> tuple[Event, str]:
+    if len(event.label) > MAX_NAME_CHARS:
+        event.label = shorten_name(event.label)
+    return event, ""
+
+
+def _texts(event: Event) -> tuple[Event, str]:
+    """Shorten all texts of an event."""
+    note = ""
+    for each in fields(event):
+        text = getattr(event, each.name)
+        if isinstance(text, str) and len(text) > MAX_TEXT_CHARS:
+            setattr(event, each.name, shorten_text(text))
+            note = f"a text of {len(text):,} characters is shortened to {MAX_TEXT_CHARS:,}"
+    return event, note
+
+
+def _display(event: DisplayEvent) -> tuple[Event, str]:
+    """Replace a display that is too large by its size: half a picture cannot be drawn."""
+    size = _text_size(event.data) + _text_size(event.metadata)
+    if size <= MAX_DISPLAY_CHARS:
+        return event, ""
+    text = f"<a display of {size:,} characters is not shown: at most {MAX_DISPLAY_CHARS:,} are; save it to a file>"
+    return replace(event, data={"text/plain": text}, metadata={}), text.strip("<>")
+
+
+def _text_size(values: dict[Any, Any]) -> int:
+    return sum(len(value) for value in values.values() if isinstance(value, (str, bytes)))
+
+
+def _failure(event: FailureEvent) -> tuple[Event, str]:
+    """Shorten messages, which the failure itself shows: no note is needed."""
+    chain = event.chain
+    if len(chain) > MAX_CHAIN:
+        half = MAX_CHAIN // 2
+        left_out = ExceptionInfo(f"… {len(chain) - 2 * half} more exceptions …", "", (), chain[half].link)
+        chain = (*chain[:half], left_out, *chain[-half:])
+    event.chain = tuple(
+        info._replace(
+            type=shorten_name(info.type),
+            message=shorten_text(info.message),
+            frames=tuple(_frame(frame) for frame in info.frames),
+        )
+        for info in chain
+    )
+    event.note = shorten_text(event.note)
+    if len(event.payload) > MAX_EXCEPTION_BYTES:
+        event.note = f"the exception itself is not sent: {len(event.payload):,} bytes, at most {MAX_EXCEPTION_BYTES:,}"
+        event.payload = b""
+    return event, ""
+
+
+def _frame(frame: FrameInfo) -> FrameInfo:
+    return frame._replace(source=shorten_name(frame.source), function=shorten_name(frame.function))
+
+
+BOUNDS: dict[type[Event], Callable[[Any], tuple[Event, str]]] = {
+    MetricEvent: _metric,
+    ProgressEvent: _progress,
+    DisplayEvent: _display,
+    FailureEvent: _failure,
+    InputRequest: _texts,
+    StatusEvent: _texts,
+    TraceEvent: _texts,
+    CheckpointEvent: _texts,
+}
+"""By kind of event: returns the event within its bounds, and a note about what is shortened or left out, or ""."""
