@@ -289,7 +289,7 @@ class FirstNotebook(RankSupervisor):
     def _with_hosts(self, own: ProcessBackend, group: RankGroup) -> ProcessBackend:
         self._group, self._makes_room = group, None
         group.listen(self._listener, lambda: self._accept(None))
-        group.on_step = lambda: self._stop_to_make_room(group)
+        group.after_turn = lambda: self._stop_to_make_room(group)
         return HostBackend(own, self._plan.num_processes, self._hosts)
 
     def _stop_to_make_room(self, group: RankGroup) -> None:

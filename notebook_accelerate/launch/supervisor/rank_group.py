@@ -21,7 +21,7 @@ from notebook_accelerate.launch.processes.event_loop import DispatchSelector, Ha
 from notebook_accelerate.launch.processes.orphan_guard import orphan_guard
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
-from notebook_accelerate.launch.state.run_events import RankExited
+from notebook_accelerate.launch.state.run_events import AttemptEnded, FailuresRecorded, RankExited
 from notebook_accelerate.launch.state.run_state import ENDED, TransitionError
 from notebook_accelerate.launch.supervisor.rank_events import RankEventHandler
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
@@ -60,7 +60,7 @@ class RankGroup:
         selector: What the event loop waits on.
         events: Handles everything the ranks send.
         stops: Decides when they are stopped, and how each rank's end is judged.
-        on_step: Called after every turn of the event loop.
+        after_turn: Called after every turn of the event loop.
     """
 
     def __init__(self, supervisor: Supervisor, plan: LaunchPlan) -> None:
@@ -68,7 +68,7 @@ class RankGroup:
         self.selector = DispatchSelector()
         self.selector.register(supervisor.commands.wake, selectors.EVENT_READ, self._carry_out)
         self._ranks = SupervisedRanks()
-        self.on_step: Callable[[], None] | None = None
+        self.after_turn: Callable[[], None] | None = None
         self._guard_due = 0.0
         self.stops = StopSequence(supervisor.journal, supervisor.commands.prompts, hold=supervisor.config.debug)
         self.events = RankEventHandler(supervisor, self.selector, self._ranks, self.stops)
@@ -167,7 +167,8 @@ class RankGroup:
 
     def _take_steps(self) -> None:
         self._check_limits()
-        self.stops.hold_when_due()
+        if self.stops.hold_when_due():
+            self._hold()
         if (due := self.stops.next_due()) is not None and due <= time.monotonic():
             dispatch(self.selector, 0)  # before ranks are stopped: on a busy machine many events may be pending
         if time.monotonic() >= self._guard_due:
@@ -178,8 +179,21 @@ class RankGroup:
         self.stops.signal_when_due(rank.process for rank in self._ranks.living.values())
         if self.stops.killed_at is not None and time.monotonic() - self.stops.killed_at > UNKILLABLE_SECONDS:
             self._leave_unkillable()
-        if self.on_step is not None:
-            self.on_step()
+        if self.after_turn is not None:
+            self.after_turn()
+
+    def _hold(self) -> None:
+        """End the run with its failure while its ranks are held for the debugger."""
+        found, supervisor = self.verdicts(), self._supervisor
+        supervisor.publisher.flush(force=True)
+        supervisor.journal.append(FailuresRecorded(found))
+        supervisor.journal.append(AttemptEnded(failures.headline(found)))
+        supervisor.journal.append(failures.failed(supervisor.id, supervisor.state))
+        supervisor.show(
+            "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed; "
+            "the next launch, or notebook_accelerate.shutdown(), ends them",
+            "stderr",
+        )
 
     def _check_limits(self) -> None:
         reason = self._limits.reached()

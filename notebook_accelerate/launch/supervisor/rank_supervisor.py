@@ -99,7 +99,6 @@ class RankSupervisor(Supervisor):
         finally:
             group.abandon()
             sampler.stop()
-            group.stops.on_hold = None  # refers to the group
             self.journal.free_old_results()
         return group
 
@@ -110,7 +109,6 @@ class RankSupervisor(Supervisor):
         if number >= self.config.max_restarts:
             self._call = None  # the ranks have the arguments, which may be large
         group = RankGroup(self, plan)
-        group.stops.on_hold = lambda: self._hold(group)
         backend = self._with_hosts(self._backend, group)
         backend.configure(self.config, self.note, self.commands.stopping)
         group.start(backend, number, self._inherited)
@@ -131,19 +129,6 @@ class RankSupervisor(Supervisor):
             self.journal.append(AttemptEnded(headline, restarts=True))
             self.show(f"attempt {number + 1} {how} ({headline}); starting again", "stderr")
         return again
-
-    def _hold(self, group: RankGroup) -> None:
-        """End the run with its failure while its ranks are held for the debugger."""
-        found = group.verdicts()
-        self.publisher.flush(force=True)
-        self.journal.append(FailuresRecorded(found))
-        self.journal.append(AttemptEnded(failures.headline(found)))
-        self.journal.append(failures.failed(self.id, self.state))
-        self.show(
-            "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed; "
-            "the next launch, or notebook_accelerate.shutdown(), ends them",
-            "stderr",
-        )
 
     def _verdict(self, group: RankGroup) -> RunEnded:
         """Record how the last attempt ended and return how that ends the run."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,7 +62,6 @@ class StopSequence:
         held: Whether the ranks were held for the debugger after a failure.
         failures: The failures, in the order in which they were reported.
         reason: Why the ranks are stopped, when no failure is the cause.
-        on_hold: Called when the ranks are held for the debugger after a failure.
         killed_at: When SIGKILL was sent, by ``time.monotonic``; None before.
     """
 
@@ -76,7 +75,6 @@ class StopSequence:
         self._oom_kills = failures.oom_kill_count()
         self.failures: list[RankFailure] = []
         self.reason: StopReason | None = None
-        self.on_hold: Callable[[], None] | None = None
         self.killed_at: float | None = None
 
     # ---- causes of a stop
@@ -152,12 +150,13 @@ class StopSequence:
         dues = [due for due, _ in self._steps[:1]] + ([self._hold_at] if self._hold_at is not None else [])
         return min(dues, default=None)
 
-    def hold_when_due(self) -> None:
-        """Hold the ranks once the others have had time to fail too."""
-        if self._hold_at is not None and time.monotonic() >= self._hold_at and self.on_hold is not None:
-            self._hold_at, self.held = None, True
-            self._enter("held")
-            self.on_hold()
+    def hold_when_due(self) -> bool:
+        """Hold the ranks once the others have had time to fail too; return whether they are held from now on."""
+        if self._hold_at is None or time.monotonic() < self._hold_at:
+            return False
+        self._hold_at, self.held = None, True
+        self._enter("held")
+        return True
 
     def signal_when_due(self, living: Iterable[RankProcess]) -> None:
         """Send the signals that are due to every living rank."""

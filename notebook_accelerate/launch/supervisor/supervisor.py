@@ -118,15 +118,19 @@ class Supervisor(ABC):
 
     def _end(self, ended: RunEnded) -> None:
         """Release the run's resources and end it, even if showing or closing fails: other threads wait for the end."""
-        with ExitStack() as last:  # the first one last
-            last.callback(self.over.set)
-            last.callback(self.started.set)
-            last.callback(self.commands.prompts.close)
-            last.callback(self._record_end, ended)
-            last.callback(partial(self.publisher.flush, force=True))
-            last.callback(self._release)
-            last.callback(self.commands.close)
-            last.callback(self._disconnect, ended)
+        steps = [
+            partial(self._disconnect, ended),
+            self.commands.close,
+            self._release,
+            partial(self.publisher.flush, force=True),
+            partial(self._record_end, ended),
+            self.commands.prompts.close,
+            self.started.set,
+            self.over.set,
+        ]
+        with ExitStack() as stack:  # calls the last one that it was given first
+            for step in reversed(steps):
+                stack.callback(step)
 
     def _disconnect(self, ended: RunEnded) -> None:  # noqa: B027 - most runs have none
         """Close the connections to other machines."""
