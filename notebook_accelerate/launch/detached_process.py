@@ -31,7 +31,7 @@ from notebook_accelerate.telemetry.pickling import load_file
 from notebook_accelerate.telemetry.tracebacks import install_sources
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.detached_launch import DetachedOrder
     from notebook_accelerate.launch.run import Run
 
 HELD_SECONDS = 3600
@@ -44,7 +44,7 @@ def main(order: int, payload: int, answer: int, claimed: int) -> None:
     """Launch a run and return when its ranks have ended.
 
     Args:
-        order: Descriptor of the file with what to launch; see ``attaching.launch_detached``.
+        order: Descriptor of the file with what to launch; a `DetachedOrder`.
         payload: Descriptor of the file with the function and its arguments.
         answer: Descriptor of the socket to the kernel that launches it.
         claimed: Descriptor of the claim of the run's name.
@@ -67,7 +67,7 @@ class DetachedRun:
         claimed: Descriptor of the claim of the run's name.
     """
 
-    def __init__(self, order: dict[str, Any], payload: int, kernel: socket.socket, claimed: int) -> None:
+    def __init__(self, order: DetachedOrder, payload: int, kernel: socket.socket, claimed: int) -> None:
         self._order, self._payload, self._kernel = order, payload, kernel
         self._claimed: int | None = claimed
         self._service: ControlService | None = None
@@ -77,15 +77,14 @@ class DetachedRun:
     def main(self) -> None:
         """Launch the run, and wait for its end."""
         order = self._order
-        config: LaunchConfig = order["config"]
-        install_sources(order["sources"])
-        tracebacks.name_foreign_cells(order["names"])
+        install_sources(order.sources)
+        tracebacks.name_foreign_cells(order.cell_names)
         try:
             self._held_seconds = held_seconds()
             self._path = run_directory.new_socket()
-            function = PickledFunction(order["function"], self._payload, order["arguments"], order["settings"])
-            earlier = None if order["resume"] is None else open_run(order["resume"])
-            run = start_here(config.changed(panel=False), function, (), earlier, order["inherited"], self._serve)
+            function = PickledFunction(order.function_name, self._payload, order.arguments, order.settings)
+            earlier = None if order.resume is None else open_run(order.resume)
+            run = start_here(order.config.changed(panel=False), function, (), earlier, order.inherited, self._serve)
         except BaseException as error:  # noqa: BLE001 - the kernel raises it again
             self._answer({"error": type(error).__name__, "message": str(error)})
             self._end()
@@ -117,7 +116,7 @@ class DetachedRun:
             socket=str(self._path),
             created=run.started,
             process=asdict(this_process()),
-            origin=self._order["origin"],
+            origin=self._order.origin,
             accelerator=accelerator,
             visible=run_registry.visible_devices(accelerator, run.config.env),
             version=VERSION,
@@ -145,7 +144,7 @@ class DetachedRun:
 
     def _release_name(self) -> None:
         if self._claimed is not None:
-            run_directory.release_name(self._order["config"].name, self._claimed)
+            run_directory.release_name(self._order.config.name, self._claimed)
             self._claimed = None
 
     def _end(self) -> None:

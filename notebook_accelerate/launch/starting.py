@@ -15,7 +15,7 @@ from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
 from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerError
 from notebook_accelerate.launch import run_registry
-from notebook_accelerate.launch.attaching import launch_detached
+from notebook_accelerate.launch.detached_launch import launch_detached
 from notebook_accelerate.launch.kept import run_folder
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.run_writer import RunWriter

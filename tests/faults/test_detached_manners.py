@@ -16,9 +16,9 @@ import pytest
 
 from notebook_accelerate import Accelerator, LaunchError, Run, attach, notebook_launcher, open_run, shutdown
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch import detached_launch
 from notebook_accelerate.launch.detached import run_directory
-from tests.support.detached import processes_of, supervisor_of, user_folder
+from tests.support.detached import disconnect_all, processes_of, supervisor_of, user_folder
 from tests.support.waiting import until
 
 _OPTIONS: dict[str, Any] = {"num_processes": 1, "use_port": 0, "detach": True, "panel": False}
@@ -102,7 +102,7 @@ def test_ranks_of_a_failed_run_that_nobody_attends_end(state: Path, monkeypatch:
     until(lambda: run.held)
     time.sleep(4.0)
     assert processes_of(state), "this kernel is attached"
-    attaching.disconnect_all()
+    disconnect_all()
     until(lambda: not processes_of(state), seconds=60)
     ended = attach(run.name)
     until(lambda: not ended.held, seconds=20)
@@ -119,7 +119,7 @@ def test_a_limit_that_is_no_number_is_refused(state: Path, monkeypatch: pytest.M
 
 
 def test_a_start_that_takes_too_long_is_given_up(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaching, "START_SECONDS", 0.0)
+    monkeypatch.setattr(detached_launch, "START_SECONDS", 0.0)
     with pytest.raises(LaunchError, match="did not start"):
         _launch(time.sleep, 600, name="late")
     until(lambda: not processes_of(state), seconds=120)
@@ -147,7 +147,7 @@ def test_a_run_whose_folder_is_deleted_is_stopped_by_a_kernel_that_cannot_read_i
     run = _launch(time.sleep, 600, name="homeless")
     until(lambda: run.status == "running")
     assert run.folder is not None
-    attaching.disconnect_all()
+    disconnect_all()
     shutil.rmtree(run.folder)
     assert processes_of(state)
     shutdown(all=True)
@@ -235,7 +235,7 @@ def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: 
     theirs, ours = (_launch(time.sleep, 600, name=name) for name in ("theirs", "ours"))
     until(lambda: theirs.status == ours.status == "running")
     (entry,) = (entry for entry in run_directory.entries() if entry.name == "theirs")
-    attaching.disconnect_all()
+    disconnect_all()
     hidden = Path(entry.socket).with_suffix(".away")
     Path(entry.socket).rename(hidden)
     try:
@@ -243,7 +243,7 @@ def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: 
     finally:
         hidden.rename(entry.socket)
     assert [attach(name).status for name in ("theirs", "ours")] == ["running", "stopped"]
-    attaching.disconnect_all()  # the object that was opened meanwhile is read-only
+    disconnect_all()  # the object that was opened meanwhile is read-only
 
 
 # ---- what nobody can read

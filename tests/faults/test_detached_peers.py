@@ -22,7 +22,7 @@ from notebook_accelerate.launch.detached import control_client, control_protocol
 from notebook_accelerate.launch.detached.control_protocol import short_path
 from notebook_accelerate.telemetry import Event, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.debug_protocol import AskRequest, DoneReply
-from tests.support.detached import processes_of, supervisor_of, user_folder
+from tests.support.detached import disconnect_all, processes_of, supervisor_of, user_folder
 from tests.support.peers import PEERS, SENDS, frame, misbehaving_peer, raw
 from tests.support.waiting import until
 
@@ -157,7 +157,7 @@ def test_suspended_kernels_delay_nobody_and_read_on_later(state: Path) -> None:
 def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
     run = _launch("asleep")
     supervisor = supervisor_of(run)
-    attaching.disconnect_all()
+    disconnect_all()
     supervisor.suspend()
     until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
     with ExitStack() as connections:
@@ -176,7 +176,7 @@ def test_supervisors_that_accept_nothing_are_killed_at_the_same_time(
 ) -> None:
     """Stopping one after the other would take the grace period of each."""
     supervisors = [supervisor_of(_launch(name)) for name in ("one", "two")]
-    attaching.disconnect_all()
+    disconnect_all()
     for supervisor in supervisors:
         supervisor.suspend()
     steps: list[str] = []
@@ -237,7 +237,7 @@ def test_a_run_is_attached_to_while_its_supervisor_is_suspended(state: Path, mon
     run = _launch("waits")
     monkeypatch.setattr(control_client, "STATE_SECONDS", 1e6)
     supervisor = supervisor_of(run)
-    attaching.disconnect_all()
+    disconnect_all()
     supervisor.suspend()
     again = attach("waits")
     supervisor.resume()

@@ -17,11 +17,11 @@ import pytest
 
 from notebook_accelerate import LaunchError, Run, RunLostError, attach, notebook_launcher, open_run, runs, shutdown
 from notebook_accelerate.errors import BrokenRunError, SerializationError
-from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch import detached_launch
 from notebook_accelerate.launch.detached import run_directory
 from tests.faults.test_kept_runs import check_history, train
 from tests.support.connections import connections
-from tests.support.detached import processes_of, supervisor_of, user_folder
+from tests.support.detached import disconnect_all, processes_of, supervisor_of, user_folder
 from tests.support.kernel import Kernel
 from tests.support.waiting import until
 
@@ -252,7 +252,7 @@ def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.Monke
         until(lambda: bool(run_directory.entries()), seconds=120)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(attaching, "_answer", interrupted)
+    monkeypatch.setattr(detached_launch, "_answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(time.sleep, (600,), num_processes=1, detach=True, name="interrupted", panel=False)
     run = attach("interrupted")
@@ -395,7 +395,7 @@ def test_a_run_that_ended_on_a_full_disk_is_stopped_and_frees_its_name(
         assert run.status == "succeeded"
         assert processes_of(tmp_path / "state"), "it waits for the disk"
         if how == "another kernel":
-            attaching.disconnect_all()
+            disconnect_all()
             run = attach("full")
             assert run.wait(60)
         shutdown(all=True) if how == "shutdown" else run.stop()

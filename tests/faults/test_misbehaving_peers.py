@@ -177,7 +177,7 @@ SOCKETS = {
     "launch/detached/control_protocol.py": "tests/faults/test_detached_peers.py",
     "launch/detached/control_client.py": "tests/faults/test_detached_peers.py",
     "launch/detached_process.py": OWN,
-    "launch/attaching.py": OWN,
+    "launch/detached_launch.py": OWN,
     "launch/processes/event_loop.py": OWN,
     "launch/processes/zygote.py": OWN,
     "launch/processes/zygote_server.py": OWN,

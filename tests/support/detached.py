@@ -11,6 +11,7 @@ import pytest
 
 from notebook_accelerate import Run, shutdown
 from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch.detached.control_client import ControlClient
 from tests.support.waiting import until
 
 
@@ -23,10 +24,20 @@ def user_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         yield folder
     finally:
         shutdown(all=True)
-        attaching.disconnect_all()
+        disconnect_all()
     until(lambda: not processes_of(folder), seconds=60)
     sockets = folder / "notebook-accelerate" / "sockets"
     assert not sockets.exists() or not list(sockets.iterdir())
+
+
+def disconnect_all() -> None:
+    """Disconnect from all detached runs without stopping them, as the end of a kernel does."""
+    with attaching._lock:
+        runs = list(attaching._attached.values())
+        attaching._attached.clear()
+    for run in runs:
+        if isinstance(run.commands, ControlClient):
+            run.commands.close()
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

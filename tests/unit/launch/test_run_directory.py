@@ -26,7 +26,7 @@ from notebook_accelerate.debugging.process_stacks import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, DeviceBusyError, LaunchError
 from notebook_accelerate.hardware import process_liveness
 from notebook_accelerate.hardware.process_liveness import this_process
-from notebook_accelerate.launch import attaching, run_registry
+from notebook_accelerate.launch import attaching, detached_launch, run_registry
 from notebook_accelerate.launch.detached import (
     control_client,
     control_protocol as protocol,
@@ -40,6 +40,7 @@ from notebook_accelerate.launch.kept import journal_file, journal_format, run_fo
 from notebook_accelerate.telemetry import Event, LogEvent
 from notebook_accelerate.telemetry.channel import Channel
 from notebook_accelerate.telemetry.store import Record
+from tests.support.detached import disconnect_all
 from tests.support.runs import START, make_run
 from tests.support.waiting import until
 
@@ -50,7 +51,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     yield tmp_path / "state" / "notebook-accelerate"
-    attaching.disconnect_all()
+    disconnect_all()
 
 
 def _recorded(
@@ -247,12 +248,12 @@ def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, m
     assert claimed is not None
     _recorded(tmp_path / "one", "one", time.time(), pid=2**22 - 1)
     assert [entry.lives for entry in run_directory.entries()] == [True]
-    monkeypatch.setattr(attaching, "CLAIM_SECONDS", 0.1)
+    monkeypatch.setattr(detached_launch, "CLAIM_SECONDS", 0.1)
     with pytest.raises(ValueError, match="has not ended"):
-        attaching._claim("one")
+        detached_launch._claim("one")
     os.close(claimed)  # as the end of its process does
     assert [entry.lives for entry in run_directory.entries()] == [False]
-    again = attaching._claim("one")
+    again = detached_launch._claim("one")
     run_directory.release_name("one", again)
 
 
@@ -566,10 +567,10 @@ def test_the_first_answer_of_a_process_counts() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b'{"folder": "/runs/1"}\n{"error": "LaunchError", "message": "later"}\n')
-        assert attaching._answer(ours) == {"folder": "/runs/1"}
+        assert detached_launch._answer(ours) == {"folder": "/runs/1"}
         theirs.close()
         ours.setblocking(True)
-        assert attaching._answer(ours) is None
+        assert detached_launch._answer(ours) is None
 
 
 def test_devices_of_detached_runs_are_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
