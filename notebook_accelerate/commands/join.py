@@ -7,8 +7,8 @@ import signal
 import sys
 
 from notebook_accelerate.commands.parsers import Subparsers, command_parser
+from notebook_accelerate.launch.hosts.first_notebook import JOIN_SECONDS
 from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, secret_for_command
-from notebook_accelerate.launch.hosts.host_group import JOIN_SECONDS
 
 
 def join_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:

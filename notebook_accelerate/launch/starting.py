@@ -233,7 +233,7 @@ def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
     """Return the supervisor of this notebook's part of the run; on an error, close ``commands``."""
     if run.config.num_nodes == 1:
         return RankSupervisor(run, commands, _publisher(run))
-    from notebook_accelerate.launch.hosts.several import supervisor_of_several
+    from notebook_accelerate.launch.hosts.joined_notebook import supervisor_of_several
 
     with ExitStack() as undo:
         undo.callback(commands.close)

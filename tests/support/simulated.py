@@ -24,8 +24,9 @@ from pathlib import Path
 
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.host_backend import take_ranks
-from notebook_accelerate.launch.hosts.remote.host import CHANNEL, SAMPLES, HelloEvent, Host
+from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
+from notebook_accelerate.launch.hosts.remote.host_protocol import CHANNEL, SAMPLES, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes

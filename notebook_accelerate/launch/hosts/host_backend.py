@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.hosts.placed_ranks import completed_for_another_machine
-from notebook_accelerate.launch.hosts.remote.host import COMMAND, FunctionEvent, StartOrder
+from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, FunctionEvent, StartOrder
 from notebook_accelerate.launch.processes.pickled import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
 

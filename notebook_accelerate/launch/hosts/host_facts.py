@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.versions import installed_version
-from notebook_accelerate.launch.hosts.remote.host import NOTEBOOK, HelloEvent, node_name
+from notebook_accelerate.launch.hosts.remote.host_protocol import NOTEBOOK, HelloEvent, node_name
 from notebook_accelerate.launch.state.run_events import FailuresRecorded, RankFailed
 from notebook_accelerate.telemetry import Event, ExceptionInfo, FailureEvent, FrameInfo, InputRequest, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, StacksReply

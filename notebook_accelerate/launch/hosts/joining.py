@@ -16,8 +16,9 @@ from notebook_accelerate.hardware.addresses import interface_of, own_address
 from notebook_accelerate.hardware.detection import cpu_count
 from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, own_hello
 from notebook_accelerate.launch.hosts.placed_ranks import PlacedBackend, adapt_to_machine
-from notebook_accelerate.launch.hosts.remote import host as protocol
-from notebook_accelerate.launch.hosts.remote.host import COMMAND, FunctionEvent, HelloEvent, Host, StartOrder
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, FunctionEvent, HelloEvent, StartOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
 from notebook_accelerate.telemetry.pickling import anonymous_file

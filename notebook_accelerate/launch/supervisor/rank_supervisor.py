@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class RankSupervisor(Supervisor):
     """Supervises one run: starts the ranks of each attempt, watches them, and restarts them after a failure.
 
-    Ranks on other machines are the business of a subclass, `launch.hosts.host_group.FirstNotebook`.
+    Ranks on other machines are the business of a subclass, `launch.hosts.first_notebook.FirstNotebook`.
     """
 
     _backend: ProcessBackend | None = None

@@ -9,8 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from notebook_accelerate.launch.hosts.remote.host import HelloEvent
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import IncomingHost, connect_to_kernel
 from tests.support.waiting import until
 from tests.unit.launch.test_listener import SECONDS, SECRET, _accepted, _exchange, _Kernel, _output, kernel

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate.launch.hosts.host_backend import PART_BYTES, FunctionBackend
-from notebook_accelerate.launch.hosts.remote.host import FunctionEvent, HelloEvent, StartOrder
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
+from notebook_accelerate.launch.hosts.remote.host_protocol import FunctionEvent, HelloEvent, StartOrder
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream, new_secret
 from notebook_accelerate.telemetry import Event

@@ -7,11 +7,11 @@ from types import ModuleType
 import pytest
 
 from notebook_accelerate.launch.hosts.ray import ray_backend
-from notebook_accelerate.launch.hosts.remote import host
+from notebook_accelerate.launch.hosts.remote import host_protocol
 from notebook_accelerate.telemetry import Event, debug_protocol
 
 
-@pytest.mark.parametrize("module", [ray_backend, host, debug_protocol])
+@pytest.mark.parametrize("module", [ray_backend, host_protocol, debug_protocol])
 def test_no_protocol_replaces_an_event_of_another(module: ModuleType) -> None:
     names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     registered = [name for name in names if name in Event.registry]

@@ -29,7 +29,7 @@ from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, 
 from notebook_accelerate.launch.hosts import joining
 from notebook_accelerate.launch.hosts.host_facts import own_hello
 from notebook_accelerate.launch.hosts.remote import listener, stream
-from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import Stream
 from notebook_accelerate.launch.processes import kernel_descriptors
@@ -403,7 +403,7 @@ def _host_process(kernel: _Kernel, then: str, **options: Any) -> Iterator[subpro
     """Run a host of its own process, which is killed at the end."""
     code = f"""
 import sys, time
-from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 stream = connect_to_kernel("127.0.0.1", {kernel.port}, bytes.fromhex("{SECRET.hex()}"), HelloEvent(1, "machine-1"))
 {then}
@@ -585,7 +585,7 @@ def test_forked_ranks_never_touch_the_kernels_context(kernel: _Kernel) -> None:
 
 def test_a_process_exits_with_open_connections() -> None:
     code = f"""
-from notebook_accelerate.launch.hosts.remote.host import HelloEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 secret = bytes.fromhex("{SECRET.hex()}")
 listener = HostListener("127.0.0.1", secret)

@@ -22,7 +22,7 @@ from notebook_accelerate.launch.hosts.ray import ray_actor
 from notebook_accelerate.launch.hosts.ray.ray_actor import NodeHost
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
 from notebook_accelerate.launch.hosts.ray.ray_driver import cause, merge_devices, mismatches, run_tunnel, unreachable
-from notebook_accelerate.launch.hosts.remote.host import FramesEvent, HelloEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch

@@ -23,16 +23,16 @@ from notebook_accelerate import LaunchConfig
 from notebook_accelerate.debugging.diagnosis import RankPosition
 from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import processes, start
-from notebook_accelerate.launch.hosts.remote.host import (
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
     CHANNEL,
     SAMPLES,
     EndedEvent,
     HelloEvent,
-    Host,
     RelayEvent,
     StartedEvent,
 )
-from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled import PickledBackend

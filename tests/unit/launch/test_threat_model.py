@@ -30,14 +30,8 @@ from notebook_accelerate.launch import start
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_protocol import is_own, listen
 from notebook_accelerate.launch.hosts.remote import stream
-from notebook_accelerate.launch.hosts.remote.host import (
-    CHANNEL,
-    SAMPLES,
-    EndedEvent,
-    HelloEvent,
-    RelayEvent,
-)
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
+from notebook_accelerate.launch.hosts.remote.host_protocol import CHANNEL, SAMPLES, EndedEvent, HelloEvent, RelayEvent
 from notebook_accelerate.launch.hosts.remote.listener import (
     MAX_REPORTS,
     HostListener,

@@ -18,7 +18,7 @@ import psutil
 
 from notebook_accelerate.hardware.addresses import interface_of
 from notebook_accelerate.launch.hosts.joining import FunctionHost
-from notebook_accelerate.launch.hosts.remote.host import HelloEvent, RankEvent, SignalOrder
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, RankEvent, SignalOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.processes import ports
 

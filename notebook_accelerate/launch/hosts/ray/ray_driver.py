@@ -31,7 +31,7 @@ from notebook_accelerate.config.cluster import RAY_CLIENT, RayCluster
 from notebook_accelerate.config.plain_values import hide_credentials
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts.host_facts import own_versions, version_differences
-from notebook_accelerate.launch.hosts.ray import ray_backend as protocol
+from notebook_accelerate.launch.hosts.ray import ray_backend
 from notebook_accelerate.telemetry import Channel, Event
 from notebook_accelerate.worker.entry import die_with_parent
 
@@ -66,7 +66,7 @@ def main(control: int, parent: int) -> NoReturn:
         code = 1  # the kernel is lost
     except LaunchError as error:
         with suppress(ChannelClosedError):
-            channel.send(protocol.RefusedEvent(str(error)))
+            channel.send(ray_backend.RefusedEvent(str(error)))
     except BaseException:  # noqa: BLE001 - the kernel shows the output of this process
         traceback.print_exc()
         code = 1
@@ -115,16 +115,16 @@ class Driver:
     def run(self) -> None:
         """Carry out the kernel's orders until it leaves."""
         order = self._next()
-        assert isinstance(order, protocol.PlaceOrder)
+        assert isinstance(order, ray_backend.PlaceOrder)
         self._ranks, self._cluster = order.ranks, pickle.loads(order.payload)
         try:
             self._connect()
             self._reserve()
             self._place()
             serve = self._next()
-            if isinstance(serve, protocol.ServeOrder):
+            if isinstance(serve, ray_backend.ServeOrder):
                 self._serve(serve)
-                while not isinstance(self._next(), protocol.ReleaseOrder):
+                while not isinstance(self._next(), ray_backend.ReleaseOrder):
                     pass
         finally:
             self._release()
@@ -149,9 +149,9 @@ class Driver:
                 reason = unreachable(address, error)
                 if not left or "Initialization failure from server" not in str(error):
                     raise LaunchError(reason) from error
-                self._channel.send(protocol.ClusterNoteEvent(f"{reason}; trying again"))
+                self._channel.send(ray_backend.ClusterNoteEvent(f"{reason}; trying again"))
         by_client = address.startswith(RAY_CLIENT)
-        self._channel.send(protocol.ConnectedEvent("" if by_client else ray.util.get_node_ip_address()))
+        self._channel.send(ray_backend.ConnectedEvent("" if by_client else ray.util.get_node_ip_address()))
 
     def _reserve(self) -> None:
         """Reserve the ranks' resources, and wait for them if requested.
@@ -175,8 +175,10 @@ class Driver:
                 raise LaunchError(self._too_small_text())
             if stuck and now - noted > NOTE_SECONDS:
                 noted = now
-                self._channel.send(protocol.ClusterNoteEvent(f"waiting for the Ray cluster: {self._resources_text()}"))
-        self._channel.send(protocol.ReservedEvent())
+                self._channel.send(
+                    ray_backend.ClusterNoteEvent(f"waiting for the Ray cluster: {self._resources_text()}")
+                )
+        self._channel.send(ray_backend.ReservedEvent())
 
     def _request_placement_group(self) -> set[str]:
         """Replace the placement group with a new one for all ranks; return the alive nodes."""
@@ -252,7 +254,7 @@ class Driver:
             Node(node, actor, fact, len(own), merge_devices([devices[index] for index in own]))
             for (node, own), actor, fact in zip(bundles.items(), actors, facts, strict=True)
         ]
-        self._channel.send(protocol.PlacedEvent([(node.address, node.ranks) for node in self._nodes]))
+        self._channel.send(ray_backend.PlacedEvent([(node.address, node.ranks) for node in self._nodes]))
 
     def _bundles_by_node(self) -> dict[str, list[int]]:
         """Return the indices of the bundles on each node."""
@@ -282,7 +284,7 @@ class Driver:
         options = {"num_cpus": cpus, "num_gpus": gpus, "resources": others or None}
         return _results(task.options(**options, **self._within(index)).remote() for index in range(self._ranks))
 
-    def _serve(self, order: protocol.ServeOrder) -> None:
+    def _serve(self, order: ray_backend.ServeOrder) -> None:
         """Have the actors connect to the kernel and run their ranks."""
         where, tunnelled = (order.address, order.port), self._cluster.address.startswith(RAY_CLIENT)
         if tunnelled:
@@ -304,7 +306,7 @@ class Driver:
         except Exception as error:  # noqa: BLE001 - any error is reported to the kernel as the reason
             reason = _end_reason(self._nodes[index], error)
         with suppress(ChannelClosedError):
-            self._channel.send(protocol.ActorEndedEvent(index, reason))
+            self._channel.send(ray_backend.ActorEndedEvent(index, reason))
 
     def _release(self) -> None:
         """Release all resources."""

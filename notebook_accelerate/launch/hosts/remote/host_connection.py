@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.debugging.process_stacks import DUMP_SECONDS, PY_SPY_SECONDS, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.host_facts import ForeignCells
-from notebook_accelerate.launch.hosts.remote import host as protocol
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
 from notebook_accelerate.launch.processes.rank_process import RankListener, RankProcess
 from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time

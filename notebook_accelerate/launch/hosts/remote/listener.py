@@ -18,7 +18,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
-from notebook_accelerate.launch.hosts.remote.host import HelloEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.stream import (
     FLUSH_SECONDS,
     KEEP_ALIVE,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, PortInUseError, RunStoppedError
+from notebook_accelerate.launch.hosts.first_notebook import FirstNotebook, join_seconds, keep_alive
 from notebook_accelerate.launch.hosts.host_facts import (
     SECRET_VARIABLE,
     notebook_hello,
@@ -18,10 +19,10 @@ from notebook_accelerate.launch.hosts.host_facts import (
     shared_secret,
     with_own_cells,
 )
-from notebook_accelerate.launch.hosts.host_group import FirstNotebook, join_seconds, keep_alive
 from notebook_accelerate.launch.hosts.joining import adapt_orders, alone_lines, connect, interface_to
-from notebook_accelerate.launch.hosts.remote import host as protocol
-from notebook_accelerate.launch.hosts.remote.host import Host, node_name
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_protocol import node_name
 from notebook_accelerate.launch.output.publisher import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
 from notebook_accelerate.launch.processes import ports, process_backend

@@ -17,9 +17,9 @@ from notebook_accelerate.launch.hosts import host_facts as facts_of
 from notebook_accelerate.launch.hosts.host_backend import HostBackend
 from notebook_accelerate.launch.hosts.host_facts import name_cells_in, notebook_hello
 from notebook_accelerate.launch.hosts.joining import instruction_lines, interface_to
-from notebook_accelerate.launch.hosts.remote import host as protocol
-from notebook_accelerate.launch.hosts.remote.host import node_name
+from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
+from notebook_accelerate.launch.hosts.remote.host_protocol import node_name
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.plan.planner import joined, on_node
 from notebook_accelerate.launch.processes import ports
