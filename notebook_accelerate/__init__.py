@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         WorkerDiedError as WorkerDiedError,
         WorkerError as WorkerError,
     )
-    from notebook_accelerate.hardware.batch_size_search import find_executable_batch_size as find_executable_batch_size
+    from notebook_accelerate.batch_size_search import find_executable_batch_size as find_executable_batch_size
     from notebook_accelerate.inference import prepare_pippy as prepare_pippy
     from notebook_accelerate.integrations.accelerate_alias import as_accelerate as as_accelerate
     from notebook_accelerate.launch import (

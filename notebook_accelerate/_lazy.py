@@ -80,7 +80,7 @@ def reexport(module_name: str) -> None:
     package lazy_loader reads stub files for this.) Such a module reads::
 
         if TYPE_CHECKING:
-            from notebook_accelerate.hardware.batch_size_search import release_memory as release_memory
+            from notebook_accelerate.batch_size_search import release_memory as release_memory
 
         reexport(__name__)
 

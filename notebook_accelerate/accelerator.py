@@ -611,7 +611,7 @@ class Accelerator(AcceleratorProperties):
         """
         self.strategy.clear()
         self.step = 0
-        from notebook_accelerate.hardware.batch_size_search import release_memory
+        from notebook_accelerate.batch_size_search import release_memory
 
         return release_memory(*objects)
 

@@ -17,7 +17,7 @@ from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.report.markup import duration
 from notebook_accelerate.launch.resumption import newest_complete_checkpoint
 from notebook_accelerate.launch.state import failures
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.panel_elements import asset, script
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from notebook_accelerate.launch.report.markup import duration, element, join
 from notebook_accelerate.launch.report.rank_rows import MANY, short_names
 from notebook_accelerate.launch.report.run_snapshot import status
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.live_panel import LivePanel, close_all
 from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes

@@ -13,7 +13,7 @@ from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_titl
 from notebook_accelerate.launch.report.rank_tables import COLUMNS, has_gpu, rank_table
 from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import problem, style_widget, with_classes
 

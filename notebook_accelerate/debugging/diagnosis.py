@@ -10,7 +10,7 @@ from html import escape
 
 from notebook_accelerate.telemetry import FrameInfo, steady_time
 from notebook_accelerate.telemetry.debug_protocol import Collective
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 MOVING_SECONDS = 2.0

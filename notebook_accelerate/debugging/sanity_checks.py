@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accelerate.telemetry.debug_protocol import CheckEvent
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 RELATIVE = 1e-4
 """Parameters that differ by less count as equal: kernels of different devices round differently."""

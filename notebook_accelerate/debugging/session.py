@@ -38,7 +38,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
     StacksRequest,
 )
 from notebook_accelerate.telemetry.pickling import load_bytes
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import frame_location
 
 REPLY_SECONDS = 1.0

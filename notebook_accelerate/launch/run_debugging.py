@@ -14,7 +14,7 @@ from notebook_accelerate.launch.report.profile import Profile, ProfileFolder
 from notebook_accelerate.launch.report.samples import RunMemory, Samples
 from notebook_accelerate.launch.state.run_events import WarningAdded
 from notebook_accelerate.telemetry import tracebacks
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis

@@ -22,7 +22,7 @@ from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.worker.warm_cells import warm_rank
 
 PROMPT_SECONDS = 0.05

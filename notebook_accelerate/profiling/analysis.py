@@ -22,7 +22,7 @@ from notebook_accelerate.profiling.tables import (
 )
 from notebook_accelerate.profiling.timeline import Merger, Timeline
 from notebook_accelerate.profiling.trace import RankTrace
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 LEAST_SHARE = 0.1
 """Less of a step is not worth a sentence."""

@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    from notebook_accelerate.hardware.batch_size_search import *
+    from notebook_accelerate.batch_size_search import *
 
 reexport(__name__)

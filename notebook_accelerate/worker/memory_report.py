@@ -12,7 +12,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from notebook_accelerate.hardware.batch_size_search import should_reduce_batch_size
+from notebook_accelerate.batch_size_search import should_reduce_batch_size
 from notebook_accelerate.telemetry.debug_protocol import memory_table
 from notebook_accelerate.telemetry.sharding import KINDS, states_per_parameter
 from notebook_accelerate.telemetry.tracebacks import is_user_code

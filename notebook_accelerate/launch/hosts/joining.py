@@ -22,7 +22,7 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, Funct
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
 from notebook_accelerate.telemetry.pickling import anonymous_file
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig

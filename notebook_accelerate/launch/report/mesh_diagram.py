@@ -20,7 +20,7 @@ from notebook_accelerate.launch.report.markup import (
     svg_text,
 )
 from notebook_accelerate.launch.report.rendering import text
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from notebook_accelerate.profiling.tables import LineSeconds, OpTime, PeakMemory
 from notebook_accelerate.profiling.timeline import ChromeEvents, Timeline
 from notebook_accelerate.profiling.trace import RankTrace, read_trace
 from notebook_accelerate.telemetry.debug_protocol import ProfileReply, ProfileRequest
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import frame_location
 
 MAX_ROWS = 15

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report.run_snapshot import stragglers
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.report.run_snapshot import RankSnapshot, RunSnapshot

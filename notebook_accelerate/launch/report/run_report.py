@@ -22,7 +22,7 @@ from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     import numpy as np

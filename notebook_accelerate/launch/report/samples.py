@@ -15,7 +15,7 @@ from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.profiling.tables import PeakMemory, what_fits
 from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply, memory_rows, size_text
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 WIDTH, ROW = 900, 18

@@ -20,7 +20,7 @@ from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.launch.state.run_events import RunEnded
 from notebook_accelerate.telemetry import FailureEvent, FrameInfo, RankFailure, steady_time, tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import describe_error, exit_code, is_cell
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.hardware.batch_size_search import (
+from notebook_accelerate.batch_size_search import (
     clear_device_cache,
     find_executable_batch_size,
     release_memory,

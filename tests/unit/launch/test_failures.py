@@ -15,7 +15,7 @@ from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.rank_result import Exit
 from notebook_accelerate.launch.state.run_events import FailuresRecorded, RunEnded
 from notebook_accelerate.telemetry import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
-from notebook_accelerate.telemetry.rank_devices import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import chain_of, format_chain
 from notebook_accelerate.worker.entry import failure_event
 from tests.support.runs import make_run

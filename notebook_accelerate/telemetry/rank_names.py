@@ -1,0 +1,21 @@
+"""How messages name ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MIN_RANGE = 3
+"""As many neighbours, or more, are written as a range."""
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """Return "rank 1", "ranks 0, 2" or "ranks 0–5, 8"."""
+    runs: list[list[int]] = []
+    ordered = sorted(set(ranks))
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}–{run[-1]}" if len(run) >= MIN_RANGE else ", ".join(map(str, run)) for run in runs]
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(parts)
