@@ -84,6 +84,7 @@ class Run:
         delete_files: Deletes that file and the results; None if the run is not kept.
         environment: Versions and machine of an opened run, shown in its report. If empty, this process's are shown.
         origin: The notebook, or the folder, that launched a detached run; "" for other runs.
+        call: The launched function and its arguments, which `resume` launches again; None if another kernel has them.
         journal: The run's events, in order.
         commands: Commands to the supervisor.
     """

@@ -510,12 +510,12 @@ def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:
         value = eval(request.expression, breakpoints.variables(frame))  # noqa: S307 - the user's own expression
     except BaseException as error:  # noqa: BLE001 - it must not reach the running function
         return AskReply(request.number, f"{type(error).__name__}: {error}")
-    text = short_repr(value)
+    text = value_text(value)
     payload = dump_answer(value)
     return AskReply(request.number, "", f"{text}  ({note})" if note else text, payload)
 
 
-def short_repr(value: object) -> str:
+def value_text(value: object) -> str:
     """Return the ``repr`` of a value, at most 2,000 characters."""
     try:
         text = repr(value)

@@ -63,7 +63,7 @@ def _run(request: CellRequest, namespace: dict[str, Any], gate: InterruptGate) -
         value = run_cell(request.source, request.filename, namespace)
         fetched = {name: namespace[name] for name in request.fetch}
         payload = dump_bytes(fetched, f"one of {', '.join(request.fetch)}") if fetched else b""
-        reply = CellReply(request.number, debug_agent.short_repr(value) if value is not None else "", payload=payload)
+        reply = CellReply(request.number, debug_agent.value_text(value) if value is not None else "", payload=payload)
         gate.open = False
         return reply
     except BaseException as error:  # noqa: BLE001 - the reply carries a cell's error, and the rank lives on

@@ -21,7 +21,7 @@ class CommandTarget(Protocol):
     """Carries out commands: the ranks of an attempt, or `WaitingTarget` while there are no ranks."""
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Stop the run within ``grace`` seconds; a second call kills immediately."""
+        """Begin to stop the ranks, or cease to wait for them, for this reason."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Send SIGINT to these ranks."""

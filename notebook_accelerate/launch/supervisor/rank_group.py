@@ -122,7 +122,7 @@ class RankGroup:
                 self._ranks.living[rank].process.send_signal(signal.SIGINT)
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Stop the ranks within ``grace`` seconds; a second call kills at once."""
+        """Begin the stop sequence of this attempt."""
         self.stops.stop(grace, reason)
 
     def _carry_out(self) -> None:

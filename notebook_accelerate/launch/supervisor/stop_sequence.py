@@ -80,7 +80,7 @@ class StopSequence:
     # ---- causes of a stop
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Stop the ranks within ``grace`` seconds; a second call kills at once."""
+        """Schedule the signals; SIGKILL is due after ``grace`` seconds, or now if this is called again."""
         if self._user_stopped and self.stopping:
             self._steps = [(time.monotonic(), "killing")]
             return
