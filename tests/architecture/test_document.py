@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 STEPS = sorted(set(re.findall(r"`([\w/]+\.py):(\w+)`", TEXT)))
-WALKS = ("A launch", "A run on several machines", "A metric", "`prepare` under FSDP2", "A stop")
+WALKS = (
+    *("A launch", "A launch from the server process", "A run on several machines", "A metric", "Launching detached"),
+    *("Attaching", "`prepare` under FSDP2", "A save", "A stop"),
+)
 
 
 def path_of(name: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.launch.processes import fork, fork_costs
+from notebook_accelerate.launch.processes import fork_costs
 
 SIZE = 8 * fork_costs.HUGE_PAGE
 
@@ -76,5 +76,5 @@ def test_it_stops_when_it_is_told_to(memory: mmap.mmap) -> None:
 
 @pytest.mark.parametrize("file", ["_MAPS", "_PAGEMAP"])
 def test_it_does_nothing_where_the_system_hides_the_memory_map(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, file, Path("/proc/self/hidden"))
+    monkeypatch.setattr(fork_costs, file, Path("/proc/self/hidden"))
     fork_costs.collapse_memory(30)
