@@ -1,4 +1,7 @@
-"""``notebook_launcher`` and ``debug_launcher``, with Accelerate's parameters."""
+"""``notebook_launcher`` and ``debug_launcher``, with Accelerate's parameters.
+
+Importing this module in a notebook starts the server process of the start method "zygote", once the cell has ended.
+"""
 
 from __future__ import annotations
 

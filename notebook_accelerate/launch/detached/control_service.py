@@ -354,6 +354,7 @@ class RecordStream:
         self._held_bytes = 0
         with run.journal.locked():
             self._run_events = len(run.journal.records)
+            # Positions begin at 1, so that position 0, which a new kernel has, is never held: it receives the history.
             self.end = self._begin = self._run_events + 1
             self.close = run.journal.subscribe(self._on_records, ordered=True)
 
