@@ -47,6 +47,8 @@ CLAIM_SECONDS = 10.0
 class DetachedOrder:
     """What the process of a detached run launches; the function and its arguments travel in a file of their own."""
 
+    name: str
+    """The run's name, which the kernel has claimed."""
     config: LaunchConfig
     function_name: str
     arguments: dict[str, Plain]
@@ -94,6 +96,7 @@ def launch_detached(
         name, claimed = _claimed_name(config, function_name, resume)
         undo.callback(os.close, claimed)  # the process of the run has a copy
         order = DetachedOrder(
+            name=name,
             config=config.changed(
                 name=name,
                 save=config.save or environ.text("NOTEBOOK_ACCELERATE_RUNS") or run_directory.runs_folder(),

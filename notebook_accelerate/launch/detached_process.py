@@ -144,7 +144,7 @@ class DetachedRun:
 
     def _release_name(self) -> None:
         if self._claimed is not None:
-            run_directory.release_name(self._order.config.name, self._claimed)
+            run_directory.release_name(self._order.name, self._claimed)
             self._claimed = None
 
     def _end(self) -> None:

@@ -118,7 +118,7 @@ class Supervisor(ABC):
 
     def _end(self, ended: RunEnded) -> None:
         """Release the run's resources and end it, even if showing or closing fails: other threads wait for the end."""
-        steps = [
+        steps: list[Callable[[], object]] = [
             partial(self._disconnect, ended),
             self.commands.close,
             self._release,
