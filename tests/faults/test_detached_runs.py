@@ -227,12 +227,12 @@ _FAILS_TO_SERVE = """
 import sys
 if any("detached_process" in word for word in sys.orig_argv):
     from notebook_accelerate.errors import BrokenRunError
-    from notebook_accelerate.launch.detached.control_service import ControlService
+    from notebook_accelerate.launch.detached import control_service
 
-    def fail(*_):
+    def fail(_):
         raise BrokenRunError("the header cannot be read")
 
-    ControlService.__init__ = fail
+    control_service.read_header = fail
 """
 
 

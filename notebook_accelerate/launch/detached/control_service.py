@@ -128,10 +128,10 @@ class ControlService:
 
     def __init__(self, run: Run, path: Path) -> None:
         self._commands, self._path = run.commands, path
-        self._listener = protocol.listen(path)
         self._selector = DispatchSelector()
         self._wake, self._over = WakeDescriptor(), False
         self._stream, self._batch_due = RecordStream(run, self._wake.set), 0.0
+        self._listener = protocol.listen(path)  # after the stream: an error there leaves no file of a socket
         run.add_done_callback(lambda _: self._wake.set())
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
