@@ -16,7 +16,7 @@ from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.kept.opened_run import end_if_lost, open_run
 from notebook_accelerate.launch.kept.run_folder import config_from, read_summary
 from notebook_accelerate.launch.kept.run_writer import summary_of
-from notebook_accelerate.launch.output.rank_lines import running_kernel
+from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.run_comparison import RunEntry, runs_table
 from notebook_accelerate.launch.run_display import load
