@@ -91,7 +91,7 @@ def fields_of(
 
 
 def groups_of(cls: type[Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the groups of a class's settings: titles, and names of fields.
+    """Return the groups of a class's settings: titles, and names of fields; empty if there is only one.
 
     Args:
         cls: The dataclass; its class attribute ``form_groups`` has the titles in their order, otherwise it is the order
@@ -101,7 +101,7 @@ def groups_of(cls: type[Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     for entry in settings_of(cls).values():
         if entry.group is not None:
             found[entry.group] = (*found.get(entry.group, ()), entry.name)
-    return tuple(found.items())
+    return tuple(found.items()) if len(found) > 1 else ()
 
 
 def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any] | None) -> Field:

@@ -138,7 +138,7 @@ class Form:
         if name not in self._nested:
             cls = self.fields[name].nested
             assert cls is not None, f"{name} is not a nested dataclass"
-            self._nested[name] = Form(cls, choices=CHOICES.get(cls.__name__))
+            self._nested[name] = Form(cls)
         return self._nested[name]
 
     def enter(self, path: str, shown: str | bool) -> None:
@@ -307,10 +307,6 @@ class Checked:
     """The dataclass's instance; None: there are errors."""
     errors: Mapping[str, str] = field(default_factory=dict)
     """Errors by field, dotted for nested fields; "" for errors of no single field."""
-
-
-CHOICES: dict[str, Mapping[str, Sequence[Any]]] = {}
-"""Allowed values by class name and field, for types that do not list them; panels add their own rows."""
 
 
 # ---- the widget

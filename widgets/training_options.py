@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from notebook_accelerate.config import constants
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -24,17 +23,10 @@ from notebook_accelerate.config.low_precision import AORecipeKwargs, MSAMPRecipe
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig, TorchTensorParallelPlugin
 from notebook_accelerate.config.plain_values import check_whole_number
-from notebook_accelerate.config.settings import setting
+from notebook_accelerate.config.settings import setting, settings_of
 from notebook_accelerate.widgets.fields import fields_of, groups_of
-from notebook_accelerate.widgets.forms import CHOICES
 
-DYNAMO_KEYS = {
-    "backend": "dynamo_backend",
-    "mode": "dynamo_mode",
-    "fullgraph": "dynamo_use_fullgraph",
-    "dynamic": "dynamo_use_dynamic",
-    "use_regional_compilation": "dynamo_use_regional_compilation",
-}
+DYNAMO_KEYS = {each.name: str(each.option) for each in settings_of(TorchDynamoPlugin).values()}
 """Fields of TorchDynamoPlugin, and their names in a configuration file."""
 _DATA = "Data, projects, compilation"
 _ARGUMENTS = "Arguments of torch and fp8 recipes"
@@ -200,17 +192,3 @@ HANDLERS = {
 }
 """Fields that are passed as ``kwargs_handlers``, and their classes."""
 _HANDLED = {"batch_size", "gradient_accumulation_steps", "gradient_accumulation_plugin", *HANDLERS}
-CHOICES.update({
-    "TorchDynamoPlugin": {"mode": [*constants.TORCH_DYNAMO_MODES, "max-autotune-no-cudagraphs"]},
-    "FullyShardedDataParallelPlugin": {
-        "fsdp_version": (1, 2),
-        "sharding_strategy": constants.FSDP_SHARDING_STRATEGY,
-        "backward_prefetch": constants.FSDP_BACKWARD_PREFETCH,
-        "state_dict_type": constants.FSDP_STATE_DICT_TYPE,
-    },
-    "DeepSpeedPlugin": {
-        "zero_stage": (0, 1, 2, 3),
-        "offload_optimizer_device": ("none", "cpu", "nvme"),
-        "offload_param_device": ("none", "cpu", "nvme"),
-    },
-})  # fmt: skip

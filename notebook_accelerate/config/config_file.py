@@ -15,6 +15,8 @@ import yaml
 
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.config.deepspeed_config import check_launched_fields
+from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import (
     ComputeEnvironment,
     DistributedType,
@@ -22,8 +24,26 @@ from notebook_accelerate.config.enums import (
     PrecisionType,
     SageMakerDistributedType,
 )
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accelerate.config.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+from notebook_accelerate.config.parallelism_config import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+)
 from notebook_accelerate.config.plain_values import check_one_of
-from notebook_accelerate.config.settings import metadata, setting, settings_of
+from notebook_accelerate.config.settings import (
+    MIXED_PRECISIONS,
+    RDZV_BACKENDS,
+    Answers,
+    Question,
+    Section,
+    Setting,
+    metadata,
+    setting,
+    settings_of,
+)
 
 
 def cache_folder() -> Path:
@@ -45,10 +65,28 @@ class BaseConfig:
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType
-    mixed_precision: str = field(metadata=metadata(launch="mixed_precision"))
-    use_cpu: bool = field(metadata=metadata(launch="cpu"))
-    debug: bool
+    mixed_precision: str = field(
+        metadata=metadata(
+            launch="mixed_precision",
+            choices=MIXED_PRECISIONS,
+            closed=True,
+            question=Question("Which precision?", "no", place=4),
+        )
+    )
+    """Precision of the computation."""
+    use_cpu: bool = field(
+        metadata=metadata(
+            launch="cpu",
+            option="cpu",
+            switch=True,
+            question=Question("Train on the CPU only?", lambda answers: not answers["devices"], place=2),
+        )
+    )
+    """Train on the CPU, without the default configuration file."""
+    debug: bool = field(metadata=metadata(switch=True))
+    """Ranks compare the tensors that they pass to collectives."""
 
+    settings: ClassVar[Section] = Section()
     distributed_types: ClassVar[type[Enum]] = DistributedType
 
     def __post_init__(self) -> None:
@@ -147,6 +185,14 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
 
+def _several(answers: Answers) -> bool:
+    return bool(answers["num_machines"] > 1)
+
+
+def _all_devices(answers: Answers) -> int:
+    return int((1 if answers["cpu"] else max(answers["devices"], 1)) * answers["num_machines"])
+
+
 # Sections of a cluster's configuration; empty where a file does not have them.
 _SECTIONS = (
     "fp8_config",
@@ -163,24 +209,48 @@ _SECTIONS = (
 class ClusterConfig(BaseConfig):
     """Configuration of a training on one or several machines."""
 
-    num_processes: int = setting(-1, launch="num_processes")
-    """Total number of ranks on all machines."""
-    machine_rank: int = setting(0, launch="node_rank")
-    num_machines: int = setting(1, launch="num_nodes")
-    gpu_ids: str | None = None
-    main_process_ip: str | None = setting(launch="master_addr")
-    main_process_port: int | None = setting(launch="use_port")
-    rdzv_backend: str | None = setting("static", launch="rdzv_backend")
-    same_network: bool | None = False
-    main_training_function: str = "main"
-    enable_cpu_affinity: bool = False
+    num_processes: int = setting(
+        -1, launch="num_processes", question=Question("How many processes on all machines?", _all_devices, place=3)
+    )
+    """Number of processes on all machines; without it, one per device."""
+    machine_rank: int = setting(
+        0, launch="node_rank", question=Question("Which is this one, counted from 0?", 0, when=_several, place=1)
+    )
+    """Index of this machine, from 0."""
+    num_machines: int = setting(1, launch="num_nodes", question=Question("How many machines train together?", 1))
+    """Number of machines."""
+    gpu_ids: str | None = setting()
+    """Numbers of the GPUs to use, separated by commas, or all."""
+    main_process_ip: str | None = setting(
+        launch="master_addr",
+        question=Question("What is the address of machine 0?", "127.0.0.1", when=_several, place=1),
+    )
+    """Address of the machine with index 0."""
+    main_process_port: int | None = setting(
+        launch="use_port", question=Question("Which of its ports is free?", 29500, when=_several, place=1)
+    )
+    """Port of the process group on that machine."""
+    rdzv_backend: str | None = setting(
+        "static",
+        launch="rdzv_backend",
+        choices=RDZV_BACKENDS,
+        question=Question("How do they find each other?", "static", when=_several, place=1),
+    )
+    """How machines find each other: static, by their index, or c10d, in the order they join."""
+    same_network: bool | None = setting(False, switch=True)
+    """Machines share a network. No effect: they connect to main_process_ip."""
+    main_training_function: str = setting("main")
+    """No effect: the whole script runs."""
+    enable_cpu_affinity: bool = setting(False, switch=True)
+    """Bind each process to the CPU cores near its GPU."""
     fp8_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None
     fsdp_config: dict[str, Any] | None = None
     parallelism_config: dict[str, Any] | None = None
     megatron_lm_config: dict[str, Any] | None = None
     mpirun_config: dict[str, Any] | None = None
-    downcast_bf16: bool = False
+    downcast_bf16: bool = setting(False, switch=True)
+    """On a TPU, bfloat16 for float and double."""
     tpu_name: str | None = None
     tpu_zone: str | None = None
     tpu_use_cluster: bool = False
@@ -239,12 +309,12 @@ class ClusterConfig(BaseConfig):
             "ACCELERATE_DEBUG_MODE": self.debug or None,
             "ACCELERATE_CPU_AFFINITY": "1" if self.enable_cpu_affinity else None,
             "ACCELERATE_DOWNCAST_BF16": self.downcast_bf16 or None,
-            **_dynamo_variables(self.dynamo_config),
-            **_fsdp_variables(self.fsdp_config),
-            **_deepspeed_variables(self.deepspeed_config),
-            **_with_switch("ACCELERATE_USE_PARALLELISM_CONFIG", _parallelism_variables(self.parallelism_config)),
-            **_with_switch("ACCELERATE_USE_MEGATRON_LM", _capitalized(_upper(self.megatron_lm_config))),
-            **_capitalized(_fp8_variables(self.fp8_config)),
+            **_dynamo_variables(self.dynamo_config or {}),
+            **_section_variables("fsdp_config", self.fsdp_config or {}),
+            **_section_variables("deepspeed_config", self.deepspeed_config or {}),
+            **_section_variables("parallelism_config", _split_dimensions(self.parallelism_config or {})),
+            **_section_variables("megatron_lm_config", self.megatron_lm_config or {}),
+            **_section_variables("fp8_config", _fp8_contents(self.fp8_config or {})),
         }
         return {name: environ.as_text(value) for name, value in values.items() if value is not None}
 
@@ -327,78 +397,78 @@ def _contents(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
-def _upper(config: Mapping[str, Any] | None, prefix: str = "") -> dict[str, Any]:
-    return {f"{prefix}{name.upper()}": _joined(value) for name, value in (config or {}).items()}
+# ---- sections, and their variables
+
+SECTIONS: dict[str, tuple[type[Any], ...]] = {
+    "": (ClusterConfig,),
+    "dynamo_config": (TorchDynamoPlugin,),
+    "deepspeed_config": (DeepSpeedPlugin,),
+    "fsdp_config": (FullyShardedDataParallelPlugin,),
+    "parallelism_config": (ParallelismConfig, TorchContextParallelConfig, DeepSpeedSequenceParallelConfig),
+    "megatron_lm_config": (MegatronLMPlugin,),
+    "fp8_config": (TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs),
+}
+"""The classes whose settings are in each section of a configuration file."""
+_LOWER_CASE = ("fsdp_config", "deepspeed_config")
+"""The sections whose truth values Accelerate writes in lower case."""
 
 
-def _joined(value: Any) -> Any:
+def section_settings(key: str) -> list[tuple[type[Any], Setting]]:
+    """Return the settings of a section of a configuration file, each with its class.
+
+    Args:
+        key: The section.
+    """
+    entries = [(owner, each) for owner in SECTIONS[key] for each in settings_of(owner).values()]
+    return [(owner, each) for owner, each in entries if each.option]
+
+
+def _section_variables(key: str, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a section; keys that are not settings become variables with their names in capitals."""
+    section: Section = SECTIONS[key][0].settings
+    names: dict[Any, str | None] = {}
+    for _, each in section_settings(key):
+        names |= dict.fromkeys((each.option, each.former), each.variable)
+    values = {
+        names.get(name) or f"{section.prefix}{name.upper()}": _joined(value, capitalized=key not in _LOWER_CASE)
+        for name, value in contents.items()
+    }
+    return {section.switch: True, **values} if values and section.switch else values
+
+
+def _joined(value: Any, *, capitalized: bool) -> Any:
+    if isinstance(value, bool) and capitalized:
+        return str(value)
     return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _capitalized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with booleans as "True" and "False"; Accelerate writes other sections in lower case."""
-    return {name: str(value) if isinstance(value, bool) else value for name, value in values.items()}
-
-
-def _with_switch(switch: str, values: dict[str, Any]) -> dict[str, Any]:
-    return {switch: True, **values} if values else {}
-
-
-def _dynamo_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    values = _capitalized(_upper(config, "ACCELERATE_"))
+def _dynamo_variables(contents: Mapping[str, Any]) -> dict[str, Any]:
+    values = _section_variables("dynamo_config", contents)
     backend = str(values.get("ACCELERATE_DYNAMO_BACKEND", "NO")).upper()
     return values | {"ACCELERATE_DYNAMO_BACKEND": DynamoBackend(backend).value} if values else {}
 
 
-def _fsdp_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    renamed = {
-        "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP",
-        "FSDP_BACKWARD_PREFETCH_POLICY": "FSDP_BACKWARD_PREFETCH",
-    }
-    values = {renamed.get(name, name): value for name, value in _upper(config).items()}
-    return _with_switch("ACCELERATE_USE_FSDP", values)
-
-
-def _deepspeed_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    renamed = {
-        "GRADIENT_ACCUMULATION_STEPS": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        "GRADIENT_CLIPPING": "ACCELERATE_GRADIENT_CLIPPING",
-        "ZERO3_INIT_FLAG": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        "DEEPSPEED_CONFIG_FILE": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        "DEEPSPEED_MOE_LAYER_CLS_NAMES": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-    }
-    values = {renamed.get(name, f"ACCELERATE_DEEPSPEED_{name}"): value for name, value in _upper(config).items()}
-    return _with_switch("ACCELERATE_USE_DEEPSPEED", values)
-
-
-def _parallelism_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the variables of the section, without settings of dimensions that are not split."""
-    values = _capitalized(_upper(config))
-    for size, settings in _OF_A_DIMENSION.items():
-        if int(values.get(size) or 1) <= 1:
-            values = {name: value for name, value in values.items() if name not in settings}
-    return values
+def _split_dimensions(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section without settings of dimensions that are not split."""
+    unused = [names for size, names in _OF_A_DIMENSION.items() if int(contents.get(size) or 1) <= 1]
+    return {name: value for name, value in contents.items() if name not in {name for names in unused for name in names}}
 
 
 _OF_A_DIMENSION = {
-    "PARALLELISM_CONFIG_CP_SIZE": ("PARALLELISM_CONFIG_CP_COMM_STRATEGY",),
-    "PARALLELISM_CONFIG_SP_SIZE": (
-        "PARALLELISM_CONFIG_SP_SEQ_LENGTH",
-        "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
-        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
+    "parallelism_config_cp_size": ("parallelism_config_cp_comm_strategy",),
+    "parallelism_config_sp_size": (
+        "parallelism_config_sp_seq_length",
+        "parallelism_config_sp_seq_length_is_variable",
+        "parallelism_config_sp_attn_implementation",
     ),
 }
 
 
-def _fp8_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    values = _upper(config, "ACCELERATE_FP8_")
-    if "ACCELERATE_FP8_AMAX_HISTORY_LENGTH" in values:
-        values["ACCELERATE_FP8_AMAX_HISTORY_LEN"] = values.pop("ACCELERATE_FP8_AMAX_HISTORY_LENGTH")
-    formats = (config or {}).get("override_linear_precision")
+def _fp8_contents(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section with the names of options, which its keys lack, and one flag for each product."""
+    values = {f"fp8_{name}": value for name, value in contents.items()}
+    formats = values.get("fp8_override_linear_precision")
     if isinstance(formats, (list, tuple)):
-        del values["ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION"]
-        values |= {
-            f"ACCELERATE_FP8_OVERRIDE_{name}": str(value)
-            for name, value in zip(("FPROP", "DGRAD", "WGRAD"), formats, strict=True)
-        }
+        del values["fp8_override_linear_precision"]
+        values |= dict(zip(("fp8_override_fprop", "fp8_override_dgrad", "fp8_override_wgrad"), formats, strict=True))
     return values

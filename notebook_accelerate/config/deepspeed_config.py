@@ -7,14 +7,11 @@ import binascii
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.config import environ
-
 AUTO = "auto"
-_PREFIX = "ACCELERATE_DEEPSPEED_"
 FIELD_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -189,29 +186,3 @@ def check_launched_fields(names: Iterable[str]) -> None:
             f"deepspeed_config has deepspeed_config_file, and {', '.join(fields)}, which would be ignored; write them "
             "in DeepSpeed's file only"
         )
-
-
-def launched_fields() -> dict[str, Any]:
-    """Return the fields that variables define, or their defaults."""
-    fields: dict[str, Any] = {
-        "gradient_accumulation_steps": _number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int),
-        "gradient_clipping": _number("ACCELERATE_GRADIENT_CLIPPING", float),
-        "zero_stage": environ.integer(f"{_PREFIX}ZERO_STAGE", 2),
-        "zero3_save_16bit_model": environ.flag(f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL", default=True),
-    }
-    for part in ("optimizer", "param"):
-        prefix = f"{_PREFIX}OFFLOAD_{part.upper()}_"
-        fields[f"offload_{part}_device"] = environ.text(f"{prefix}DEVICE", "none")
-        fields[f"offload_{part}_nvme_path"] = environ.text(f"{prefix}NVME_PATH")
-    return fields
-
-
-def _number(variable: str, kind: Callable[[str], Any]) -> Any:
-    """Read a variable that holds a number, or "auto"."""
-    text = environ.text(variable, AUTO)
-    if text == AUTO:
-        return None
-    try:
-        return kind(str(text))
-    except ValueError:
-        raise ValueError(f"environment variable {variable}={text!r} is neither a number nor auto") from None

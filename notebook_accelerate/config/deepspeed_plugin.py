@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.deepspeed_config import (
@@ -19,10 +19,10 @@ from notebook_accelerate.config.deepspeed_config import (
     DerivedConfig,
     HfDeepSpeedConfig,
     check_launched_fields,
-    launched_fields,
 )
 from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
 from notebook_accelerate.config.plain_values import check_one_of
+from notebook_accelerate.config.settings import Answers, Question, Section, fill_unset, from_environment, setting
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +32,32 @@ _DEVICES = ("none", "cpu", "nvme")
 _HALVES = {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": True}}
 
 
+def _number_or_auto(kind: Callable[[str], Any]) -> Callable[[str, Any], Any]:
+    """Return a function that reads a variable with a number, or "auto"."""
+
+    def read(variable: str, unset: Any) -> Any:
+        text = environ.text(variable, AUTO)
+        if text == AUTO:
+            return unset
+        try:
+            return kind(str(text))
+        except ValueError:
+            raise ValueError(f"environment variable {variable}={text!r} is neither a number nor auto") from None
+
+    return read
+
+
+def _is_msamp(variable: str, _: Any) -> bool:
+    return str(environ.text(variable)).upper() == "MSAMP"
+
+
+def _without_file(answers: Answers) -> bool:
+    return not answers["deepspeed_config_file"]
+
+
 @dataclass
 class DeepSpeedPlugin:
-    """Settings of DeepSpeed; fields that are None are read from ACCELERATE_DEEPSPEED_* variables.
+    """Settings of DeepSpeed.
 
     Attributes:
         deepspeed_config: The configuration for DeepSpeed, a dict; "auto" values are filled when a model is prepared.
@@ -43,46 +66,59 @@ class DeepSpeedPlugin:
         ValueError: A value is not allowed, or fields and configuration contradict each other.
     """
 
-    hf_ds_config: Any = None
-    """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig`` (ACCELERATE_DEEPSPEED_CONFIG_FILE).
+    settings: ClassVar[Section] = Section("deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED")
 
-    Default: derived from the other fields.
-    """
-    gradient_accumulation_steps: int | None = None
-    """Batches per optimizer step (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); default: the ``Accelerator``'s."""
-    gradient_clipping: float | None = None
-    """Largest norm of gradients (ACCELERATE_GRADIENT_CLIPPING); default: the argument of ``clip_grad_norm_``."""
-    zero_stage: int | None = None
-    """0, 1, 2 or 3 (ACCELERATE_DEEPSPEED_ZERO_STAGE); default: 2."""
+    hf_ds_config: Any = setting(
+        variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        option="deepspeed_config_file",
+        question=Question("JSON file of DeepSpeed (empty: none)?"),
+    )
+    """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig``; default: derived from the other fields."""
+    gradient_accumulation_steps: int | None = setting(
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        read=_number_or_auto(int),
+        question=Question("Batches per step?", 1, when=_without_file, place=1),
+    )
+    """Batches per optimizer step; default: the ``Accelerator``'s."""
+    gradient_clipping: float | None = setting(
+        variable="ACCELERATE_GRADIENT_CLIPPING",
+        read=_number_or_auto(float),
+        question=Question("Norm of gradients?", 1.0, when=_without_file, place=1),
+    )
+    """Largest norm of gradients; default: the argument of ``clip_grad_norm_``."""
+    zero_stage: int | None = setting(
+        unset=2, choices=(0, 1, 2, 3), question=Question("Which stage of ZeRO?", 2, when=_without_file)
+    )
+    """Stage of ZeRO: 0, 1, 2 or 3."""
     is_train_batch_min: bool = True
     """Whether the smallest of several loaders' batch sizes is used (False: the largest)."""
-    offload_optimizer_device: str | None = None
-    """none, cpu or nvme (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE); default: none."""
-    offload_param_device: str | None = None
-    """none, cpu or nvme, with stage 3 (ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE); default: none."""
-    offload_optimizer_nvme_path: str | None = None
-    """Folder on a disk (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH)."""
-    offload_param_nvme_path: str | None = None
-    """Folder on a disk (ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH)."""
-    zero3_init_flag: bool | None = None
-    """Whether transformers shards models while it builds them; default: with stage 3.
-
-    (ACCELERATE_DEEPSPEED_ZERO3_INIT)
-    """
-    zero3_save_16bit_model: bool | None = None
-    """Whether stage 3 gathers whole weights to save them (ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL); default: True.
+    offload_optimizer_device: str | None = setting(
+        unset="none", choices=_DEVICES, question=Question("Optimizer offloaded to?", "none", when=_without_file)
+    )
+    """Where the optimizer's state is kept: none, cpu or nvme."""
+    offload_param_device: str | None = setting(
+        unset="none", choices=_DEVICES, question=Question("Parameters offloaded to?", "none", when=_without_file)
+    )
+    """Where parameters are kept, with stage 3: none, cpu or nvme."""
+    offload_optimizer_nvme_path: str | None = setting()
+    """Folder on a disk for the optimizer's state."""
+    offload_param_nvme_path: str | None = setting()
+    """Folder on a disk for parameters."""
+    zero3_init_flag: bool | None = setting(variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", unset=True)
+    """Whether transformers shards models while it builds them, with stage 3."""
+    zero3_save_16bit_model: bool | None = setting(unset=True)
+    """Whether stage 3 gathers whole weights to save them.
 
     With ``hf_ds_config``: the configuration's value; DeepSpeed's default is False.
     """
-    transformer_moe_cls_names: str | None = None
-    """Classes of expert layers, separated by commas, that stage 3 gathers as a whole.
-
-    (ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES)
-    """
-    enable_msamp: bool | None = None
-    """Whether MS-AMP keeps optimizer states in 8 bits (ACCELERATE_FP8_BACKEND=MSAMP); default: False."""
-    msamp_opt_level: Literal["O1", "O2"] | None = None
-    """Optimization level of MS-AMP: O1 or O2 (ACCELERATE_FP8_OPT_LEVEL); default: O1."""
+    transformer_moe_cls_names: str | None = setting(
+        variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", option="deepspeed_moe_layer_cls_names"
+    )
+    """Classes of expert layers, separated by commas, that stage 3 gathers as a whole."""
+    enable_msamp: bool | None = setting(variable="ACCELERATE_FP8_BACKEND", read=_is_msamp, option=None)
+    """Whether MS-AMP keeps optimizer states in 8 bits; default: with the back end MSAMP."""
+    msamp_opt_level: Literal["O1", "O2"] | None = setting(variable="ACCELERATE_FP8_OPT_LEVEL", unset="O1", option=None)
+    """Optimization level of MS-AMP: O1 or O2."""
 
     def __post_init__(self) -> None:
         self._selected = False
@@ -103,17 +139,13 @@ class DeepSpeedPlugin:
 
     def _read_environment(self) -> None:
         if self.hf_ds_config is None:
-            path = environ.text("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+            path = from_environment(DeepSpeedPlugin, "hf_ds_config")
             self.hf_ds_config = None if path == "none" else path
         if self.hf_ds_config is None:  # a configuration has values for these
-            for name, value in launched_fields().items():
-                setattr(self, name, value if getattr(self, name) is None else getattr(self, name))
+            fill_unset(self, *FIELD_KEYS)
         else:
             check_launched_fields(environ.text("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))  # type: ignore[union-attr]
-        if self.enable_msamp is None:
-            self.enable_msamp = environ.text("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP"  # type: ignore[union-attr]
-        if self.msamp_opt_level is None:
-            self.msamp_opt_level = environ.text("ACCELERATE_FP8_OPT_LEVEL", "O1")  # type: ignore[assignment]
+        fill_unset(self, "enable_msamp", "msamp_opt_level")
 
     def _check_fields(self) -> None:
         check_one_of("zero_stage", self.zero_stage, range(4))
@@ -155,7 +187,9 @@ class DeepSpeedPlugin:
             )
         self.deepspeed_config = self.hf_ds_config.config
         mismatches: list[str] = []
-        launched = {name: value for name, value in launched_fields().items() if self.is_auto(FIELD_KEYS[name])}
+        launched = {
+            name: from_environment(DeepSpeedPlugin, name) for name in FIELD_KEYS if self.is_auto(FIELD_KEYS[name])
+        }
         for name, value in {**launched, **given}.items():
             if value is None:
                 continue
@@ -185,7 +219,7 @@ class DeepSpeedPlugin:
         self.hf_ds_config.set_stage_and_offload()
         zero3 = self.hf_ds_config.is_zero3()
         if self.zero3_init_flag is None:
-            self.zero3_init_flag = zero3 and environ.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT", default=True)
+            self.zero3_init_flag = zero3 and from_environment(DeepSpeedPlugin, "zero3_init_flag")
         if self.zero3_init_flag and not zero3:
             warnings.warn(
                 f"zero3_init_flag=True has an effect with ZeRO stage 3 only, and the stage is {self.zero_stage}: "
@@ -366,8 +400,7 @@ class DeepSpeedPlugin:
         Raises:
             ValueError: The model has no layer of a class in `transformer_moe_cls_names`.
         """
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = environ.text("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+        fill_unset(self, "transformer_moe_cls_names")
         if self.transformer_moe_cls_names is None:
             return
         names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]

@@ -4,54 +4,57 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DynamoBackend
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 from notebook_accelerate.config.plain_values import check_one_of
+from notebook_accelerate.config.settings import Question, Section, fill_unset, from_environment, setting
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
+def _switch(name: str, **known: Any) -> Any:
+    """Return the field of a setting that Accelerate's launcher calls ``use_`` and a name."""
+    variable = f"ACCELERATE_DYNAMO_USE_{name.upper()}"
+    return setting(option=f"dynamo_use_{name}", variable=variable, switch=True, preset=False, **known)
+
+
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments of ``torch.compile``; fields that are None are read from ACCELERATE_DYNAMO_* variables.
+    """Arguments of ``torch.compile``.
 
     Raises:
         ValueError: The backend or the mode is not known.
     """
 
-    backend: DynamoBackend | None = None
-    """The compiler (ACCELERATE_DYNAMO_BACKEND); default: NO, no compilation."""
-    mode: str | None = None
-    """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs (ACCELERATE_DYNAMO_MODE).
+    settings: ClassVar[Section] = Section("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_")
 
-    None and no variable: default.
-    """
-    fullgraph: bool | None = None
-    """Whether a graph break is an error (ACCELERATE_DYNAMO_USE_FULLGRAPH); default: False."""
-    dynamic: bool | None = None
-    """Whether shapes are dynamic (ACCELERATE_DYNAMO_USE_DYNAMIC); default: torch decides."""
+    backend: DynamoBackend | None = setting(
+        unset="NO",
+        choices=tuple(DynamoBackend),
+        closed=True,
+        preset="no",
+        question=Question("Which back end?", "inductor", ()),
+    )
+    """The compiler; NO: no compilation."""
+    mode: str | None = setting(unset="default", choices=_MODES, closed=True, preset="default")
+    """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
+    fullgraph: bool | None = _switch("fullgraph", unset=False)
+    """Whether a graph break is an error."""
+    dynamic: bool | None = _switch("dynamic")
+    """Whether shapes are dynamic; default: torch decides."""
     options: Any = None
     """Options of the backend."""
     disable: bool = False
     """Whether ``torch.compile`` does nothing."""
-    use_regional_compilation: bool | None = None
-    """Whether repeated blocks are compiled once instead of the whole model; default: False.
-
-    Read from ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION.
-    """
+    use_regional_compilation: bool | None = _switch("regional_compilation", unset=False)
+    """Whether repeated blocks are compiled once instead of the whole model."""
 
     def __post_init__(self) -> None:
-        self.backend = _backend(self.backend or environ.text("ACCELERATE_DYNAMO_BACKEND", "NO") or "NO")
-        environ.fill_unset(self, "ACCELERATE_DYNAMO_", environ.text, mode="default")
+        self.backend = _backend(self.backend or from_environment(type(self), "backend"))
+        fill_unset(self)
         check_one_of("mode", self.mode, _MODES)
-        if self.fullgraph is None:
-            self.fullgraph = environ.flag("ACCELERATE_DYNAMO_USE_FULLGRAPH")
-        environ.fill_unset(self, "ACCELERATE_DYNAMO_", environ.flag, use_regional_compilation=False)
-        if self.dynamic is None and environ.text("ACCELERATE_DYNAMO_USE_DYNAMIC"):
-            self.dynamic = environ.flag("ACCELERATE_DYNAMO_USE_DYNAMIC")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of all fields by name, with the backend in torch's spelling."""

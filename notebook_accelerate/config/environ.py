@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -124,20 +124,6 @@ def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str
     return value
 
 
-def fill_unset(settings: object, prefix: str, read: Callable[[str, Any], Any], **defaults: Any) -> None:
-    """Set the fields that are None from variables: the prefix, followed by the field's name in capitals.
-
-    Args:
-        settings: The object with the fields.
-        prefix: The prefix.
-        read: `flag`, `text` or `integer`.
-        defaults: The value of each field where its variable is unset or empty.
-    """
-    for name, default in defaults.items():
-        if getattr(settings, name) is None:
-            setattr(settings, name, read(f"{prefix}{name.upper()}", default))
-
-
 def set_variables(values: Mapping[str, Any]) -> None:
     """Set variables for this process and its children; a None value removes the variable.
 
@@ -173,6 +159,17 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """
     parsed = parse_flag(str(value))
     return parsed if to_bool else int(parsed)
+
+
+def flag_text(text: str) -> str:
+    """Check a truth value and return its text, because Accelerate passes it on unchanged."""
+    parse_flag(text)
+    return text
+
+
+def flags_text(text: str) -> tuple[int, ...]:
+    """Convert "true,false,true" to integers, because Accelerate passes on 1 and 0."""
+    return tuple(map(str_to_bool, text.split(",")))
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:

@@ -1,4 +1,4 @@
-"""Settings of FullyShardedDataParallel; fields that are None are read from FSDP_* variables."""
+"""Settings of FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.config.plain_values import check_one_of
+from notebook_accelerate.config.settings import Question, Section, fill_unset, from_environment, setting
 
 if TYPE_CHECKING:
     import torch
@@ -35,36 +36,67 @@ _logger = logging.getLogger(__name__)
 class FullyShardedDataParallelPlugin:
     """Settings of FSDP 1 and 2; the constructor replaces names by torch's objects.
 
-    Choices and flags that are None are read from variables: ``FSDP_`` and the field's name, where none is given below.
-
     Raises:
         ValueError: A value is not allowed, or belongs to the other version of FSDP.
     """
 
-    fsdp_version: int | None = None
-    """1 or 2 (FSDP_VERSION); default: 1."""
-    sharding_strategy: str | ShardingStrategy | None = None
-    """FSDP 1: which tensors are sharded (FSDP_SHARDING_STRATEGY); default: FULL_SHARD."""
-    reshard_after_forward: str | ShardingStrategy | bool | None = None
-    """FSDP 2: whether parameters are freed after the forward (FSDP_RESHARD_AFTER_FORWARD); default: True.
+    settings: ClassVar[Section] = Section("fsdp_config", "fsdp_", "FSDP_", switch="ACCELERATE_USE_FSDP")
 
-    FSDP 1: another name of ``sharding_strategy``.
-    """
-    backward_prefetch: str | BackwardPrefetch | None = None
-    """FSDP 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH); default: NO_PREFETCH."""
+    fsdp_version: int | None = setting(
+        unset=1, preset=1, choices=(1, 2), closed=True, question=Question("Which version of FSDP?", 2)
+    )
+    """1 or 2."""
+    sharding_strategy: str | ShardingStrategy | None = setting(
+        unset="FULL_SHARD",
+        preset="FULL_SHARD",
+        choices=constants.FSDP_SHARDING_STRATEGY,
+        question=Question("What is sharded?", "FULL_SHARD", when=lambda answers: answers["fsdp_version"] == 1),
+    )
+    """FSDP 1: which tensors are sharded."""
+    reshard_after_forward: str | ShardingStrategy | bool | None = setting(
+        unset=True,
+        read=environ.flag,
+        preset="true",
+        question=Question(
+            "Shard parameters again after forward, which saves memory?",
+            True,
+            when=lambda answers: answers["fsdp_version"] == 2,
+        ),
+    )
+    """FSDP 2: whether parameters are freed after the forward. FSDP 1: another name of ``sharding_strategy``."""
+    backward_prefetch: str | BackwardPrefetch | None = setting(
+        former="fsdp_backward_prefetch_policy", choices=constants.FSDP_BACKWARD_PREFETCH
+    )
+    """FSDP 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH, the default."""
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
     """A precision, a dict of param_dtype, reduce_dtype and output_dtype (FSDP 1: buffer_dtype), or torch's object.
 
     Default: the precision of the `Accelerator`.
     """
-    auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = None
-    """Selects the units: a name (FSDP_AUTO_WRAP_POLICY), or a callable for torch's FSDP; default: no_wrap."""
-    cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
-    """Whether parameters are kept in main memory (FSDP_OFFLOAD_PARAMS); default: False."""
-    ignored_modules: Iterable[torch.nn.Module] | str | None = None
-    """Modules that are not sharded, or a regular expression of their full names (FSDP_IGNORED_MODULES)."""
-    state_dict_type: str | StateDictType | None = None
-    """FULL_STATE_DICT, LOCAL_STATE_DICT (FSDP 1) or SHARDED_STATE_DICT (FSDP_STATE_DICT_TYPE).
+    auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
+        setting(
+            unset="NO_WRAP",
+            question=Question("What are its units?", "TRANSFORMER_BASED_WRAP", tuple(constants.FSDP_AUTO_WRAP_POLICY)),
+        )
+    )
+    """Selects the units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, or a callable for torch's FSDP."""
+    cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = setting(
+        variable="FSDP_OFFLOAD_PARAMS",
+        unset=False,
+        option="fsdp_offload_params",
+        preset=False,
+        question=Question("Keep parameters and gradients on the CPU?", False, place=1),
+    )
+    """Whether parameters are kept in main memory."""
+    ignored_modules: Iterable[torch.nn.Module] | str | None = setting(option=None)
+    """Modules that are not sharded, or a regular expression of their full names."""
+    state_dict_type: str | StateDictType | None = setting(
+        choices=constants.FSDP_STATE_DICT_TYPE,
+        question=Question(
+            "How are checkpoints saved?", "SHARDED_STATE_DICT", tuple(constants.FSDP2_STATE_DICT_TYPE), place=2
+        ),
+    )
+    """FULL_STATE_DICT, LOCAL_STATE_DICT (FSDP 1) or SHARDED_STATE_DICT.
 
     Default: FULL_STATE_DICT in FSDP 1, SHARDED_STATE_DICT in FSDP 2.
     """
@@ -74,74 +106,73 @@ class FullyShardedDataParallelPlugin:
     """The same for states of optimizers."""
     limit_all_gathers: bool = True
     """FSDP 1: whether the CPU waits before it gathers more than the next unit, which limits memory."""
-    use_orig_params: bool | None = None
-    """FSDP 1: whether the optimizer sees the original parameters, not one flat one for each unit; default: False."""
+    use_orig_params: bool | None = setting(unset=False, preset=True)
+    """FSDP 1: whether the optimizer sees the original parameters, not one flat one for each unit."""
     param_init_fn: Callable[[torch.nn.Module], None] | None = None
     """Called with each module on the meta device, to allocate and initialize its parameters."""
-    sync_module_states: bool | None = None
-    """Whether all ranks start with the weights of rank 0; default: False in FSDP 1, True in FSDP 2.
+    sync_module_states: bool | None = setting(unset=False, preset=True)
+    """Whether all ranks start with the weights of rank 0.
 
-    True in FSDP 1 with ``cpu_ram_efficient_loading``.
+    Always in FSDP 1 with ``cpu_ram_efficient_loading``, and in FSDP 2 unless it is False.
     """
-    forward_prefetch: bool | None = None
-    """FSDP 1: whether the next unit is gathered before the forward of the present one; default: False."""
-    activation_checkpointing: bool | None = None
-    """Whether the activations of units are computed again in the backward; default: False."""
-    activation_checkpointing_offload: bool | None = None
-    """Whether the inputs of such units wait for the backward in main memory; default: False."""
-    cpu_ram_efficient_loading: bool | None = None
-    """Whether rank 0 alone loads the weights (FSDP_CPU_RAM_EFFICIENT_LOADING); default: False."""
-    transformer_cls_names_to_wrap: list[str] | None = None
-    """Classes that become units of their own (FSDP_TRANSFORMER_CLS_TO_WRAP, separated by commas).
+    forward_prefetch: bool | None = setting(unset=False, preset=False)
+    """FSDP 1: whether the next unit is gathered before the forward of the present one."""
+    activation_checkpointing: bool | None = setting(
+        unset=False, preset=False, question=Question("Recompute activations in backward?", False, place=1)
+    )
+    """Whether the activations of units are computed again in the backward."""
+    activation_checkpointing_offload: bool | None = setting(unset=False, preset=False)
+    """Whether the inputs of such units wait for the backward in main memory."""
+    cpu_ram_efficient_loading: bool | None = setting(unset=False, preset=True)
+    """Whether rank 0 alone loads the weights."""
+    transformer_cls_names_to_wrap: list[str] | None = setting(
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        option="fsdp_transformer_layer_cls_to_wrap",
+        question=Question(
+            "Classes of the layers, separated by commas (empty: as the model says)?",
+            when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
+        ),
+    )
+    """Classes that become units, each on its own; separated by commas in variables and options.
 
     Default: the model's ``_no_split_modules``.
     """
-    min_num_params: int | None = None
-    """Modules with at least so many parameters become units (FSDP_MIN_NUM_PARAMS); default: 100 million."""
+    min_num_params: int | None = setting(preset=100_000_000)
+    """Modules with at least so many parameters become units under SIZE_BASED_WRAP; default: 100 million."""
 
     def __post_init__(self) -> None:
-        environ.fill_unset(self, "", environ.integer, fsdp_version=1)
+        fill_unset(self, "fsdp_version")
         check_one_of("fsdp_version", self.fsdp_version, (1, 2))
-        flags = ["activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"]
         if self.fsdp_version == 1:
-            flags += ["forward_prefetch", "use_orig_params", "sync_module_states"]
-        environ.fill_unset(self, "FSDP_", environ.flag, **dict.fromkeys(flags, False))
-        if self.cpu_offload is None:
-            self.cpu_offload = environ.flag("FSDP_OFFLOAD_PARAMS")
-        self._read_units()
-        self._read_choices()
+            self.sharding_strategy = self._strategy_by_either_name()
+        fill_unset(self, without=_OF_FSDP_1 if self.fsdp_version == 2 else _OF_FSDP_2)
+        names: Any = self.transformer_cls_names_to_wrap or from_environment(type(self), "transformer_cls_names_to_wrap")
+        if isinstance(names, str):
+            self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",")]
+        self._check_choices()
         if self.cpu_ram_efficient_loading and self.fsdp_version == 1:
             self.sync_module_states = True  # the other ranks receive the weights that rank 0 loads
         self._replace_names()
 
-    def _read_units(self) -> None:
-        names: Any = self.transformer_cls_names_to_wrap or environ.text("FSDP_TRANSFORMER_CLS_TO_WRAP")
-        if isinstance(names, str):
-            self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",")]
-        if self.auto_wrap_policy is None or isinstance(self.auto_wrap_policy, str):
-            allowed = constants.FSDP_AUTO_WRAP_POLICY
-            self.auto_wrap_policy = _choice("auto_wrap_policy", self.auto_wrap_policy, allowed, "NO_WRAP")
-        environ.fill_unset(self, "FSDP_", environ.text, ignored_modules=None)
-        environ.fill_unset(self, "FSDP_", environ.integer, min_num_params=None)
-
-    def _read_choices(self) -> None:
-        if self.fsdp_version == 1:
-            # FSDP 1 accepts its strategy under both names.
-            given = self.reshard_after_forward if self.sharding_strategy is None else self.sharding_strategy
-            if isinstance(given, bool):
-                raise ValueError(
-                    f"reshard_after_forward={given} belongs to FSDP 2; with fsdp_version=1 pass sharding_strategy="
-                    f'"{"FULL_SHARD" if given else "SHARD_GRAD_OP"}"'
-                )
-            self.sharding_strategy = _choice("sharding_strategy", given, constants.FSDP_SHARDING_STRATEGY, "FULL_SHARD")
-            self.backward_prefetch = _choice(
-                "backward_prefetch", self.backward_prefetch, constants.FSDP_BACKWARD_PREFETCH, None
+    def _strategy_by_either_name(self) -> Any:
+        given = self.reshard_after_forward if self.sharding_strategy is None else self.sharding_strategy
+        if isinstance(given, bool):
+            raise ValueError(
+                f"reshard_after_forward={given} belongs to FSDP 2; with fsdp_version=1 pass sharding_strategy="
+                f'"{"FULL_SHARD" if given else "SHARD_GRAD_OP"}"'
             )
+        return given
+
+    def _check_choices(self) -> None:
+        self.auto_wrap_policy = _choice("auto_wrap_policy", self.auto_wrap_policy, constants.FSDP_AUTO_WRAP_POLICY)
+        if self.fsdp_version == 1:
+            for name, allowed in _CHOICES_OF_FSDP_1.items():
+                setattr(self, name, _choice(name, getattr(self, name), allowed))
         else:
             self._check_version_2()
         allowed = constants.FSDP_STATE_DICT_TYPE if self.fsdp_version == 1 else constants.FSDP2_STATE_DICT_TYPE
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-        self.state_dict_type = _choice("state_dict_type", self.state_dict_type, allowed, default)
+        self.state_dict_type = _choice("state_dict_type", self.state_dict_type or default, allowed)
 
     def _check_version_2(self) -> None:
         sharding = " (reshard_after_forward=True shards like FULL_SHARD, False like SHARD_GRAD_OP)"
@@ -153,8 +184,6 @@ class FullyShardedDataParallelPlugin:
             self.backward_prefetch = None
         if self.sync_module_states:
             self.sync_module_states = None  # FSDP 2 starts with rank 0's weights unless it is False
-        if self.reshard_after_forward is None:
-            self.reshard_after_forward = environ.flag("FSDP_RESHARD_AFTER_FORWARD", default=True)
         if isinstance(self.reshard_after_forward, str):
             self.reshard_after_forward = environ.parse_flag(self.reshard_after_forward)
         self.use_orig_params = None  # FSDP 2 always keeps the original parameters
@@ -311,7 +340,7 @@ class FullyShardedDataParallelPlugin:
         from torch.distributed import fsdp
 
         allowed = constants.FSDP_STATE_DICT_TYPE if self.fsdp_version == 1 else constants.FSDP2_STATE_DICT_TYPE
-        given = _choice("state_dict_type", state_dict_type or self.state_dict_type, allowed, None)
+        given = _choice("state_dict_type", state_dict_type or self.state_dict_type, allowed)
         self.state_dict_type = fsdp.StateDictType[given] if isinstance(given, str) else given
         if self.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT:
             self.state_dict_config = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -336,11 +365,18 @@ class FullyShardedDataParallelPlugin:
         return get_module_class_from_name(module, name)
 
 
-def _choice(name: str, value: Any, allowed: list[str], default: str | None) -> Any:
-    """Check a name and return it in upper case; return torch's own objects as they are."""
-    if value is None:
-        value = environ.text(f"FSDP_{name.upper()}", default)
-    if value is None or not isinstance(value, str):
+_OF_FSDP_1 = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
+_OF_FSDP_2 = ("reshard_after_forward",)
+"""Fields that are read from variables in one version only."""
+_CHOICES_OF_FSDP_1 = {
+    "sharding_strategy": constants.FSDP_SHARDING_STRATEGY,
+    "backward_prefetch": constants.FSDP_BACKWARD_PREFETCH,
+}
+
+
+def _choice(name: str, value: Any, allowed: list[str]) -> Any:
+    """Check a name and return it in upper case; return torch's own objects and None as they are."""
+    if not isinstance(value, str):
         return value
     if value.isdigit() and 1 <= int(value) <= len(allowed):  # older files number the choices from 1
         return allowed[int(value) - 1]

@@ -22,15 +22,13 @@ from notebook_accelerate.config.plain_values import (
     shown_repr,
     shown_value,
 )
-from notebook_accelerate.config.settings import setting
+from notebook_accelerate.config.settings import MIXED_PRECISIONS, RDZV_BACKENDS, setting
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 START_METHODS = ("auto", "inline", "fork", "zygote", "spawn")
-MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
-RDZV_BACKENDS = ("static", "c10d")
 OUTPUTS = ("cell", "panel")
 REPORT_SOURCES = (
     "accelerate", "lightning", "mlflow", "pytorch_accelerated", "rich", "tensorboard", "torch", "tqdm", "transformers",

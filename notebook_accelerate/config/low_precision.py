@@ -6,19 +6,20 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import CustomDtype, FP8BackendType
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 from notebook_accelerate.config.plain_values import check_one_of, is_number
+from notebook_accelerate.config.settings import Section, fill_unset, from_environment, setting, settings_of
 
 if TYPE_CHECKING:
     import torch
     from torchao.float8 import Float8LinearConfig
 
 
-_PREFIX = "ACCELERATE_FP8_"
+_SECTION = Section("fp8_config", "fp8_", "ACCELERATE_FP8_")
 _FORMATS = ("HYBRID", "E4M3", "E5M2")
 _AMAX_ALGORITHMS = ("max", "most_recent")
 _OPT_LEVELS = ("O1", "O2")
@@ -37,24 +38,39 @@ class AORecipeKwargs(KwargsHandler):
         ImportError: torchao is not installed.
     """
 
+    settings: ClassVar[Section] = _SECTION
+
     config: Float8LinearConfig | None = None
     """torchao's own configuration; None: its default, with the two flags below."""
     module_filter_func: Callable[..., Any] | None = None
     """Called with a module and its name; returns whether to convert it. None: all linear layers but first and last."""
-    pad_inner_dim: bool | None = None
-    """Whether inner dimensions are padded to multiples of 16 (ACCELERATE_FP8_PAD_INNER_DIM); default: True."""
-    enable_fsdp_float8_all_gather: bool | None = None
-    """Whether FSDP gathers weights in fp8 (ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER); default: True."""
+    pad_inner_dim: bool | None = setting(unset=True, preset=1, parse=environ.str_to_bool)
+    """Whether inner dimensions are padded to multiples of 16 (ao)."""
+    enable_fsdp_float8_all_gather: bool | None = setting(unset=True, preset=1, parse=environ.str_to_bool)
+    """Whether FSDP gathers weights in fp8 (ao)."""
 
     def __post_init__(self) -> None:
         _require("torchao", "pip install torchao", "AORecipeKwargs")
-        environ.fill_unset(self, _PREFIX, environ.flag, pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
+        fill_unset(self)
         if self.config is None:
             from torchao.float8 import Float8LinearConfig
 
             self.config = Float8LinearConfig(
                 enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather, pad_inner_dim=self.pad_inner_dim
             )
+
+
+def _flags(text: str) -> tuple[bool, bool, bool]:
+    flags = [environ.parse_flag(part) for part in text.strip("()").split(",")]
+    if len(flags) != 3:
+        raise ValueError(f"override_linear_precision={text!r} is not allowed; pass three flags: fprop, dgrad, wgrad")
+    return flags[0], flags[1], flags[2]
+
+
+def _overridden(variable: str, _: Any) -> tuple[bool, bool, bool]:
+    prefix = f"{_SECTION.variable}OVERRIDE_"
+    each = ",".join(str(environ.flag(f"{prefix}{name}")) for name in ("FPROP", "DGRAD", "WGRAD"))
+    return _flags(environ.text(variable, each) or each)
 
 
 @dataclass
@@ -66,54 +82,42 @@ class TERecipeKwargs(KwargsHandler):
         ValueError: A value is not allowed.
     """
 
-    use_autocast_during_eval: bool | None = None
-    """Whether evaluation computes in fp8 too (ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL); default: False."""
-    margin: int | None = None
-    """The scaling factor is divided by 2 to this power (ACCELERATE_FP8_MARGIN); default: 0."""
-    interval: int | None = None
-    """Steps between computations of the scaling factor (ACCELERATE_FP8_INTERVAL); default: 1."""
-    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
-    """HYBRID, E4M3 or E5M2 (ACCELERATE_FP8_FORMAT); default: HYBRID."""
-    amax_history_len: int | None = None
-    """Steps whose largest absolute values are kept (ACCELERATE_FP8_AMAX_HISTORY_LEN); default: 1024."""
-    amax_compute_algo: Literal["max", "most_recent"] | None = None
-    """How the scale follows from the history (ACCELERATE_FP8_AMAX_COMPUTE_ALGO); default: most_recent."""
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    """Whether forward, input gradients and weight gradients run in higher precision; default: all False.
+    settings: ClassVar[Section] = _SECTION
 
-    Read from ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION, as "0,0,1", or from ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and
-    _WGRAD.
+    use_autocast_during_eval: bool | None = setting(unset=False, preset=False, switch=True)
+    """Whether evaluation computes in fp8 too (te)."""
+    margin: int | None = setting(unset=0, preset=0)
+    """The scaling factor is divided by 2 to this power (te)."""
+    interval: int | None = setting(unset=1, preset=1)
+    """Steps between computations of the scaling factor (te)."""
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = setting(
+        unset="HYBRID", preset="HYBRID", choices=_FORMATS, closed=True
+    )
+    """HYBRID, E4M3 or E5M2 (te)."""
+    amax_history_len: int | None = setting(unset=1024, preset=1024, former="fp8_amax_history_length")
+    """Steps whose largest absolute values are kept (te)."""
+    amax_compute_algo: Literal["max", "most_recent"] | None = setting(
+        unset="most_recent", preset="most_recent", choices=_AMAX_ALGORITHMS, closed=True
+    )
+    """How the scale follows from the history (te)."""
+    override_linear_precision: tuple[bool, bool, bool] | None = setting(
+        read=_overridden, preset=(False, False, False), parse=environ.flags_text
+    )
+    """Whether forward, input gradients and weight gradients run in higher precision, as true,false,false (te).
+
+    Also read from ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD; default: all False.
     """
-    use_mxfp8_block_scaling: bool | None = None
-    """Whether blocks of 32 values share a scale (ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING); default: False."""
+    use_mxfp8_block_scaling: bool | None = setting(unset=False, option=None)
+    """Whether blocks of 32 values share a scale (te)."""
 
     def __post_init__(self) -> None:
         _require("transformer_engine", "pip install 'transformer_engine[pytorch]'", type(self).__name__)
-        _fill_te(self)
-
-
-def _fill_te(recipe: TERecipeKwargs | FP8RecipeKwargs) -> None:
-    """Fill the fields that are None from the environment, and check them."""
-    environ.fill_unset(recipe, _PREFIX, environ.flag, use_autocast_during_eval=False, use_mxfp8_block_scaling=False)
-    environ.fill_unset(recipe, _PREFIX, environ.integer, margin=0, interval=1, amax_history_len=1024)
-    found: Any = recipe.fp8_format or environ.text("ACCELERATE_FP8_FORMAT", "HYBRID")
-    recipe.fp8_format = found.upper()
-    found = recipe.amax_compute_algo or environ.text("ACCELERATE_FP8_AMAX_COMPUTE_ALGO", "most_recent")
-    recipe.amax_compute_algo = found.lower()
-    check_one_of("fp8_format", recipe.fp8_format, _FORMATS)
-    check_one_of("amax_compute_algo", recipe.amax_compute_algo, _AMAX_ALGORITHMS)
-    if recipe.override_linear_precision is None:
-        text = environ.text("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION")
-        each = [str(environ.flag(f"{_PREFIX}OVERRIDE_{name}")) for name in ("FPROP", "DGRAD", "WGRAD")]
-        recipe.override_linear_precision = _flags(text or ",".join(each))
-    _flags(",".join(str(flag) for flag in recipe.override_linear_precision))
-
-
-def _flags(text: str) -> tuple[bool, bool, bool]:
-    flags = [environ.parse_flag(part) for part in text.strip("()").split(",")]
-    if len(flags) != 3:
-        raise ValueError(f"override_linear_precision={text!r} is not allowed; pass three flags: fprop, dgrad, wgrad")
-    return flags[0], flags[1], flags[2]
+        fill_unset(self, *settings_of(TERecipeKwargs))
+        self.fp8_format = str(self.fp8_format).upper()  # type: ignore[assignment]
+        self.amax_compute_algo = str(self.amax_compute_algo).lower()  # type: ignore[assignment]
+        check_one_of("fp8_format", self.fp8_format, _FORMATS)
+        check_one_of("amax_compute_algo", self.amax_compute_algo, _AMAX_ALGORITHMS)
+        _flags(",".join(str(flag) for flag in self.override_linear_precision or ()))
 
 
 @dataclass
@@ -124,12 +128,13 @@ class MSAMPRecipeKwargs(KwargsHandler):
         ValueError: The level is not O1 or O2.
     """
 
-    opt_level: Literal["O1", "O2"] | None = None
-    """O1: gradients and their reduction in fp8; O2: optimizer states too (ACCELERATE_FP8_OPT_LEVEL); default: O2."""
+    settings: ClassVar[Section] = _SECTION
+
+    opt_level: Literal["O1", "O2"] | None = setting(unset="O2", preset="O2", choices=_OPT_LEVELS, closed=True)
+    """Level of MS-AMP: O1: gradients and their reduction in fp8; O2: optimizer states too."""
 
     def __post_init__(self) -> None:
-        found: Any = self.opt_level or environ.text("ACCELERATE_FP8_OPT_LEVEL", "O2")
-        self.opt_level = found
+        fill_unset(self, "opt_level")
         check_one_of("opt_level", self.opt_level, _OPT_LEVELS)
 
 
@@ -137,13 +142,13 @@ class MSAMPRecipeKwargs(KwargsHandler):
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Deprecated: use `TERecipeKwargs`, `MSAMPRecipeKwargs` or `AORecipeKwargs`."""
 
-    backend: Literal["MSAMP", "TE"] | None = None
-    """MSAMP or TE (ACCELERATE_FP8_BACKEND); default: TE where it is installed."""
+    backend: Literal["MSAMP", "TE"] | None = setting(option=None)
+    """MSAMP or TE; default: TE if it is installed."""
 
     def __post_init__(self) -> None:
         message = "FP8RecipeKwargs is deprecated: use TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs"
         warnings.warn(message, FutureWarning, stacklevel=3)
-        found: Any = self.backend or environ.text("ACCELERATE_FP8_BACKEND") or _installed_backend()
+        found: Any = self.backend or from_environment(FP8RecipeKwargs, "backend") or _installed_backend()
         self.backend = found.upper()
         check_one_of("backend", self.backend, (FP8BackendType.MSAMP.value, FP8BackendType.TE.value))
         if self.backend == "MSAMP":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
+from notebook_accelerate.config.settings import Question, Section, fill_unset, setting
+
+_PREFIX = "MEGATRON_LM_"
 
 
 @dataclass
@@ -25,72 +28,64 @@ class MegatronLMPlugin:
         ValueError: A value is not allowed, or is not available with Megatron-LM.
     """
 
-    tp_degree: int | None = None
-    """Number of ranks over which each layer's tensors are split (MEGATRON_LM_TP_DEGREE); default: 1."""
-    pp_degree: int | None = None
-    """Number of ranks over which the layers are distributed (MEGATRON_LM_PP_DEGREE); default: 1."""
-    use_custom_fsdp: bool | None = None
+    settings: ClassVar[Section] = Section(
+        "megatron_lm_config", "megatron_lm_", _PREFIX, switch="ACCELERATE_USE_MEGATRON_LM"
+    )
+
+    tp_degree: int | None = setting(unset=1, preset=1, question=Question("Ranks that split each layer?", 1))
+    """Number of ranks over which each layer's tensors are split."""
+    pp_degree: int | None = setting(unset=1, preset=1, question=Question("Stages of the pipeline?", 1))
+    """Number of ranks over which the layers are distributed."""
+    use_custom_fsdp: bool | None = setting(variable=None, preset=False)
     """Accepted for compatibility; has no effect."""
-    overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    overlap_cpu_optimizer_d2h_h2d: bool | None = setting(variable=None, preset=False)
     """Whether copies between GPU and an offloaded optimizer overlap with its step."""
-    no_load_optim: bool | None = None
+    no_load_optim: bool | None = setting(variable=None, preset=False)
     """Whether ``load_state`` leaves out the optimizer."""
-    eod_mask_loss: bool | None = None
+    eod_mask_loss: bool | None = setting(variable=None, preset=False)
     """Whether tokens at the end of documents do not count in the loss of Megatron's datasets."""
-    no_save_optim: bool | None = None
+    no_save_optim: bool | None = setting(variable=None, preset=False)
     """Whether ``save_state`` leaves out the optimizer."""
-    optimizer_cpu_offload: bool | None = None
+    optimizer_cpu_offload: bool | None = setting(variable=None, preset=False)
     """Whether optimizer states are kept in main memory."""
-    use_precision_aware_optimizer: bool | None = None
+    use_precision_aware_optimizer: bool | None = setting(variable=None, preset=False)
     """Whether optimizer states may have another dtype than float32."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = setting(variable=None)
     """Accepted for compatibility; has no effect."""
-    recompute_granularity: str | None = None
+    recompute_granularity: str | None = setting(variable=None)
     """What is computed again in the backward: full (layers) or selective (attention); None: nothing."""
-    recompute_method: str | None = None
+    recompute_method: str | None = setting(variable=None)
     """Which layers are computed again with full: uniform or block."""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: int | None = setting(variable=None)
     """Layers of a part that is computed again (uniform), or layers for each stage (block)."""
-    attention_backend: bool | None = None
+    attention_backend: bool | None = setting(variable=None, parse=str)
     """Megatron's implementation of attention."""
-    expert_model_parallel_size: int | None = None
+    expert_model_parallel_size: int | None = setting(variable=None)
     """Number of ranks over which experts are split; it divides the data-parallel ranks."""
-    context_parallel_size: int | None = None
+    context_parallel_size: int | None = setting(variable=None)
     """Only 1 is available."""
-    attention_dropout: float | None = None
+    attention_dropout: float | None = setting(variable=None)
     """Dropout of attention; None: the model's."""
-    hidden_dropout: float | None = None
+    hidden_dropout: float | None = setting(variable=None)
     """Dropout of layers; None: the model's."""
-    attention_softmax_in_fp32: bool | None = None
+    attention_softmax_in_fp32: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether the softmax of attention is computed in float32."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = setting(variable=None)
     """Number of ranks over which the tensors of each expert are split."""
-    calculate_per_token_loss: bool | None = None
+    calculate_per_token_loss: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether the loss is the mean over the tokens of the window, not of its micro-batches."""
-    use_rotary_position_embeddings: bool | None = None
+    use_rotary_position_embeddings: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether positions are rotary embeddings; None: as the model has them."""
-    num_micro_batches: int | None = None
-    """Batches of a window, which are in the pipeline one after the other; default: 1.
-
-    (MEGATRON_LM_NUM_MICRO_BATCHES)
-    """
-    gradient_clipping: float | None = None
-    """Largest norm of gradients (MEGATRON_LM_GRADIENT_CLIPPING); default: 1.0."""
-    sequence_parallelism: bool | None = None
-    """Whether norms and dropouts are split over the tensor-parallel ranks; default: False.
-
-    (MEGATRON_LM_SEQUENCE_PARALLELISM)
-    """
-    recompute_activations: bool | None = None
-    """Whether attention is computed again in the backward; default: False.
-
-    (MEGATRON_LM_RECOMPUTE_ACTIVATIONS)
-    """
-    use_distributed_optimizer: bool | None = None
-    """Whether optimizer states are sharded over the data-parallel ranks; default: False.
-
-    (MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER)
-    """
+    num_micro_batches: int | None = setting(unset=1, question=Question("Micro-batches per step?", 1))
+    """Batches of a window, which are in the pipeline one after the other."""
+    gradient_clipping: float | None = setting(unset=1.0, preset=1.0, question=Question("Norm of gradients?", 1.0))
+    """Largest norm of gradients."""
+    sequence_parallelism: bool | None = setting(unset=False, parse=environ.flag_text)
+    """Whether norms and dropouts are split over the tensor-parallel ranks."""
+    recompute_activations: bool | None = setting(unset=False, parse=environ.flag_text)
+    """Whether attention is computed again in the backward."""
+    use_distributed_optimizer: bool | None = setting(unset=False, parse=environ.flag_text)
+    """Whether optimizer states are sharded over the data-parallel ranks."""
     pipeline_model_parallel_split_rank: int | None = None
     """Accepted for compatibility; has no effect."""
     num_layers_per_virtual_pipeline_stage: int | None = None
@@ -172,7 +167,7 @@ class MegatronLMPlugin:
         if self.other_megatron_args is not None:
             self.other_megatron_args = _named_as_in_core(self.other_megatron_args)
         self.scheduled = False  # whether the learning rate follows a schedule
-        self._read_environ()
+        fill_unset(self)
         self._check()
         self.megatron_lm_default_args: dict[str, Any] = {
             name: value for field, name in _ARGUMENTS.items() if (value := getattr(self, field)) is not None
@@ -182,13 +177,6 @@ class MegatronLMPlugin:
         if self.tensorboard_dir is not None:
             self.set_tensorboard_logging_options()
         self.megatron_lm_default_args |= self.other_megatron_args or {}
-
-    def _read_environ(self) -> None:
-        environ.fill_unset(self, _PREFIX, environ.integer, tp_degree=1, pp_degree=1, num_micro_batches=1)
-        flags = ("recompute_activations", "use_distributed_optimizer", "sequence_parallelism")
-        environ.fill_unset(self, _PREFIX, environ.flag, **dict.fromkeys(flags, False))
-        if self.gradient_clipping is None:
-            self.gradient_clipping = float(environ.text(f"{_PREFIX}GRADIENT_CLIPPING") or 1.0)
 
     def _check(self) -> None:
         for name in _DEGREES:
@@ -310,7 +298,6 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args |= dict.fromkeys(_LOGGED, True)
 
 
-_PREFIX = "MEGATRON_LM_"
 _POSITIONS = {"absolute": "learned_absolute", "rotary": "rope"}
 _DEGREES = ("tp_degree", "pp_degree", "expert_model_parallel_size", "context_parallel_size", "num_micro_batches")
 _SCHEDULE = (

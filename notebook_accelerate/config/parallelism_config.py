@@ -1,23 +1,22 @@
-"""`ParallelismConfig`: the parallel degrees, and the settings of tensor, context and sequence parallelism.
-
-Fields that are None are read from PARALLELISM_CONFIG_* variables.
-"""
+"""`ParallelismConfig`: the parallel degrees, and the settings of tensor, context and sequence parallelism."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from notebook_accelerate.config import environ
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
+from notebook_accelerate.config.settings import Section, fill_unset, setting, settings_of
 from notebook_accelerate.torch_internals import flatten_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_PREFIX = "PARALLELISM_CONFIG_"
+_SECTION = Section(
+    "parallelism_config", "parallelism_config_", "PARALLELISM_CONFIG_", switch="ACCELERATE_USE_PARALLELISM_CONFIG"
+)
 _CP_STRATEGIES = ("allgather", "alltoall")
 _SP_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 
@@ -61,14 +60,13 @@ class TorchContextParallelConfig:
         ValueError: The strategy is not known.
     """
 
-    cp_comm_strategy: str | None = None
-    """How ranks exchange keys and values: allgather or alltoall (PARALLELISM_CONFIG_CP_COMM_STRATEGY).
+    settings: ClassVar[Section] = _SECTION
 
-    Default: allgather.
-    """
+    cp_comm_strategy: str | None = setting(unset="allgather", preset="allgather")
+    """How ranks exchange keys and values: allgather or alltoall."""
 
     def __post_init__(self) -> None:
-        environ.fill_unset(self, _PREFIX, environ.text, cp_comm_strategy="allgather")
+        fill_unset(self)
         check_one_of("cp_comm_strategy", self.cp_comm_strategy, _CP_STRATEGIES)
 
 
@@ -80,22 +78,22 @@ class DeepSpeedSequenceParallelConfig:
         ValueError: The attention is not known, or the length is missing although it is not variable.
     """
 
-    sp_seq_length: int | None = None
-    """Tokens of the whole sequence (PARALLELISM_CONFIG_SP_SEQ_LENGTH); None: as in each batch."""
-    sp_seq_length_is_variable: bool | None = None
-    """Whether it differs between batches (PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE); default: True."""
-    sp_attn_implementation: str | None = None
-    """flash_attention_2, flash_attention_3, sdpa or a kernel on the hub (PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION)."""
+    settings: ClassVar[Section] = _SECTION
+
+    sp_seq_length: int | None = setting()
+    """Tokens of the whole sequence; default: as in each batch."""
+    sp_seq_length_is_variable: bool | None = setting(unset=True, preset=True)
+    """Whether it differs between batches."""
+    sp_attn_implementation: str | None = setting(preset="sdpa")
+    """flash_attention_2, flash_attention_3, sdpa or a kernel on the hub."""
 
     def __post_init__(self) -> None:
-        environ.fill_unset(self, _PREFIX, environ.integer, sp_seq_length=None)
-        environ.fill_unset(self, _PREFIX, environ.flag, sp_seq_length_is_variable=True)
+        fill_unset(self)
         if self.sp_seq_length is None and not self.sp_seq_length_is_variable:
             raise ValueError(
                 "sp_seq_length_is_variable=False needs the length: pass sp_seq_length, or set "
                 "PARALLELISM_CONFIG_SP_SEQ_LENGTH"
             )
-        environ.fill_unset(self, _PREFIX, environ.text, sp_attn_implementation=None)
         chosen = self.sp_attn_implementation
         if chosen is not None and chosen not in _SP_ATTENTIONS and "/" not in chosen:
             raise ValueError(
@@ -106,7 +104,6 @@ class DeepSpeedSequenceParallelConfig:
 
 # From the outermost to the innermost: ranks that differ in the last dimension are neighbours, and communicate most.
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "ep", "tp")
-_BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 _HANDLERS = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
@@ -118,52 +115,51 @@ _HANDLERS = {
 class ParallelismConfig:
     """The degree of each kind of parallelism; their product is the number of ranks.
 
-    Ranks are numbered with tp innermost, then ep, sp, cp, dp_shard, dp_replicate, and pp outermost. Sizes that are None
-    are read from PARALLELISM_CONFIG_TP_SIZE and so on.
+    Ranks are numbered with tp innermost, then ep, sp, cp, dp_shard, dp_replicate, and pp outermost.
 
     Raises:
         ValueError: A size is not a whole number above 0, or sizes exclude each other.
     """
 
-    dp_replicate_size: int | None = None
-    """Number of replicas of the (sharded) model, which train on different data; default: 1."""
-    dp_shard_size: int | None = None
-    """Number of ranks over which each replica's parameters are sharded (FSDP 2); default: 1."""
-    tp_size: int | None = None
-    """Number of ranks over which each layer's tensors are split; default: 1."""
-    cp_size: int | None = None
-    """Number of ranks over which context parallelism splits each sequence; default: 1."""
-    cp_backend: Literal["torch"] | None = None
-    """Implementation of context parallelism; default: torch."""
-    sp_size: int | None = None
-    """Number of ranks over which DeepSpeed's sequence parallelism splits each sequence; default: 1."""
-    sp_backend: Literal["deepspeed"] | None = None
-    """Implementation of sequence parallelism; default: deepspeed."""
+    settings: ClassVar[Section] = _SECTION
+
+    dp_replicate_size: int | None = setting(unset=1, preset=1)
+    """Number of replicas of the (sharded) model, which train on different data."""
+    dp_shard_size: int | None = setting(unset=1, preset=1)
+    """Number of ranks over which each replica's parameters are sharded (FSDP 2)."""
+    tp_size: int | None = setting(unset=1, preset=1)
+    """Number of ranks over which each layer's tensors are split."""
+    cp_size: int | None = setting(unset=1, preset=1)
+    """Number of ranks over which context parallelism splits each sequence."""
+    cp_backend: Literal["torch"] | None = setting(unset="torch", preset="torch", choices=("torch",), closed=True)
+    """Implementation of context parallelism: torch."""
+    sp_size: int | None = setting(unset=1, preset=1)
+    """Number of ranks over which DeepSpeed's sequence parallelism splits each sequence."""
+    sp_backend: Literal["deepspeed"] | None = setting(
+        unset="deepspeed", preset="deepspeed", choices=("deepspeed",), closed=True
+    )
+    """Implementation of sequence parallelism: deepspeed."""
     tp_handler: TorchTensorParallelConfig | None = None
     """Settings of tensor parallelism; default with ``tp_size`` above 1: those of the class."""
     cp_handler: TorchContextParallelConfig | None = None
     """Settings of context parallelism; default with ``cp_size`` above 1: those of the class."""
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     """Settings of sequence parallelism; default with ``sp_size`` above 1: those of the class."""
-    pp_size: int | None = None
-    """Number of ranks over which `prepare_pippy` distributes a model's layers, for inference; default: 1."""
-    ep_size: int | None = None
-    """Number of ranks over which the experts of mixture-of-experts layers are split; default: 1.
+    pp_size: int | None = setting(unset=1, option=None)
+    """Number of ranks over which `prepare_pippy` distributes a model's layers, for inference."""
+    ep_size: int | None = setting(unset=1)
+    """Number of ranks over which the experts of mixture-of-experts layers are split.
 
     Accelerate creates this dimension of the mesh (accelerate#4202); here `prepare` also splits the experts over it.
     """
 
     def __post_init__(self) -> None:
         self.device_mesh: DeviceMesh | None = None
+        fill_unset(self)
         for name in _DIMENSIONS:
-            size = getattr(self, f"{name}_size")
-            size = environ.integer(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1) if size is None else size
-            check_whole_number(f"{name}_size", size)
-            setattr(self, f"{name}_size", size)
-        for name, allowed in _BACKENDS.items():
-            chosen = getattr(self, name) or environ.text(f"PARALLELISM_CONFIG_{name.upper()}", allowed[0])
-            check_one_of(name, chosen, allowed)
-            setattr(self, name, chosen)
+            check_whole_number(f"{name}_size", getattr(self, f"{name}_size"))
+        for name in ("cp_backend", "sp_backend"):
+            check_one_of(name, getattr(self, name), settings_of(ParallelismConfig)[name].choices)
         self._check_combination()
         for name, kind in _HANDLERS.items():
             given = getattr(self, f"{name}_handler")

@@ -28,6 +28,9 @@ from typing import Any
 from notebook_accelerate.config import environ
 
 Answers = Mapping[str, Any]
+MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+RDZV_BACKENDS = ("static", "c10d")
+"""Choices that a launch and a configuration file have in common."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,13 @@ class Section:
         key: Section of a configuration file; "": its top level.
         option: How the names of options begin.
         variable: How the names of variables begin.
+        switch: The variable that selects what the section configures.
     """
 
     key: str = ""
     option: str = ""
     variable: str = ""
+    switch: str = ""
 
     @property
     def prefix(self) -> str:
@@ -57,14 +62,16 @@ class Question:
     Attributes:
         text: The question.
         default: The answer of an empty line; a function of the answers so far, or a value.
-        choices: The answers that are offered; None: the setting's.
+        choices: The allowed answers; None: the setting's choices.
         when: Whether to ask, from the answers so far by option.
+        place: Questions of a section are asked by place, and in the order of the fields.
     """
 
     text: str
     default: Any = None
     choices: tuple[Any, ...] | None = None
     when: Callable[[Answers], bool] = lambda _: True
+    place: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,7 @@ class Setting:
         unset: The value where this variable is not set either.
         read: Reads the variable, given its name and ``unset``; None: a function of `environ` for ``kind``.
         option: Its name on the command line and in a configuration file; None: in neither.
+        former: A name of the option in older configuration files.
         preset: The value where neither the command line nor the file gives one.
         parse: Converts the option's text; None: as ``kind``.
         switch: Whether the option has no text.
@@ -100,6 +108,7 @@ class Setting:
     unset: Any = None
     read: Callable[[str, Any], Any] | None = None
     option: str | None = ""
+    former: str = ""
     preset: Any = None
     parse: Callable[[str], Any] | None = None
     switch: bool = False
@@ -181,19 +190,20 @@ def from_environment(owner: type[Any], name: str) -> Any:
     return found.unset if found.variable is None else (found.read or _READERS[found.kind])(found.variable, found.unset)
 
 
-def fill_unset(instance: Any, *names: str) -> None:
-    """Set those fields that are None from their variables.
+def fill_unset(instance: Any, *names: str, without: Sequence[str] = ()) -> None:
+    """Set the fields that are None from their variables.
 
     Args:
         instance: An instance of a dataclass.
-        names: The fields; none: all that have a variable.
+        names: The fields; empty: all that have a variable.
+        without: Fields that are not set.
 
     Raises:
         ValueError: A variable is not of the field's type.
     """
     known = settings_of(type(instance))
     for name in names or [each.name for each in known.values() if each.variable is not None]:
-        if getattr(instance, name) is None:
+        if name not in without and getattr(instance, name) is None:
             setattr(instance, name, from_environment(type(instance), name))
 
 

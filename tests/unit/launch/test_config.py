@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import LaunchConfig, notebook_launcher
-from notebook_accelerate.config.launch_config import MIXED_PRECISIONS, START_METHODS
+from notebook_accelerate.config.launch_config import START_METHODS
+from notebook_accelerate.config.settings import MIXED_PRECISIONS
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_help_texts_are_literals_after_fields_and_docstrings() -> None:
 
 def test_types_that_only_type_checkers_import_are_ignored() -> None:
     kinds = {field.name: field.kind for field in fields_of(FullyShardedDataParallelPlugin)}
-    assert kinds["sharding_strategy"] == "text"  # str | ShardingStrategy | None
+    assert kinds["ignored_modules"] == "text"  # Iterable[torch.nn.Module] | str | None
     assert kinds["cpu_offload"] == "flag"
     assert kinds["auto_wrap_policy"] == "choice"
     assert kinds["param_init_fn"] == "code"
