@@ -1,4 +1,4 @@
-"""Profiles of a run: traces of its ranks, the facts in them, and what they say.
+"""Analyse the profile of a run: the traces of its ranks, the facts in them, and the findings.
 
-Everything here is pure: traces and events in, facts, sentences and rows out.
+Everything here is pure: it turns traces and events into facts, sentences and rows, without side effects.
 """

@@ -1,4 +1,4 @@
-"""What a profile says: its traces with everything that is drawn from them, each computed when it is asked for."""
+"""Analyse the traces of a profile: facts, findings, tables and timeline, each computed on first access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from notebook_accelerate.profiling.trace import RankTrace
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 LEAST_SHARE = 0.1
-"""Less of a step is not worth a sentence."""
+"""The minimum share of a step that is reported."""
 LEAST_LOADER, LEAST_WAIT, LEAST_SMALL = 0.15, 0.2, 0.4
 LEAST_SECONDS = 0.0005
 MANY_ITEMS, MANY_OPS, MANY_KERNELS = 16, 300, 500
@@ -35,8 +35,8 @@ class Analysis:
     """Reads the traces of one profile.
 
     Args:
-        traces: The traces, one of each rank.
-        clocks: By rank, what to add to its system time for the run's time, in seconds.
+        traces: The traces, one for each rank.
+        clocks: By rank, the seconds to add to the rank's system time to get the run's time.
         where: Returns the location of a frame.
     """
 
@@ -52,7 +52,7 @@ class Analysis:
 
     @cached_property
     def joined(self) -> list[Joined]:
-        """The collectives, joined across ranks."""
+        """The collectives, matched across ranks."""
         return join_collectives(self.traces, self._clocks)
 
     @cached_property
@@ -65,38 +65,38 @@ class Analysis:
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """The sentences."""
+        """The findings, ordered by time."""
         return apply_rules(self.facts)
 
     @cached_property
     def ops(self) -> list[OpTime]:
-        """The operations by their own time."""
+        """The operations, ordered by their own time."""
         return op_table(self.traces)
 
     @cached_property
     def lines(self) -> list[LineSeconds]:
-        """The lines of the user's code by time."""
+        """The lines of the user's code, ordered by time."""
         return line_table(self.traces, self.samples)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """All ranks on one clock."""
+        """The timeline of all ranks on one clock."""
         return Merger(self.traces, self._clocks, self.samples).merge(self.joined)
 
 
-# ---- rules: facts in, sentences out; a rule that is not sure says nothing
+# ---- rules turn facts into findings; a rule that is not certain reports nothing
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence about a profile.
+    """A problem that a rule found in a profile.
 
     Attributes:
-        rule: The rule, as "slow_loader".
-        sentence: What was found, and what to try.
-        ranks: The ranks it is about.
-        lines: The lines of the user's code, as far as they are known.
-        seconds: The time per step that it is about; 0.0 for memory.
+        rule: The name of the rule, such as "slow_loader".
+        sentence: A sentence that describes the problem and a remedy.
+        ranks: The affected ranks.
+        lines: The lines of the user's code that cause it, if known.
+        seconds: The time per step that it costs; 0.0 for memory.
     """
 
     rule: str
@@ -110,22 +110,22 @@ class Finding:
 
 
 def apply_rules(facts: ProfileFacts) -> list[Finding]:
-    """Return the findings, those that take most time first."""
+    """Return the findings, those that cost most time first."""
     ranks = [each for each in facts.ranks if each.steps and each.step > 0]
     found = [finding for rule in RULES for finding in rule(ranks)]
     reading = {rank for each in found if each.rule == "reads_of_values" for rank in each.ranks}
-    # The operations between two reads are small too: the reads are what to change.
+    # The operations between two reads are small, too, but the reads are what the user should change.
     found = [each for each in found if each.rule != "small_operations" or not reading.issuperset(each.ranks)]
     found += slowest_rank(ranks, facts, found)
     return sorted(found, key=lambda finding: -finding.seconds)
 
 
 def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Ranks wait for their DataLoader."""
+    """Report ranks that wait for their DataLoader."""
 
     def costly(each: RankFacts) -> bool:
         waiting = min(each.loader, each.idle)
-        if each.loader_processes:  # which wait for a processor as long as the main thread does
+        if each.loader_processes:  # On a busy machine they lack processor time as much as the main thread does.
             waiting *= each.running / each.step
         return waiting >= max(LEAST_LOADER * each.step, LEAST_SECONDS)
 
@@ -136,7 +136,8 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
         rest = max(first.step - first.loader, 0.05 * first.step)
         workers = min(64, ceil(first.loader / rest))
         if first.loader_processes:
-            more = ceil(10 * first.step / rest) / 10  # they deliver a batch in each step; it could be one in each rest
+            # They deliver one batch per step. To hide the loading, they must deliver one in the rest of a step.
+            more = ceil(10 * first.step / rest) / 10
             remedy = f"its worker processes do not keep up; about {more:g} times as many would"
         else:
             remedy = f"num_workers={workers} in the DataLoader would hide it"
@@ -149,7 +150,7 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def unbalanced_batches(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """One rank computes longer than the others, and the others wait."""
+    """Report a rank that computes longer than the others because its batches are larger."""
     if len(ranks) < 2 or any(each.ops == 0 for each in ranks):
         return []
     slowest = max(ranks, key=lambda each: each.compute)
@@ -170,7 +171,7 @@ def unbalanced_batches(ranks: Sequence[RankFacts]) -> list[Finding]:
 def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequence[Finding]) -> list[Finding]:
     """Report a slow rank if other rules explain less than half of the waiting time.
 
-    A barrier is where ranks wait, and not why.
+    The barrier rule is not an explanation: a barrier is where ranks wait, not why.
     """
     causes = [each for each in others if each.rule != "barriers"]
     found = []
@@ -185,7 +186,7 @@ def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequen
         if longest < LEAST_WAIT * culprit.step or longest < 2 * LEAST_SECONDS:
             continue
         if culprit.delay * culprit.step > 0.5 * longest or (wait.line is None and wait.computing < 0.5):
-            continue  # it did not get a processor; or nothing tells what it does
+            continue  # The rank did not get a processor, or it is unknown what it does.
         line = (wait.line.text(),) if wait.line is not None else ()
         doing = f", which is at {wait.line.text()}" if wait.line is not None else ", which computes"
         waiting = sorted(wait.seconds)
@@ -197,7 +198,7 @@ def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequen
 
 
 def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """The function reads values with ``item()`` often, or waits for the device in it."""
+    """Report frequent calls of ``item()``, or calls that wait for the device."""
 
     def cost(each: RankFacts) -> float:
         return min(each.synchronizing, each.idle) if each.kernels else each.item_seconds
@@ -223,7 +224,7 @@ def reads_of_values(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Most of a step is the launching of small operations."""
+    """Report ranks that spend most of a step launching small operations."""
 
     def many(each: RankFacts) -> bool:
         if each.kernels:
@@ -253,7 +254,10 @@ def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def barriers(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Report barriers in each step. The last rank to enter waits for no other: its time is the barrier's own."""
+    """Report barriers in each step.
+
+    The smallest time counts: the last rank to enter waits for no other, so its time is the cost of the barrier itself.
+    """
     group = [each for each in ranks if each.barriers >= 0.9 and each.barrier_seconds >= 0.01 * each.step]
     if not group:
         return []
@@ -261,15 +265,15 @@ def barriers(ranks: Sequence[RankFacts]) -> list[Finding]:
     number = "a barrier" if first.barriers < 1.5 else f"{first.barriers:.0f} barriers"
     line = next((each.barrier_line for each in group if each.barrier_line is not None), None)
     text = (
-        f"{_names(group)} {'meets' if len(group) == 1 else 'meet'} in {number} in each step"
-        f"{_at(line)}, {_time(first.barrier_seconds)}: the all_reduce of the gradients waits for all ranks already; "
-        "leave the barrier out"
+        f"{_names(group)} {'calls' if len(group) == 1 else 'call'} {number} in each step"
+        f"{_at(line)}, {_time(first.barrier_seconds)}: the all_reduce of the gradients already waits for all "
+        "ranks; remove the barrier"
     )
     return [Finding("barriers", text, _numbers(group), _lines([line]), first.barrier_seconds)]
 
 
 def growing_graphs(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """A variable holds more tensors with their graphs after each step."""
+    """Report variables that hold more tensors with their graphs after each step."""
     found = []
     for name in dict.fromkeys(name for each in ranks for name, _, _ in each.grown):
         group = [each for each in ranks if any(name == other for other, _, _ in each.grown)]
@@ -278,14 +282,14 @@ def growing_graphs(ranks: Sequence[RankFacts]) -> list[Finding]:
         each = growth / max(1, group[0].steps)
         text = (
             f"{name} on {rank_names(list(_numbers(group)))} keeps the graph of every step: {count:,} tensors or nodes, "
-            f"{each:.0f} more with each{memory}; add loss.detach(), or loss.item(), to it"
+            f"{each:.0f} more in each step{memory}; add loss.detach() or loss.item() to it instead"
         )
         found.append(Finding("growing_graphs", text, _numbers(group), (name,)))
     return found
 
 
 def retained_activations(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """A variable keeps activations between steps."""
+    """Report variables that keep activations between steps."""
     found = []
     for name in dict.fromkeys(name for each in ranks for name, _ in each.retained):
         group = [each for each in ranks if any(name == other for other, _ in each.retained)]
@@ -293,15 +297,15 @@ def retained_activations(ranks: Sequence[RankFacts]) -> list[Finding]:
         if size >= 1 << 20:
             text = (
                 f"{name} on {rank_names(list(_numbers(group)))} keeps {size_text(size)} of activations after backward, "
-                "through the next step: store detached copies, or delete it; without retain_graph=True the graph is "
-                "freed"
+                "through the next step: store detached copies, or delete it; the graph is freed only without "
+                "retain_graph=True"
             )
             found.append(Finding("retained_activations", text, _numbers(group), (name,)))
     return found
 
 
 def full_precision(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Reduced precision was asked for, and matrix products run in float32."""
+    """Report matrix products in float32 although a reduced precision was requested."""
 
     def wrong(each: RankFacts) -> bool:
         whole = sum(each.matrix.values())
@@ -314,15 +318,15 @@ def full_precision(ranks: Sequence[RankFacts]) -> list[Finding]:
         share = first.matrix["float"] / sum(first.matrix.values())
         text = (
             f"{_percent(share)} of the time of matrix products on {rank_names(list(_numbers(group)))} is in float32, "
-            f"though mixed_precision={first.asked['mixed_precision']!r} was asked for: call the model that prepare() "
-            "has returned, or use accelerator.autocast()"
+            f"although mixed_precision={first.asked['mixed_precision']!r} was requested: call the model that prepare() "
+            "returned, or use accelerator.autocast()"
         )
         found.append(Finding("full_precision", text, _numbers(group), (), first.matrix["float"]))
     return found
 
 
 def logging_storm(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Printing and logging take much of each step."""
+    """Report printing and logging that take much of each step."""
     found = []
     for group in _together([each for each in ranks if min(each.logging, each.idle) >= LEAST_SHARE * each.step]):
         first = max(group, key=lambda each: each.logging)
@@ -335,7 +339,7 @@ def logging_storm(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def checkpoint_each_step(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """A checkpoint is saved in each step."""
+    """Report checkpoints that are saved in each step."""
 
     def saves(each: RankFacts, share: float, steps: float) -> bool:
         return min(each.saving, each.idle) >= share * each.step and each.steps > 1 and each.saving_steps >= steps
@@ -354,7 +358,7 @@ def checkpoint_each_step(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def interpreter_lock(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Another Python thread holds the interpreter lock for much of the time."""
+    """Report a Python thread that holds the interpreter lock for much of the time."""
     found = []
     for each in ranks:
         busy = [row for row in each.threads if row[1] >= 0.25 and not row[2].place.startswith("<")]
@@ -364,21 +368,21 @@ def interpreter_lock(ranks: Sequence[RankFacts]) -> list[Finding]:
         text = (
             f"on rank {each.rank} the thread {name!r} takes {_percent(share)} of the processor time, in Python at "
             f"{line.text()}: "
-            "it holds the interpreter lock, and the training waits; use a process"
+            "it holds the interpreter lock, and the training waits; move its work to a process"
         )
         found.append(Finding("interpreter_lock", text, (each.rank,), (line.text(),), min(share, 1.0) * each.step))
     return found
 
 
 def not_compiled(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """A model was to be compiled, and no compiled code runs."""
+    """Report that no compiled code runs although compilation was requested."""
     group = [each for each in ranks if each.asked.get("compiled") and not each.compiled and each.ops + each.kernels]
     if not group:
         return []
     asked = group[0].asked["compiled"]
     text = (
-        f"no compiled code runs on {rank_names(list(_numbers(group)))}, though {asked} asks for it: call the compiled "
-        "model, not the one it was made from; TORCH_LOGS=recompiles,graph_breaks tells of others"
+        f"no compiled code runs on {rank_names(list(_numbers(group)))}, although {asked} requests it: call the "
+        "compiled model, not the original; set TORCH_LOGS=recompiles,graph_breaks to log other causes"
     )
     return [Finding("not_compiled", text, _numbers(group), (asked,))]
 
@@ -401,7 +405,7 @@ def _together(group: list[RankFacts]) -> list[list[RankFacts]]:
 
 
 def _alike(group: list[RankFacts], of: Callable[[RankFacts], float]) -> list[list[RankFacts]]:
-    """Return ranks with about the same number together, others apart."""
+    """Group ranks for which ``of`` returns similar numbers."""
     groups: list[list[RankFacts]] = []
     for each in sorted(group, key=lambda one: -of(one)):
         if groups and of(groups[-1][0]) < 1.5 * of(each):

@@ -1,4 +1,4 @@
-"""Joins the collectives of ranks, and finds who waits for whom in them."""
+"""Match the collectives of all ranks, and find the ranks that the others wait for."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from notebook_accelerate.profiling.tables import Line, SampledLines, size_text
 from notebook_accelerate.profiling.trace import CATEGORIES, RankTrace
 
 MAX_SHIFT = 60
-"""Ranks begin to record within so many collectives of each other."""
+"""The maximum number of collectives by which the starts of two ranks' recordings may differ."""
 LEAST_AGREEMENT = 0.9
-"""Sequences of which fewer collectives agree are not joined."""
+"""The minimum share of equal collectives for which the sequences of two ranks are matched."""
 CLOCKS = 100.0
-"""Microseconds by which the clocks of torch's profiler and its flight recorder may differ."""
+"""The maximum difference in microseconds between the clocks of torch's profiler and its flight recorder."""
 _COLLECTIVE = CATEGORIES.index("collective")
 _DESCRIBED = "record_param_comms"
-"""torch's event around each collective of NCCL, with its group and sizes."""
+"""The event that torch records around each NCCL collective, with its group and sizes."""
 _BYTES = {
     "float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1,
     "unsigned char": 1, "signed char": 1, "short": 2, "Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Long": 8,
@@ -36,10 +36,10 @@ class CollectiveWait:
     Attributes:
         label: For example "all_reduce #7 (64 MB)".
         culprit: The last rank.
-        seconds: By waiting rank, its waiting time per step, without the operations that it computes while it waits.
+        seconds: By waiting rank, its waiting time per step, without the time of operations that it runs meanwhile.
         line: The line that the last rank executes during that time; None if unknown.
         steady: The share of the steps in which this rank is the last.
-        computing: The share of that time in which the last rank computes operations.
+        computing: The share of the waiting time in which the last rank runs operations.
     """
 
     label: str
@@ -54,7 +54,7 @@ def find_waits(
     traces: Mapping[int, RankTrace], clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
     joined: Sequence[Joined],
 ) -> list[CollectiveWait]:  # fmt: skip
-    """Return who waits for whom: for each last rank, the collective of each step in which the others wait longest."""
+    """Return, for each rank that is last, the collective of each step in which the other ranks wait longest."""
     rows: dict[int, dict[int, tuple[float, Joined]]] = {}
     for each in joined:
         step = _step_of(traces[each.last], each.calls[each.last].event)
@@ -99,7 +99,7 @@ def _wait(
 
 
 class _Operations:
-    """The times in which a rank computes: kernels on its device, else the outermost operations of its main thread."""
+    """The times when a rank computes: kernels on its device, or else outermost operations of its main thread."""
 
     def __init__(self, trace: RankTrace) -> None:
         self._starts, self._ends = array("d"), array("d")
@@ -115,7 +115,7 @@ class _Operations:
                 self._ends.append(until := trace.end(event))
 
     def seconds(self, begin: float, end: float) -> float:
-        """Return their seconds between two times, which are seconds of the trace's clock."""
+        """Return the seconds of computation between two times, which are seconds of the trace's clock."""
         begin, end, total = begin * 1e6, end * 1e6, 0.0
         for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._starts)):
             if self._starts[index] >= end:
@@ -124,7 +124,7 @@ class _Operations:
         return total / 1e6
 
 
-# ---- joining the collectives of ranks
+# ---- match the collectives of ranks
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Joined:
         return max(self.calls, key=lambda rank: self.calls[rank].start)
 
     def waits(self) -> dict[int, float]:
-        """Return how long each other rank was in it before the last one entered, in seconds."""
+        """Return, for each other rank, the seconds in the collective before the last rank entered it."""
         entered = self.calls[self.last].start
         return {rank: min(entered, call.end) - call.start for rank, call in self.calls.items() if rank != self.last}
 
@@ -157,7 +157,7 @@ class Joined:
 
 
 def join_collectives(traces: Sequence[RankTrace], clocks: Mapping[int, float]) -> list[Joined]:
-    """Join the collectives of traces. If there are several groups, calls of an unknown group are left out."""
+    """Match the collectives of several traces. If there are several groups, omit the calls of unknown groups."""
     calls: dict[int, list[Call]] = {}
     for trace in traces:
         row = calls_of(trace, clocks[trace.rank])
@@ -166,10 +166,10 @@ def join_collectives(traces: Sequence[RankTrace], clocks: Mapping[int, float]) -
 
 
 def join(calls: Mapping[int, Sequence[Call]]) -> list[Joined]:
-    """Join the collectives of ranks that are in the same group: those with the same number.
+    """Match the collectives of the ranks in each group by their numbers.
 
-    Without numbers, collectives of ranks are the same if they have the same operation and size, at the same time; a
-    group whose ranks do not agree is left out.
+    Without numbers, calls of different ranks match if they have the same operation and size and overlap in time. Groups
+    whose ranks do not agree are omitted.
 
     Args:
         calls: The calls of each rank, in order.
@@ -215,9 +215,9 @@ def _at(row: Sequence[Call], index: int) -> Call | None:
 
 
 def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
-    """Return by how many places a rank's sequence is ahead of the base's; None if they do not agree.
+    """Return the number of places by which a rank's sequence is ahead of the base, or None if they do not agree.
 
-    A collective ends on no rank before all have entered it.
+    Matching calls overlap in time, because a collective ends on no rank before all ranks have entered it.
     """
     best, most = None, 0.0
     for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
@@ -246,11 +246,11 @@ class Call:
 
     Attributes:
         event: Its index in the trace.
-        group: The process group, with its ranks; "" if unknown.
+        group: The name of the process group and its ranks; "" if unknown.
         operation: For example "all_reduce".
         nbytes: The size of its input; 0 if unknown.
-        start: Seconds since the epoch, by the run's clock.
-        end: The same.
+        start: The start in seconds since the epoch, by the run's clock.
+        end: The end in seconds since the epoch, by the run's clock.
         number: Its number among the collectives of the group, from 1; 0 if unknown.
     """
 
@@ -268,7 +268,7 @@ def calls_of(trace: RankTrace, clock: float) -> list[Call]:
 
     Args:
         trace: The rank's trace.
-        clock: The run's time of the trace's 0, in seconds since the epoch.
+        clock: The run's time at the trace's time 0, in seconds since the epoch.
     """
     found = []
     entered = _Entered(trace)
@@ -283,8 +283,8 @@ def calls_of(trace: RankTrace, clock: float) -> list[Call]:
             if "Collective name" not in arguments or "wait" in str(arguments["Collective name"]):
                 continue
             operation = str(arguments["Collective name"]).replace("allreduce", "all_reduce")
-        elif begin != "gloo" and (begin != "nccl" or described):  # NCCL's own event is inside the one that describes it
-            continue
+        elif begin != "gloo" and (begin != "nccl" or described):
+            continue  # NCCL's own event is inside the event that describes it.
         known, number = entered.take(operation, _elements(arguments), trace.start[event])
         name = str(arguments.get("Process Group Name", known))
         group = f"{name} {trace.members.get(name, '')}".strip()
@@ -295,9 +295,9 @@ def calls_of(trace: RankTrace, clock: float) -> list[Call]:
 
 
 def _kernels(trace: RankTrace, described: Sequence[int]) -> dict[int, int]:
-    """Return NCCL's kernel of each collective, by the event that describes it: the longest if there are several.
+    """Return the longest NCCL kernel of each collective, by the event that describes the collective.
 
-    The host queues a collective in some microseconds. A rank waits for the others in the kernel, on its device.
+    The host only queues a collective, which takes microseconds. The wait for other ranks takes place in the kernel.
     """
     by_thread: dict[int, list[int]] = {}
     for event in described:
@@ -315,7 +315,7 @@ def _kernels(trace: RankTrace, described: Sequence[int]) -> dict[int, int]:
 
 
 class _Entered:
-    """Finds the group and the number of gloo's collectives, by when the rank has entered them."""
+    """Finds the group and the number of a gloo collective by the time at which the rank entered it."""
 
     def __init__(self, trace: RankTrace) -> None:
         self._rows: dict[tuple[str, int], deque[tuple[float, str, int]]] = {}
@@ -324,9 +324,9 @@ class _Entered:
             self._rows.setdefault((operation, elements), deque()).append(row)
 
     def take(self, operation: str, elements: int, start: float) -> tuple[str, int]:
-        """Return the group and number of the earliest one that is left; it was entered before its event begins."""
+        """Remove and return the group and number of the earliest match, or ("", 0) if there is no match."""
         rows = self._rows.get((operation, elements))
-        if not rows or rows[0][0] > start + CLOCKS:
+        if not rows or rows[0][0] > start + CLOCKS:  # A collective is entered before its event starts.
             return "", 0
         _, group, number = rows.popleft()
         return group, number

@@ -1,4 +1,4 @@
-"""The facts of a profile from which findings are drawn: plain numbers for each rank."""
+"""Extract facts from a profile: plain numbers for each rank, which the rules turn into findings."""
 
 from __future__ import annotations
 
@@ -20,68 +20,72 @@ _LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME, _BACKWARD = (
     CATEGORIES.index(name) for name in ("loader", "optimizer", "collective", "step", "runtime", "backward")
 )
 SCALED = "aten::_amp_foreach_non_finite_check_and_unscale_"
-"""GradScaler's operation before it reads whether a gradient has overflowed."""
+"""The operation that GradScaler runs before it reads whether a gradient overflowed."""
 SMALL = 50.0
-"""Microseconds: a shorter operation is small."""
+"""Duration in microseconds below which an operation counts as small."""
 LOOP = 500.0
-"""Microseconds: shorter times between two small operations belong to them."""
+"""Gap in microseconds below which the time between two small operations counts as theirs."""
 LOOP_OF_READS = 100.0
-"""Microseconds: shorter times between two reads belong to them; in longer ones there are other operations."""
+"""Gap in microseconds below which the time between two reads counts as theirs. Longer gaps contain other operations."""
 LONG = 2.0
-"""So many times as long as the median, a step is not a usual one."""
+"""A step that takes more than this multiple of the median is an outlier."""
 LEAST_LATER = 2
-"""Fewer steps than these tell nothing: with two worker processes, each second step may wait."""
+"""Minimum number of sampled steps. With two worker processes, every second step may wait, so fewer prove nothing."""
 SURELY_MORE = 1.25
-"""A thread holds the lock if it computes by so much more than the main thread, which may compute without it."""
+"""A thread counts as holding the lock only if it computes this many times as much as the main thread.
+
+The main thread's own computation may run without the lock.
+"""
 READS = re.compile(r"\.item\(|\.tolist\(|\bfloat\(|\bint\(|\bbool\(|\bif |\bwhile ")
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_scaled_dot_product")
 OUTER = ("aten::linear", "aten::matmul", "aten::conv1d", "aten::conv2d", "aten::conv3d")
-"""Operations that consist of those above, with the input as the module got it."""
+"""Operations that call those in MATRIX. Their input has the shape that the module received."""
 COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "CompiledFxGraph")
 
 
 @dataclass
 class RankFacts:
-    """What is known of one rank; times are seconds per step.
+    """The facts of one rank. Times are in seconds per step.
 
     Attributes:
         rank: The rank.
         steps: How many complete steps were recorded.
         step: The time of a step.
-        loader: Waiting for a DataLoader.
+        loader: The time spent waiting for a DataLoader.
         loader_processes: Whether the DataLoader has worker processes.
-        compute: Operations of the main thread, without collectives, loading and the optimizer; kernels on a device.
-        optimizer: The optimizer.
+        compute: The time of the main thread's operations, without collectives, loading and the optimizer. On a device,
+            the time of the kernels.
+        optimizer: The time of the optimizer.
         rows: The first dimension of the first matrix product's input in each step.
-        ops: Outermost operations per step, without the optimizer's.
-        small_ops: How many of them are small.
-        small_seconds: Their time, with the time between them.
-        optimizer_ops: Operations per step in the optimizer.
-        items: Calls of ``item()`` per step, without the optimizer's.
-        item_seconds: Their time, with the line they are in.
-        item_line: The line with most of them.
-        kernels: Kernels per step on a device.
-        kernel_seconds: The device's busy time, without NCCL's kernels: these are busy while they wait for other ranks.
+        ops: The number of outermost operations per step, without the optimizer's.
+        small_ops: The number of small operations among them.
+        small_seconds: The time of the small operations, including the short gaps between them.
+        optimizer_ops: The number of operations per step in the optimizer.
+        items: The number of ``item()`` calls per step, without GradScaler's and the optimizer's.
+        item_seconds: The time of these calls, including the short gaps between them.
+        item_line: The line with most of these calls.
+        kernels: The number of kernels per step on a device.
+        kernel_seconds: The device's busy time without NCCL's kernels, which are also busy while they wait for ranks.
         communicating: The time during which only NCCL kernels run on the device.
-        synchronizing: Waiting for the device in ``item()`` and the like.
-        barriers: Barriers per step.
-        barrier_seconds: The main thread's time in them.
-        barrier_line: The line with most of them.
-        matrix: The time of matrix products by type of element, as "float".
+        synchronizing: The time spent waiting for the device, for example in ``item()``.
+        barriers: The number of barriers per step.
+        barrier_seconds: The main thread's time in barriers.
+        barrier_line: The line with most of the barriers.
+        matrix: The time of matrix products by element type, such as "float".
         compiled: Whether compiled code ran.
-        logging: Time in printing and logging.
-        logging_line: Its line.
-        saving: Time in saving checkpoints.
-        saving_line: Its line.
-        saving_steps: The share of steps in which there was a save.
-        threads: Other Python threads that compute while samples wait for the interpreter lock, and the main thread
-            does not: name, processor time as a share of theirs and the main thread's, line.
+        logging: The time spent in printing and logging.
+        logging_line: The line that prints or logs.
+        saving: The time spent in saving checkpoints.
+        saving_line: The line that saves.
+        saving_steps: The share of steps that contain a save.
+        threads: Other Python threads that compute much more than the main thread while samples wait for the interpreter
+            lock: name, processor time as a share of the thread's and the main thread's together, line.
         blocked: The share of samples that had to wait for the interpreter lock.
-        delay: The share of the time that the main thread waited for a processor.
-        grown: Tensors with graphs that variables hold: name, count, growth over all steps.
-        retained: Activations that variables keep between steps: name, bytes.
+        delay: The share of time that the main thread waited for a processor.
+        grown: Variables that hold a growing number of tensors with graphs: name, count, growth over all steps.
+        retained: Variables that keep activations between steps: name, bytes.
         memory_growth: Bytes per step that were allocated and not freed; 0 if allocations were not recorded.
-        asked: What the training was asked for: "mixed_precision", "compiled".
+        asked: The settings that the training requested: "mixed_precision", "compiled".
     """
 
     rank: int
@@ -123,18 +127,18 @@ class RankFacts:
 
     @property
     def idle(self) -> float:
-        """The time in which nothing runs on the device; the time of a step where there is none."""
+        """The time per step in which nothing runs on the device, or the time of a step if there is no device."""
         return max(0.0, self.step - self.kernel_seconds - self.communicating) if self.kernels else self.step
 
     @property
     def running(self) -> float:
-        """The time of a step without that in which the main thread waited for a processor."""
+        """The time of a step without the time that the main thread waited for a processor."""
         return self.step * (1 - min(self.delay, 0.9))
 
 
 @dataclass
 class ProfileFacts:
-    """The facts of all ranks, and who waits for whom."""
+    """The facts of all ranks, and which rank each waits for."""
 
     ranks: list[RankFacts]
     waits: list[CollectiveWait] = field(default_factory=list)
@@ -143,11 +147,11 @@ class ProfileFacts:
 
 
 class RankReader:
-    """Reads the facts of one rank out of its trace.
+    """Reads the facts of one rank from its trace.
 
     Args:
         trace: The trace.
-        lines: Its samples.
+        lines: The stack samples that were taken during the trace.
     """
 
     def __init__(self, trace: RankTrace, lines: SampledLines) -> None:
@@ -156,7 +160,7 @@ class RankReader:
         self._steps = trace.steps() if trace.facts.get("steps", 1) else []
         self._sampled = trace.sampled_steps() if self._steps else []
         self._main = trace.main()
-        # A backward pass on a device runs on autograd's thread for it, while the main thread waits.
+        # The backward pass of a device runs on a thread of autograd while the main thread waits.
         self._training = {self._main} | {
             trace.thread[event] for event in range(len(trace)) if trace.category[event] == _BACKWARD
         }
@@ -239,17 +243,20 @@ class RankReader:
         self._read_items([(trace.start[event], trace.end(event)) for event in reads if event not in scaler])
 
     def _small_names(self, events: Sequence[int]) -> dict[int, bool]:
-        """Return which operations are small, by name: a single one may be long where the thread is interrupted."""
+        """Return, by name, whether an operation is small.
+
+        The median is used because a single call takes long if the thread is interrupted.
+        """
         durations: dict[int, list[float]] = {}
         for event in events:
             durations.setdefault(self._trace.name[event], []).append(self._trace.duration[event])
         return {name: median(each) < SMALL for name, each in durations.items()}
 
     def _read_matrix(self, event: int, name: str, rows: dict[int, int], *, inside: bool) -> bool:
-        """Add a matrix product: its type of element, and the rows of the first one of each step.
+        """Add the time of a matrix product by element type, and record the rows of the first one in each step.
 
         Returns:
-            Whether its time was added; that of a product ``inside`` another one is in the other's.
+            Whether the time was added. A product ``inside`` another one is already part of the other's time.
         """
         if not name.startswith(MATRIX) and name not in OUTER:
             return False
@@ -257,7 +264,7 @@ class RankReader:
         kinds = [kind for kind in arguments.get("Input type", ()) if kind in ("float", "c10::BFloat16", "c10::Half")]
         added = bool(kinds) and name not in OUTER and not inside
         if added:
-            # Statistics of a reduced attention are in float32.
+            # Attention in reduced precision also takes float32 statistics as inputs, so the other type decides.
             kind, matrix = next((each for each in kinds if each != "float"), "float"), self.facts.matrix
             matrix[kind] = matrix.get(kind, 0.0) + self._kernels.duration(event) / self._per_step
         step = next((i for i, (a, b) in enumerate(self._steps) if a <= self._trace.start[event] < b), None)
@@ -269,7 +276,7 @@ class RankReader:
         return added
 
     def _scaler_reads(self, events: Sequence[int]) -> set[int]:
-        """Return the reads of GradScaler, which asks in each step whether a gradient has overflowed."""
+        """Return the reads by GradScaler, which checks in each step whether a gradient overflowed."""
         found, scaled = set(), False
         for event in events:
             name = self._trace.text(event)
@@ -279,7 +286,7 @@ class RankReader:
         return found
 
     def _read_items(self, spans: Sequence[tuple[float, float]]) -> None:
-        """Add up the calls of ``item()``, with the time between two of them in a row: that of a loop over values."""
+        """Add up the calls of ``item()`` and the short gaps between them, which belong to a loop over values."""
         facts = self.facts
         facts.items = len(spans) / max(1, facts.steps)
         total, last = 0.0, -1e18
@@ -329,7 +336,7 @@ class RankReader:
         facts.barrier_line = max(known, key=known.count, default=None)
 
     def _end_of_barrier(self, barrier: int) -> float:
-        """Return the end of gloo's operation, which another thread carries out, or of the wait for NCCL's kernel."""
+        """Return the end of gloo's operation, which runs on another thread, or of the wait for NCCL's kernel."""
         trace = self._trace
         for other in range(barrier, min(len(trace), barrier + 2000)):
             if trace.text(other) == "gloo:barrier":
@@ -340,7 +347,7 @@ class RankReader:
                 self._waits_in_barriers += trace.duration[other]
                 return trace.end(other)
             if trace.start[other] > trace.end(barrier) and trace.text(other).startswith("aten::"):
-                break  # the next operation of the function
+                break  # This is the next operation of the training function.
         return 0.0
 
     def _read_samples(self) -> None:
@@ -363,9 +370,9 @@ class RankReader:
             facts.loader = max(facts.loader, self._later_loading())
 
     def _later_loading(self) -> float:
-        """Return the seconds per step of waiting for a DataLoader's processes in the steps that were only sampled.
+        """Return the seconds per step spent waiting for a DataLoader's processes, in the steps that were only sampled.
 
-        The recorded ones may find batches that were made while torch's profiler started.
+        The recorded steps may use batches that were prepared while torch's profiler started.
         """
         later = self._sampled[len(self._steps) :]
         if len(later) < LEAST_LATER:
@@ -374,9 +381,10 @@ class RankReader:
         return 1e6 * waiting / sum(end - start for start, end in later) * self.facts.step
 
     def _where(self, matches: Callable[[list[FrameInfo]], bool]) -> tuple[float, Line | None, float]:
-        """Return the seconds per step in stacks that match, their line, and the share of steps in which they occur.
+        """Return the seconds per step in matching stacks, their line, and the share of steps that contain one.
 
-        A few steps may be much longer, as where another process gets the processor: the share of the others counts too.
+        A few steps may take much longer, for example because another process gets the processor. The time is therefore
+        also calculated without these steps, and the larger share is used.
         """
         steps = self._sampled
         if not steps:
@@ -384,7 +392,7 @@ class RankReader:
         lengths = [(end - start) / 1e6 for start, end in steps]
         each = [self._lines.seconds_where(matches, start, end) for start, end in steps]
         usual = [index for index, length in enumerate(lengths) if length <= LONG * median(lengths)]
-        if not sum(lengths[i] for i in usual):  # of a damaged trace
+        if not sum(lengths[i] for i in usual):  # A damaged trace can contain steps of length 0.
             return 0.0, None, 0.0
         share = max(sum(each) / sum(lengths), sum(each[i] for i in usual) / sum(lengths[i] for i in usual))
         found, recorded_steps = self._lines.lines_where(matches), each[: len(self._steps)]
@@ -398,19 +406,19 @@ class RankReader:
         before, after = held[0], held[-1]
         for name, row in after.items():
             earlier = before.get(name, {})
-            if not earlier or earlier.get("id") != row.get("id"):  # a list may be new
+            if not earlier or earlier.get("id") != row.get("id"):  # The variable may refer to a new list.
                 continue
             key = "nodes" if "nodes" in row else "count"
             count, added = row[key], row.get("added", 0)
             growth = added or count - earlier.get(key, 0)
-            # A sum of losses begins anew; what has grown by a multiple of the steps has not.
+            # A running sum of losses is reset now and then; only growth by a multiple of the steps is a leak.
             if added or (growth >= self.facts.steps and growth % self.facts.steps == 0):
                 self.facts.grown.append((name, count, growth))
             elif row["bytes"] and row.get("kept", True):
                 self.facts.retained.append((name, row["bytes"]))
 
     def _read_memory(self) -> None:
-        """Sum what was allocated and freed in each step but the first, which may allocate for all."""
+        """Set the memory growth, without the first step, which may allocate memory that later steps reuse."""
         memory, steps = self._trace.memory, self._steps[1:]
         if not memory or not steps:
             return
@@ -441,7 +449,7 @@ class _LaunchedKernels:
         self._sums = {thread: [0.0, *accumulate(each for _, each in sorted(row))] for thread, row in rows.items()}
 
     def duration(self, event: int) -> float:
-        """Return the microseconds of the kernels that an operation has launched; its own if it has launched none."""
+        """Return the microseconds of the kernels that an operation launched, or its own if it launched none."""
         trace, thread = self._trace, self._trace.thread[event]
         if thread not in self._starts:
             return trace.duration[event]

@@ -1,4 +1,4 @@
-"""What the tables of a profile show: operations, lines of the user's code, and memory."""
+"""Compute the tables of a profile: operations, lines of the user's code, and memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from notebook_accelerate.telemetry.tracebacks import is_user_code
 _STEP, _FORWARD = CATEGORIES.index("step"), CATEGORIES.index("forward")
 
 USED = 0.9
-"""The share of a device's memory that a training can use: the rest is fragmented, or the driver's."""
+"""The share of a device's memory that a training can use. The rest is fragmented or belongs to the driver."""
 MOST = 64
 _KEPT = ("parameters", "gradients", "optimizer state", "other tensors")
 
 MAX_GAP = 0.5e6
-"""Microseconds between two samples; a longer gap is not known to belong to a line."""
+"""Maximum time in microseconds between two samples. It is unknown which lines ran during a longer gap."""
 
 Where = Callable[[FrameInfo], str]
 
@@ -33,11 +33,11 @@ class OpTime:
     """The time of one operation, over all profiled steps.
 
     Attributes:
-        name: Its name, as "aten::mm".
-        category: One of ``timeline.CATEGORIES``.
-        calls: How often it ran, by rank.
-        own: Seconds without those of the operations in it, by rank.
-        total: Seconds, by rank.
+        name: The name, such as "aten::mm".
+        category: One of ``trace.CATEGORIES``.
+        calls: The number of calls, by rank.
+        own: Seconds without the time of the operations that it calls, by rank.
+        total: Seconds including the operations that it calls, by rank.
         device: Whether it ran on a device.
     """
 
@@ -50,14 +50,14 @@ class OpTime:
 
 
 def op_table(traces: Sequence[RankTrace]) -> list[OpTime]:
-    """Return the operations by their own time, the longest first."""
+    """Return the operations, ordered by their own time, longest first."""
     found: dict[tuple[str, bool], OpTime] = {}
     for trace in traces:
         own = own_times(trace)
         begin, end = recorded(trace)
         for event in range(len(trace)):
             if trace.category[event] in (_STEP, _FORWARD) or not begin <= trace.start[event] <= end:
-                continue  # steps and forward passes consist of operations
+                continue  # Steps and forward passes only contain operations.
             name, device = trace.text(event), trace.threads[trace.thread[event]].device
             row = found.get((name, device))
             if row is None:
@@ -69,7 +69,7 @@ def op_table(traces: Sequence[RankTrace]) -> list[OpTime]:
 
 
 def own_times(trace: RankTrace) -> array[float]:
-    """Return the duration of each event without that of the events in it, in microseconds."""
+    """Return the duration of each event in microseconds, without the events that it contains."""
     own = array("d", trace.duration)
     open_events: dict[int, list[int]] = {}
     for event in range(len(trace)):
@@ -85,7 +85,7 @@ def own_times(trace: RankTrace) -> array[float]:
 
 
 def recorded(trace: RankTrace) -> tuple[float, float]:
-    """Return the time that the complete steps take, else that of all events."""
+    """Return the start and end of the complete steps, or of all events if there are no steps."""
     steps = trace.steps()
     if steps and trace.facts.get("steps", 1):
         return steps[0][0], steps[-1][1]
@@ -94,7 +94,7 @@ def recorded(trace: RankTrace) -> tuple[float, float]:
     return trace.start[0], trace.last_end()
 
 
-# ---- lines, from the samples that were taken during the profile
+# ---- lines, computed from the samples that were taken during the profile
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Line:
 
     Attributes:
         place: For example "Cell In[7], line 3".
-        function: Its function.
+        function: The function that contains the line.
         source: The line's text; "" if unknown.
     """
 
@@ -112,12 +112,12 @@ class Line:
     source: str
 
     def text(self) -> str:
-        """Return the place with the line's text."""
+        """Return the place and the line's text."""
         return f"{self.place}: {self.source}" if self.source else self.place
 
 
 class SampledLines:
-    """The samples of one rank on its trace's clock.
+    """The stack samples of one rank, with times by the clock of its trace.
 
     Args:
         trace: The rank's trace.
@@ -146,7 +146,7 @@ class SampledLines:
         return self.named(found) if found is not None else None
 
     def named(self, frame: FrameInfo) -> Line:
-        """Return a frame as a line."""
+        """Return the line of a frame."""
         return Line(self._where(frame), frame.function.rpartition(".")[2], frame.source)
 
     def line(self, index: int) -> Line | None:
@@ -154,7 +154,7 @@ class SampledLines:
         return self._lines[self.which[index]]
 
     def spans(self, start: float, end: float) -> Iterable[tuple[int, float, float]]:
-        """Yield the samples whose time, since the sample before, lies between two times: sample, start, end."""
+        """Yield the index, start and end of each sample between two times. It starts at the previous sample."""
         first = bisect_left(self.times, start)
         for index in range(first, len(self.times)):
             begin = self.times[index - 1] if index else self.times[index]
@@ -164,7 +164,7 @@ class SampledLines:
                 yield index, max(begin, start), min(self.times[index], end)
 
     def at(self, start: float, end: float) -> Line | None:
-        """Return the line that took most of the time between two times; None where no sample tells."""
+        """Return the line that took most of the time between two times, or None if there is no sample."""
         totals: dict[Line, float] = {}
         for index, begin, until in self.spans(start, end):
             if (line := self.line(index)) is not None:
@@ -172,7 +172,7 @@ class SampledLines:
         return max(totals, key=lambda each: totals[each], default=None)
 
     def seconds_where(self, matches: Callable[[list[FrameInfo]], bool], start: float, end: float) -> float:
-        """Return the seconds in stacks that match, between two times."""
+        """Return the seconds in matching stacks between two times."""
         known: dict[int, bool] = {}
         total = 0.0
         for index, begin, until in self.spans(start, end):
@@ -184,7 +184,7 @@ class SampledLines:
         return total / 1e6
 
     def lines_where(self, matches: Callable[[list[FrameInfo]], bool]) -> list[Line]:
-        """Return the lines of the stacks that match, those with most time first."""
+        """Return the lines of matching stacks, most frequent first."""
         totals: dict[Line, int] = {}
         for which in self.which:
             line = self._lines[which]
@@ -195,12 +195,12 @@ class SampledLines:
 
 @dataclass(frozen=True)
 class LineSeconds:
-    """The time of one line of the user's code, with the functions of libraries that it called.
+    """The time of one line of the user's code, including library functions that it called.
 
     Attributes:
         line: The line.
-        seconds: By rank.
-        shares: By rank, the share of the profiled time, from 0 to 1.
+        seconds: The time in seconds, by rank.
+        shares: The share of the profiled time, from 0 to 1, by rank.
     """
 
     line: Line
@@ -209,17 +209,17 @@ class LineSeconds:
 
     @property
     def place(self) -> str:
-        """For example "Cell In[7], line 3"."""
+        """The place of the line, for example "Cell In[7], line 3"."""
         return self.line.place
 
     @property
     def share(self) -> float:
-        """The mean share of all ranks."""
+        """The share of the profiled time, averaged over all ranks."""
         return sum(self.shares.values()) / max(1, len(self.shares))
 
 
 def line_table(traces: Sequence[RankTrace], lines: Mapping[int, SampledLines]) -> list[LineSeconds]:
-    """Return the lines of the user's code by time, the longest first."""
+    """Return the lines of the user's code, ordered by time, longest first."""
     totals: dict[Line, dict[int, float]] = {}
     spans = {trace.rank: [recorded(trace), *trace.sampled_steps()[len(trace.steps()) :]] for trace in traces}
     for rank, sampled in lines.items():
@@ -235,16 +235,16 @@ def line_table(traces: Sequence[RankTrace], lines: Mapping[int, SampledLines]) -
     return sorted(rows, key=lambda row: -row.share)
 
 
-# ---- memory, from the allocations of a trace
+# ---- memory, computed from the allocations of a trace
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The allocations of one recorded step at its peak.
+    """The memory that the recorded steps have allocated at their peak.
 
     Attributes:
-        nbytes: Bytes above what was in use when the step began.
-        lines: The lines that have allocated them, by bytes; as far as samples tell.
+        nbytes: The number of bytes above the memory in use at the start.
+        lines: The lines that allocated them and the bytes of each, if samples show the lines.
     """
 
     nbytes: int
@@ -252,7 +252,7 @@ class PeakMemory:
 
 
 def peak_of(trace: RankTrace, lines: SampledLines) -> PeakMemory:
-    """Return the peak of the recorded steps; 0 bytes where allocations were not recorded."""
+    """Return the peak of the recorded steps, which is 0 bytes if allocations were not recorded."""
     start, end = recorded(trace)
     total = best = 0
     when = start
@@ -277,12 +277,12 @@ def peak_of(trace: RankTrace, lines: SampledLines) -> PeakMemory:
 
 
 def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
-    """Return what would fit into the memory of a rank, a sentence each; empty where the activations are not known.
+    """Return sentences about what would fit into the memory of a rank; empty if the activations are unknown.
 
     Args:
-        parts: Bytes by what they are.
-        capacity: The rank's memory.
-        ranks: The number of ranks, over which state can be sharded.
+        parts: The bytes of each kind, such as "parameters".
+        capacity: The rank's memory in bytes.
+        ranks: The number of ranks over which state can be sharded.
     """
     activations = parts.get("activations at the peak", 0)
     if not activations or capacity <= 0:
@@ -306,7 +306,7 @@ def _as_many_times(factor: float) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes as "64 MB"."""
+    """Return a number of bytes as text, such as "64 MB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""One timeline of all profiled ranks on one clock: merged from their traces, and written in Chrome's trace format."""
+"""Merge the traces of all profiled ranks into one timeline on one clock, and write it in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Timeline:
     """The tracks of all profiled ranks on one clock.
 
     Attributes:
-        tracks: In the order of ranks; a rank's steps and main thread come first.
+        tracks: The tracks in the order of ranks; a rank's main thread comes first.
         names: The names of events; ``Track.names`` holds indices into it.
         categories: The names of categories.
-        details: By index of a name, what else is known of it, as the line of a cell.
-        waits: Which event waits for which, in collectives joined across ranks.
+        details: By index of a name, additional text, such as the source of a cell's line.
+        waits: The events that wait for other ranks, from collectives matched across ranks.
         steps: The steps of the ranks.
-        span: From the origin to the end of the last event, in microseconds.
+        span: The time from the origin to the end of the last event, in microseconds.
         origin: The time of the origin, in seconds since the epoch, by the kernel's clock.
     """
 
@@ -42,16 +42,16 @@ class Timeline:
 class Track:
     """The events of one thread, one stream of a device, or the collectives of one rank, in parallel columns.
 
-    The events are in the order of their start; an event contains the deeper events that follow until its end.
+    The events are ordered by their start. An event contains the deeper events that follow it, until its end.
 
     Attributes:
         rank: The rank.
         name: For example "rank 0 · main thread", "rank 0 · gpu stream 7" or "rank 0 · collectives".
-        start: Microseconds from the timeline's origin.
-        duration: Microseconds.
-        names: Index of the event's name in ``Timeline.names``.
-        depth: How many events of this track contain it.
-        category: Index of its category in ``Timeline.categories``.
+        start: The start in microseconds from the timeline's origin.
+        duration: The duration in microseconds.
+        names: The index of the event's name in ``Timeline.names``.
+        depth: The number of events of this track that contain the event.
+        category: The index of the event's category in ``Timeline.categories``.
     """
 
     rank: int
@@ -84,10 +84,10 @@ class EventWait(NamedTuple):
     to_event: int
 
 
-# ---- merged from the traces of ranks
+# ---- merge the traces of ranks
 
 LEAST_WAIT = 20e-6
-"""Shorter waits, in seconds, are not drawn: clocks of processes differ by as much."""
+"""Minimum length in seconds of a wait that is drawn. The clocks of processes differ by about as much."""
 
 _STEP, _COLLECTIVE, _PYTHON = (CATEGORIES.index(name) for name in ("step", "collective", "python"))
 
@@ -97,8 +97,8 @@ class Merger:
 
     Args:
         traces: The traces, in the order of ranks.
-        clocks: By rank, the run's time of its trace's 0, in seconds since the epoch.
-        lines: By rank, its samples.
+        clocks: By rank, the run's time at its trace's time 0, in seconds since the epoch.
+        lines: The stack samples of each rank.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Merger:
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
 
     def merge(self, joined: Sequence[Joined]) -> Timeline:
-        """Return the timeline with joined collectives as waits."""
+        """Return the timeline, with the waits in matched collectives."""
         for trace in self._traces:
             self._add_rank(trace)
         for each in joined:
@@ -167,7 +167,7 @@ class Merger:
         self.timeline.tracks.append(track)
 
     def _line_track(self, trace: RankTrace, shift: float) -> Track | None:
-        """Return a track of the lines that ran by the samples: equal ones in a row are one event."""
+        """Return a track of the lines that the samples show. Consecutive samples of a line become one event."""
         lines = self._lines.get(trace.rank)
         if lines is None or not lines.times:
             return None
@@ -183,7 +183,7 @@ class Merger:
                 track.duration[-1] = end + shift - track.start[-1]
             else:
                 _append(track, begin + shift, end - begin, name, 0, _PYTHON)
-        return track if track.start else None  # short steps may be over before their first sample
+        return track if track.start else None  # Short steps may end before the first sample.
 
     def _add_waits(self, joined: Joined) -> None:
         last = joined.last
@@ -201,17 +201,17 @@ def _append(track: Track, start: float, duration: float, name: int, depth: int, 
     track.category.append(category)
 
 
-# ---- as events of Chrome's trace format
+# ---- write the timeline in Chrome's trace format
 
 Row = dict[str, Any]
 
 
 class ChromeEvents:
-    """The events of a timeline: a process per rank, threads per track, arrows for waits.
+    """Converts a timeline to Chrome's events: a process per rank, threads per track, arrows for waits.
 
-    Perfetto's importer sets the rules. It drops an event that overlaps another event of its thread without lying within
-    it, and an arrow that ends before it begins. It cuts times off to whole nanoseconds, and does not accept negative
-    numbers as times or threads.
+    Perfetto's importer sets the rules. It drops an event that overlaps another event of its thread without being nested
+    in it, and an arrow that ends before it starts. It truncates times to whole nanoseconds, and rejects negative times
+    and threads.
 
     Args:
         timeline: The timeline.
@@ -222,12 +222,12 @@ class ChromeEvents:
         self._threads = count(1)
         self._waiting = {place for wait in timeline.waits for place in (wait[:2], wait[2:])}
         self._placed: dict[tuple[int, int], int] = {}
-        """By track and event, the thread of the events that arrows join."""
+        """By track and event, the thread of the events that arrows connect."""
         starts = [min(track.start, default=0.0) for track in timeline.tracks]
         self._origin = round(1000 * min([0.0, *starts, *(step.start for step in timeline.steps)]))
 
     def rows(self) -> Iterator[Row]:
-        """Yield the events. The events of a thread are in the order of their start."""
+        """Yield the events. The events of a thread are ordered by their start."""
         timeline = self._timeline
         ranks = {step.rank for step in timeline.steps} | {track.rank for track in timeline.tracks}
         for rank in sorted(ranks):
@@ -264,7 +264,7 @@ class ChromeEvents:
             )  # fmt: skip
 
     def _arrow(self, number: int, wait: EventWait) -> Iterator[Row]:
-        """Yield the two ends: the event that waits, which begins first, and the last one to enter the collective."""
+        """Yield both ends of an arrow: the waiting event, and the last event to enter the collective."""
         for phase, place in (("s", wait[:2]), ("f", wait[2:])):
             track = self._timeline.tracks[place[0]]
             yield {
@@ -284,17 +284,18 @@ class ChromeEvents:
 
 
 class Lanes:
-    """The events of a track in whole nanoseconds, on as many threads as it takes for each to lie within another or not.
+    """Distributes the events of a track over threads, so that two events of a thread never overlap without nesting.
 
-    A track has one thread, unless events of several threads are on it, as collectives are.
+    One thread is enough unless a track has events of several threads, as the track of collectives does.
 
     Args:
         track: The track.
 
     Attributes:
-        start: By event, its start.
-        end: By event, its end; durations are of single precision, and an end may lie a little beyond the next start.
-        lane: By event, the number of its thread.
+        start: The start of each event, in whole nanoseconds.
+        end: The end of each event, in whole nanoseconds. Durations have single precision, so ends that are slightly
+            after the next start are moved back.
+        lane: The number of each event's thread.
         count: The number of threads.
     """
 
@@ -315,7 +316,7 @@ class Lanes:
         return len(self._open) - 1
 
     def _inexact(self, event: int) -> int:
-        """Return by how much an event's end may be wrong."""
+        """Return the possible error of an event's end, in nanoseconds."""
         return 1 + (self.end[event] - self.start[event] >> 22)
 
     def _close(self, stack: list[int], now: int) -> None:
@@ -337,5 +338,8 @@ def _metadata(kind: str, rank: int, thread: int, name: str) -> Row:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Return microseconds with a quarter of a nanosecond more: cut off, they are these nanoseconds and not one less."""
+    """Return nanoseconds as microseconds, plus a quarter of a nanosecond.
+
+    Without it, Perfetto's truncation could yield one nanosecond less.
+    """
     return round(nanoseconds / 1000 + 0.00025, 5)

@@ -1,4 +1,4 @@
-"""Reads a trace of torch's profiler (Chrome's format) into columns."""
+"""Read a trace of torch's profiler, in Chrome's trace format, into columns."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MAX_BYTES = 2 << 30
-"""Largest file of a trace."""
+"""Maximum size of a trace file."""
 MAX_RATIO = 64
-"""How many times larger than its file an unpacked trace may be: they shrink to a tenth, or a thirtieth."""
+"""Maximum ratio of a trace's unpacked size to its file's size. Real traces compress to a tenth or a thirtieth."""
 MIN_UNPACKED_BYTES = 32 << 20
-"""The unpacked size that a trace of any size may have."""
+"""The unpacked size that is always allowed, however small the file is."""
 
 CATEGORIES = (
     "op", "python", "collective", "kernel", "memory", "step", "loader", "forward", "backward", "optimizer",
     "runtime", "checkpoint", "logging", "wait",
 )  # fmt: skip
-"""What an event can be; ``Track.category`` holds indices into it."""
+"""The categories of events. ``Track.category`` holds indices into this tuple."""
 STEP = "ProfilerStep#"
 _CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _PLAIN = {
@@ -40,11 +40,11 @@ _PLAIN = {
     "cuda_driver": "runtime", "python_function": "python",
 }  # fmt: skip
 _REPEATED = ("Trace", "gpu_user_annotation")
-"""Events that say again what others say: the whole recording, and a step's time on a stream of a device."""
+"""Events that repeat others: the whole recording, and the time of a step on a device's stream."""
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHING = ("cuda_runtime", "cuda_driver")
 _CPU = 0
-"""c10::DeviceType of main memory."""
+"""The value of c10::DeviceType for main memory."""
 _NAMED = (
     (STEP, "step"), (AFTER_STEPS, "step"), ("enumerate(DataLoader)", "loader"), ("Optimizer.", "optimizer"),
     ("gloo:", "collective"), ("nccl:", "collective"), ("c10d::", "collective"), ("record_param_comms", "collective"),
@@ -52,7 +52,7 @@ _NAMED = (
     ("DistributedDataParallel.forward", "forward"),
 )  # fmt: skip
 _SHAPED = ("mm", "matmul", "conv", "linear", "attention", "gloo:", "nccl", "record_param_comms", "embedding")
-"""Parts of the names of events whose shapes are kept."""
+"""Parts of event names. If a name contains one of them, the event's shapes are kept."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,26 @@ class Thread:
 
 @dataclass
 class RankTrace:
-    """The trace of one rank, in parallel columns, in the order of start.
+    """The trace of one rank: events in parallel columns, ordered by start time.
 
     Attributes:
         rank: The rank.
-        start: Microseconds by the trace's own clock.
-        duration: Microseconds.
-        name: Index in ``names``.
-        category: Index in ``timeline.CATEGORIES``.
-        thread: Index in ``threads``.
+        start: The start in microseconds, by the trace's own clock.
+        duration: The duration in microseconds.
+        name: The index in ``names``.
+        category: The index in ``CATEGORIES``.
+        thread: The index in ``threads``.
         names: The names of events.
         threads: The threads and streams.
-        arguments: By event, the arguments that torch has recorded of it, where they are of use.
+        arguments: By event, the arguments that torch recorded, for the events whose arguments are used.
         correlation: The ID shared by a kernel and the call that launched it; 0 for other events.
-        memory: Allocations: time, bytes (negative: freed), address; those on accelerators where there are such.
+        memory: Allocations as time, bytes (negative if freed) and address. If there are allocations on accelerators,
+            only these.
         base: The time of the trace's 0, in seconds since the epoch.
-        facts: What the rank has recorded besides: see ``worker.step_profiler``.
+        facts: Further data that the rank recorded: see ``worker.step_profiler``.
         groups: The number of process groups; 0 if unknown.
         world: The number of ranks of the training; 0 if unknown.
-        members: The ranks of each process group by its name, as far as torch tells.
+        members: The ranks of each process group by its name, if torch recorded them.
     """
 
     rank: int
@@ -122,7 +123,7 @@ class RankTrace:
         return self.threads[self.thread[event]].device
 
     def is_collective_kernel(self, event: int) -> bool:
-        """Return whether an event is a kernel of NCCL, which occupies the device while it waits for other ranks."""
+        """Return whether an event is an NCCL kernel. It occupies the device while waiting for other ranks."""
         return self.category[event] == _CATEGORY["collective"] and self.on_device(event)
 
     def launch_of(self, kernel: int) -> int | None:
@@ -133,7 +134,7 @@ class RankTrace:
         return self._launches.get(self.correlation[kernel]) if self.correlation[kernel] else None
 
     def main(self) -> int:
-        """Return the index of the thread that trains: the one with the steps, else the one with most events."""
+        """Return the index of the training thread: the thread with the steps, or else with the most events."""
         counts: dict[int, int] = {}
         step = _CATEGORY["step"]
         for event in range(len(self)):
@@ -144,7 +145,7 @@ class RankTrace:
         return max(counts, key=lambda each: counts[each], default=0)
 
     def steps(self) -> list[tuple[float, float]]:
-        """Return start and end of each complete step."""
+        """Return the start and end of each complete step."""
         if self._steps is None:
             step, first = _CATEGORY["step"], int(self.facts.get("skipped", 0))
             events = [event for event in range(len(self)) if self.category[event] == step]
@@ -153,21 +154,21 @@ class RankTrace:
         return self._steps
 
     def last_end(self) -> float:
-        """Return when the last of its events ends; 0.0 without events."""
+        """Return the time when the last event ends, or 0.0 if there are no events."""
         return max(map(add, self.start, self.duration), default=0.0)
 
     def sampled_steps(self) -> list[tuple[float, float]]:
-        """Return start and end of each complete step, with those that were only sampled after the recorded ones."""
+        """Return the start and end of each complete step, including later steps that were only sampled."""
         times = [nanoseconds / 1e3 - self.base * 1e6 for nanoseconds in self.facts.get("boundaries", ())]
         return [*self.steps(), *pairwise(times)]
 
 
 def read_trace(path: str | Path, rank: int | None = None) -> RankTrace:
-    """Read a trace's file, also one that is compressed with gzip.
+    """Read a trace file, which may be compressed with gzip.
 
     Args:
         path: The file.
-        rank: The rank; None: the one that the file names.
+        rank: The rank. If None, the rank that the file names.
 
     Raises:
         ValueError: The file is not a trace of torch's profiler.
@@ -192,17 +193,17 @@ _MALFORMED = (
 
 
 def _json(data: bytes) -> Any:
-    """Return the value of JSON, which gzip may have compressed."""
+    """Return the value of JSON data, which may be compressed with gzip."""
     data = _unpacked(data) if data[:2] == _GZIP else data
     value = guarded_files.parse_json(data)
     return printable(value) if b"\\ud" in data else value
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Return what gzip has compressed.
+    """Return the data after unpacking it with gzip.
 
     Raises:
-        ValueError: It is much more than a trace would be.
+        ValueError: The unpacked data is much larger than a trace would be.
     """
     most = max(MIN_UNPACKED_BYTES, MAX_RATIO * len(data))
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -229,7 +230,7 @@ def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int 
         _add(trace, row, names, threads)
     trace.names, trace.threads = list(names), list(threads)
     if not isfinite(trace.base) or not all(isfinite(row["ts"]) for row in rows if row.get("name") == "[memory]"):
-        raise ValueError("it has a time that is not a number")
+        raise ValueError("it contains a time that is not a number")
     allocations = [row for row in rows if row.get("name") == "[memory]" and row.get("args")]
     on_devices = [row for row in allocations if row["args"].get("Device Type", _CPU) != _CPU]
     trace.memory = sorted(
@@ -255,10 +256,12 @@ _HELD = {"id": int, "nodes": int, "count": int, "added": int, "bytes": int, "kep
 
 
 def _facts(value: object) -> Mapping[str, Any]:
-    """Return what a rank has added to its trace: JSON, compressed and in base64, which torch writes unchanged.
+    """Return the facts that a rank added to its trace.
+
+    They are JSON, compressed and encoded in base64, because torch writes such a string unchanged.
 
     Raises:
-        ValueError: It is not what a rank adds.
+        ValueError: The facts do not have the types that a rank writes.
     """
     if isinstance(value, str):
         value = _json(base64.b64decode(value))
@@ -279,23 +282,27 @@ def _facts(value: object) -> Mapping[str, Any]:
     if not all(0 <= index < len(stacks) for index in which) or not all(
         0 <= each < len(frames) for each in stack_frames
     ):
-        raise ValueError("its samples name a stack or a frame that it does not have")
+        raise ValueError("its samples refer to a stack or a frame that it does not contain")
     if len(which) != len(samples.get("times", ())):
-        raise ValueError("its samples do not have a time each")
+        raise ValueError("the number of its samples differs from the number of their times")
     return facts
 
 
 def _of_types(values: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None; raise ValueError if one does not have its type."""
+    """Return the values that are not None.
+
+    Raises:
+        ValueError: A value does not have its type.
+    """
     found = {name: value for name, value in values.items() if value is not None}
     for name in types.keys() & found.keys():
         if not _fits(found[name], types[name]):
-            raise ValueError(f"its facts have another {name} than those of a rank")
+            raise ValueError(f"the type of {name!r} in its facts is wrong")
     return found
 
 
 def _fits(value: object, shape: Any) -> bool:
-    """Whether a value from JSON has the types of a shape."""
+    """Return whether a value from JSON has the types of a shape."""
     if isinstance(shape, list):
         return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
     if isinstance(shape, tuple):
@@ -308,7 +315,7 @@ def _fits(value: object, shape: Any) -> bool:
 
 
 _LARGEST = 2**63
-"""Numbers are below; so is no NaN."""
+"""The bound of the absolute value of valid numbers. The comparison also rejects NaN."""
 
 
 def _add(trace: RankTrace, row: Mapping[str, Any], names: dict[str, int], threads: dict[Thread, int]) -> None:
@@ -328,7 +335,7 @@ def _add(trace: RankTrace, row: Mapping[str, Any], names: dict[str, int], thread
     trace.correlation.append(shared if isinstance(shared, int) and abs(shared) < 1 << 63 else 0)
     if arguments and any(part in name for part in _SHAPED):
         kept = {key: value for key, value in arguments.items() if key in _KEPT and _fits(value, _KEPT[key])}
-        if "Input Dims" in kept:  # of a list of tensors, the sizes are nested
+        if "Input Dims" in kept:  # If an argument is a list of tensors, its sizes are nested lists.
             kept["Input Dims"] = [each if _fits(each, [int]) else [] for each in kept["Input Dims"]]
         trace.arguments[event] = kept
 
@@ -341,21 +348,22 @@ _KEPT: dict[str, Any] = {
 
 
 def category_of(name: str, kind: str) -> str:
-    """Return the category of an event by its name, and by torch's own category."""
+    """Return the category of an event, given its name and torch's own category."""
     for begin, category in _NAMED:
         if name.startswith(begin):
             return category
     return _PLAIN.get(kind, "op")
 
 
-# ---- what the main thread does in a sampled stack, by files and functions
+# ---- classify sampled stacks of the main thread by their files and functions
 
 
 def is_logging(frames: list[FrameInfo]) -> bool:
-    """Whether a stack is in printing or logging."""
+    """Return whether a stack is in printing or logging code."""
     for frame in frames:
         name = frame.filename.replace("\\", "/")
-        if name.endswith("/tqdm/std.py") and not frame.function.endswith("__iter__"):  # which waits for the next batch
+        # tqdm's __iter__ is excluded: it also contains the wait for the next batch.
+        if name.endswith("/tqdm/std.py") and not frame.function.endswith("__iter__"):
             return True
         if name.endswith(("/logging/__init__.py", "notebook_accelerate/worker/console.py")):
             return True
@@ -365,7 +373,7 @@ def is_logging(frames: list[FrameInfo]) -> bool:
 
 
 def is_waiting_for_batch(frames: list[FrameInfo]) -> bool:
-    """Whether a stack waits for a batch of a DataLoader's worker processes."""
+    """Return whether a stack waits for a batch from a DataLoader's worker processes."""
     return any(
         frame.filename.replace("\\", "/").endswith("torch/utils/data/dataloader.py")
         and frame.function.endswith("_get_data")
@@ -374,7 +382,7 @@ def is_waiting_for_batch(frames: list[FrameInfo]) -> bool:
 
 
 def is_saving(frames: list[FrameInfo]) -> bool:
-    """Whether a stack is in saving a checkpoint."""
+    """Return whether a stack is saving a checkpoint."""
     for frame in frames:
         name = frame.filename.replace("\\", "/")
         if "torch/serialization.py" in name and "save" in frame.function:

@@ -74,16 +74,15 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
     "barriers": (
         [{"barriers": 1, "barrier_seconds": 0.004, "barrier_line": LINE}] * 2,
         (
-            "ranks 0, 1 meet in a barrier in each step at Cell In[3], line 7: loss.item(), 4 ms: the all_reduce of the "
-            "gradients waits for all ranks already; leave the barrier out"
+            "ranks 0, 1 call a barrier in each step at Cell In[3], line 7: loss.item(), 4 ms: the all_reduce of the "
+            "gradients already waits for all ranks; remove the barrier"
         ),
     ),
     "a growing list": (
         [{"grown": [("losses", 512, 3)]}],
         (
-            "losses on rank 0 keeps the graph of every step: 512 tensors or nodes, 1 more with each; add "
-            "loss.detach(), or "
-            "loss.item(), to it"
+            "losses on rank 0 keeps the graph of every step: 512 tensors or nodes, 1 more in each step; add "
+            "loss.detach() or loss.item() to it instead"
         ),
     ),
     "retained": (
@@ -91,15 +90,14 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
         (
             "model.kept on rank 0 keeps 12 MB of activations after backward, through the next step: store "
             "detached copies, "
-            "or delete it; without retain_graph=True the graph is freed"
+            "or delete it; the graph is freed only without retain_graph=True"
         ),
     ),
     "full precision": (
         [{"matrix": {"float": 0.03, "c10::BFloat16": 0.01}}],
         (
-            "75 % of the time of matrix products on rank 0 is in float32, though mixed_precision='bf16' was "
-            "asked for: call "
-            "the model that prepare() has returned, or use accelerator.autocast()"
+            "75 % of the time of matrix products on rank 0 is in float32, although mixed_precision='bf16' was "
+            "requested: call the model that prepare() returned, or use accelerator.autocast()"
         ),
     ),
     "logging": (
@@ -127,15 +125,14 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
         (
             "on rank 0 the thread 'counter' takes 50 % of the processor time, in Python at Cell In[3], line "
             "7: loss.item(): "
-            "it holds the interpreter lock, and the training waits; use a process"
+            "it holds the interpreter lock, and the training waits; move its work to a process"
         ),
     ),
     "not compiled": (
         [{"asked": {"mixed_precision": "no", "compiled": "fast"}}],
         (
-            "no compiled code runs on rank 0, though fast asks for it: call the compiled model, not the one "
-            "it was made "
-            "from; TORCH_LOGS=recompiles,graph_breaks tells of others"
+            "no compiled code runs on rank 0, although fast requests it: call the compiled model, not the "
+            "original; set TORCH_LOGS=recompiles,graph_breaks to log other causes"
         ),
     ),
 }
@@ -200,7 +197,7 @@ def test_a_barrier_costs_what_the_last_rank_spends_in_it_and_does_not_explain_a_
     changes = {"barriers": 1, "barrier_seconds": 0.0008}, {"barriers": 1, "barrier_seconds": 0.019}
     waiting, barrier = sentences(*changes, waits=(wait,))
     assert waiting.startswith("rank 1 waits 18 ms per step for rank 0")
-    assert barrier.startswith("ranks 0, 1 meet in a barrier in each step, 0.8 ms:")
+    assert barrier.startswith("ranks 0, 1 call a barrier in each step, 0.8 ms:")
 
 
 def frame(filename: str, function: str) -> FrameInfo:

@@ -14,15 +14,15 @@ SENTENCES = {
     "unbalanced_batches": r"^rank 0 computes .* its batches have 1152 rows, the others' 192",
     "reads_of_values": r"^ranks 0, 1 take \d+ % of each step in 40\d\d calls of item\(\), .*\.item\(\)",
     "small_operations": r"^\d+ % of each step of ranks 0, 1 is [\d,]+ launches of small operations: try torch\.compile",
-    "barriers": r"^ranks 0, 1 meet in a barrier in each step",
-    "growing_graphs": r"^losses on ranks 0, 1 keeps the graph of every step: .* 1 more with each; add loss\.detach\(\)",
+    "barriers": r"^ranks 0, 1 call a barrier in each step",
+    "growing_graphs": r"^losses on ranks 0, 1 keeps the graph of every step: .* 1 more in each step; add loss\.detach",
     "growing_sum": r"^total_loss on ranks 0, 1 keeps the graph of every step",
     "retained_activations": r"^activations on ranks 0, 1 keeps .* MB of activations after backward",
-    "full_precision": r"^100 % of the time of matrix products on ranks 0, 1 is in float32, though mixed_precision='bf16'",  # noqa: E501
+    "full_precision": r"^100 % of the time of matrix products on ranks 0, 1 is in float32, although mixed_precision='bf16'",  # noqa: E501
     "logging_storm": r"^the printing and logging of ranks 0, 1 takes \d+ % of each step .* logger\.info",
     "checkpoint_each_step": r"^ranks 0, 1 save a checkpoint in each step, \d+ % of it .* torch\.save",
     "interpreter_lock": r"^on rank 1 the thread 'counter' takes \d+ % of the processor time, in Python at .*(number \+= 1|while True)",  # noqa: E501
-    "not_compiled": r"^no compiled code runs on ranks 0, 1, though compiled asks for it",
+    "not_compiled": r"^no compiled code runs on ranks 0, 1, although compiled requests it",
     "slowest_rank": r"^rank 0 waits [\d.]+ ms per step for rank 1 in all_reduce #\d+ \([\d.]+ [kM]B\), which is at .*sleep",  # noqa: E501
 }
 
