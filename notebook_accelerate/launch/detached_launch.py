@@ -45,7 +45,7 @@ CLAIM_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedOrder:
-    """What the process of a detached run launches; the function and its arguments travel in a file of their own."""
+    """The order of a detached run, for its process; the function and its arguments are in another file."""
 
     name: str
     """The run's name, which the kernel has claimed."""
@@ -54,17 +54,17 @@ class DetachedOrder:
     arguments: dict[str, Plain]
     """The arguments by name, as plain values."""
     resume: str | None
-    """The folder of the run whose training goes on."""
+    """The folder of the run to resume."""
     sources: dict[str, str]
     """The sources of the kernel's cells, by file name."""
     cell_names: dict[str, str]
-    """What tracebacks call these cells, by file name."""
+    """The names of these cells in tracebacks, by file name."""
     settings: bytes
     """The kernel's settings, from ``capture_notebook_settings``."""
     inherited: InheritedState
     """The state that ranks inherit from the kernel."""
     origin: dict[str, Any]
-    """Where the run is launched, as its user knows the place."""
+    """Where the run is launched: the process, its folder and its notebook."""
 
 
 def launch_detached(

@@ -44,7 +44,7 @@ def main(order: int, payload: int, answer: int, claimed: int) -> None:
     """Launch a run and return when its ranks have ended.
 
     Args:
-        order: Descriptor of the file with what to launch; a `DetachedOrder`.
+        order: Descriptor of the file with the `DetachedOrder`.
         payload: Descriptor of the file with the function and its arguments.
         answer: Descriptor of the socket to the kernel that launches it.
         claimed: Descriptor of the claim of the run's name.
