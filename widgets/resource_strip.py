@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.document import Drawing
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title
 from notebook_accelerate.launch.report.rank_tables import COLUMNS, has_gpu, rank_table
@@ -44,7 +45,7 @@ class ResourceStrip(LivePanel):
         return with_classes(ipywidgets.VBox([style_widget(), self._content]), "na-run")
 
     def _render(self, now: float) -> None:
-        self._content.value = strip(self._watcher.snapshot(now), self._watcher)
+        self._content.value = strip(self._watcher.snapshot(now), self._watcher).html
 
     def _show_problem(self, text: str) -> None:
         self._content.value = problem(text)
@@ -64,14 +65,14 @@ class ResourceStrip(LivePanel):
         return rank_table(ranks, ("cpu", "memory", "peak", "gpu", "gpu memory"), caption="Resources")
 
 
-def strip(now: RunSnapshot, watcher: RunWatcher) -> Markup:
+def strip(now: RunSnapshot, watcher: RunWatcher) -> Drawing:
     """Return one small card per rank; of many ranks two figures of each rank or node."""
     if len(now.ranks) > MANY and len({rank.node for rank in now.ranks}) > 1:
-        return _node_meters(now.ranks)
+        return Drawing(html=_node_meters(now.ranks))
     if len(now.ranks) > MAX_CARDS:
-        return _rank_meters(now.ranks)
+        return Drawing(html=_rank_meters(now.ranks))
     cards = [_card(rank, list(watcher.processor.get(rank.rank, ()))) for rank in now.ranks]
-    return element("ul", *cards, class_="na-strip", aria_label="Resources by rank") if cards else Markup()
+    return Drawing(html=element("ul", *cards, class_="na-strip", aria_label="Resources by rank") if cards else Markup())
 
 
 def _rank_meters(ranks: Sequence[RankSnapshot]) -> Markup:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accelerate.launch import run_registry
-from notebook_accelerate.launch.report import rank_tables
+from notebook_accelerate.launch.report import mesh_diagram, rank_tables, run_report
 from notebook_accelerate.launch.report.curves import Source
-from notebook_accelerate.launch.report.document import Action
+from notebook_accelerate.launch.report.document import Action, Drawing, Section
 from notebook_accelerate.launch.report.rank_rows import MANY
 from notebook_accelerate.launch.report.run_snapshot import RunWatcher, loss_name
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.widgets import run_panel_html
+from notebook_accelerate.widgets import run_sections
 from notebook_accelerate.widgets.actions import (
     DEBUG,
     PAUSE,
@@ -32,11 +32,17 @@ from notebook_accelerate.widgets.debug_panel import DebugSection
 from notebook_accelerate.widgets.feed import Feed
 from notebook_accelerate.widgets.front_end import front_end, kernel_state
 from notebook_accelerate.widgets.live_panel import LivePanel
-from notebook_accelerate.widgets.panel_elements import card, row, script, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_elements import (
+    SectionWidgets,
+    card,
+    row,
+    script,
+    widget_bundle,
+    with_classes,
+)
 from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.profile_panel import PROFILE, ProfileSection
 from notebook_accelerate.widgets.resource_strip import strip
-from notebook_accelerate.widgets.run_panel_html import ShardingPage
 from notebook_accelerate.widgets.table_view import TableView
 
 if TYPE_CHECKING:
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.store import LogLine
     from notebook_accelerate.widgets.front_end import KernelState
 
+SECTIONS = ("head", "progress", "resources", "verdict", "devices", "times", "sharding", "errors", "setup")
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
 SLOW_SECONDS = 1.0
 """Seconds between two updates of the resources, step times and shards: of many ranks, and in tabs that are hidden."""
@@ -64,20 +71,16 @@ class RunPanel(LivePanel):
 
     def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
         self._watcher = RunWatcher(run)
-        self._sharding_page = ShardingPage(run)
         self._tab_titles: dict[int, str] = {}
         self._ranks_due = float("-inf")
-        self._rendered_errors: tuple[int, object] | None = None
-        self._rendered_setup: tuple[object, int] | None = None
         self._resume_offer = ResumeOffer()
         super().__init__(run, clock)
 
     # ---- the widget
 
     def _build(self) -> Any:
-        self._head, self._progress, self._strip = (ipywidgets.HTML() for _ in range(3))
-        self._ranks, self._devices = (ipywidgets.HTML() for _ in range(2))
-        self._times, self._sharding, self._errors, self._setup = (ipywidgets.HTML() for _ in range(4))
+        self.sections = SectionWidgets(*SECTIONS)
+        head, progress, resources, verdict, devices, times, sharding, errors, setup = self.sections.widgets.values()
         metrics = Source(self.run.store, self.run.started, automatic=self.run.config.automatic_metrics)
         self.plot = Plot([metrics], "No metrics yet: accelerator.log({...}) draws curves here.")
         self.logs = LogView(self.run)
@@ -90,20 +93,20 @@ class RunPanel(LivePanel):
             feed.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, ["wanted", "chosen"])
         self.rank_table.observe(self._render_soon, "unfolded")
-        ranks = ipywidgets.VBox([self._ranks, self.rank_table, self._devices])
-        headline = row([self._head, self.buttons], "na-headline")
+        ranks = ipywidgets.VBox([verdict, self.rank_table, devices])
+        headline = row([head, self.buttons], "na-headline")
         self._earlier = _earlier_of_cell(self.run)
-        pages = [self.plot, ranks, self._times, self._sharding, self.logs, self._errors, self._setup]
+        pages = [self.plot, ranks, times, sharding, self.logs, errors, setup]
         self._tabs = with_classes(ipywidgets.Tab(children=pages), "na-tabs")
         self._tabs.observe(self._tab_selected, "selected_index")
         for index, title in enumerate(TABS):
             self._set_tab_title(index, title)
         news = [self.attention, self.debug_section.widget, self._problem]
-        return card(headline, self._progress, *news, self._strip, self._tabs, self.profile_section.widget)
+        return card(headline, progress, *news, resources, self._tabs, self.profile_section.widget)
 
     def _refer_to(self, run: Run) -> None:
         super()._refer_to(run)
-        for part in (self.logs, self._watcher, self._sharding_page, self.debug_section, self.profile_section):
+        for part in (self.logs, self._watcher, self.debug_section, self.profile_section):
             part.run = run
 
     def _set_tab_title(self, index: int, title: str) -> None:
@@ -115,12 +118,13 @@ class RunPanel(LivePanel):
         run, seen, kernel = self.run, self._watcher.snapshot(now), kernel_state()
         if self._shown and kernel is not None:
             front_end.observe(now, handles_messages=kernel.handles_clicks)
-        self._head.value, self._progress.value = run_panel_html.head(run, seen), run_panel_html.bar(seen)
+        show = self.sections.show
+        show("head", now, lambda: run_sections.head(run, seen))
+        show("progress", seen.progress, lambda: run_sections.progress(seen))
         self._show_actions(now, seen.status, kernel)
         self._render_ranks(now, seen)
-        self._render_errors()
-        if self._rendered_setup != (state := (run.plan, len(run.notes))):
-            self._rendered_setup, self._setup.value = state, run_panel_html.setup(run)
+        show("errors", (len(run.failures), run.error), lambda: run_sections.errors(run))
+        show("setup", (run.plan, len(run.notes)), lambda: Section(key="setup", nodes=run_report.setup(run)))
         self._set_tab_title(1, "Ranks ⚠" if seen.warned else "Ranks")
         self._set_tab_title(TABS.index("Errors"), f"Errors ({len(run.failures)})" if run.failures else "Errors")
         self.debug_section.update()
@@ -164,8 +168,9 @@ class RunPanel(LivePanel):
         """Update the parts that grow with the ranks; most of them once a second, if they are many or hidden."""
         run, many = self.run, len(seen.ranks) > MANY
         due = now >= self._ranks_due or run.ended is not None or (self._shows_ranks() and not many)
+        show = self.sections.show
         if many or due:
-            self._ranks.value = run_panel_html.verdict(seen)
+            show("verdict", (seen.verdict, seen.warned), lambda: run_sections.verdict(seen))
             table = partial(rank_tables.live_ranks, seen.ranks, loss_name(run))
             self.rank_table.update(now, lambda complete: table(with_others=complete), complete=run.ended is not None)
         if many:
@@ -173,21 +178,16 @@ class RunPanel(LivePanel):
         if not due:
             return
         self._ranks_due = now + 0.95 * SLOW_SECONDS
-        self._devices.value = run_panel_html.devices(seen)
-        self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
-        self._times.value = run_panel_html.step_times(seen, run)
-        self._sharding.value = self._sharding_page.html()
+        reports = mesh_diagram.latest_reports(run)
+        show("devices", now, lambda: rank_tables.device_table(seen.ranks))
+        show("resources", now, lambda: strip(seen, self._watcher) if run.ended is None else Drawing())
+        show("times", now, lambda: run_sections.step_times(seen, run))
+        show("sharding", reports, lambda: run_sections.sharding(reports))
 
     def _shows_ranks(self) -> bool:
         """Return whether the tab on top is one that shows ranks; the browser may have reported an earlier one."""
         selected = self._tabs.selected_index
         return selected is not None and TABS[selected] in RANK_TABS
-
-    def _render_errors(self) -> None:
-        state = (len(self.run.failures), self.run.error)
-        if self._rendered_errors != state:
-            self._rendered_errors = state
-            self._errors.value = run_panel_html.errors(self.run)
 
     # ---- messages from the browser, on any thread
 

@@ -9,11 +9,12 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from notebook_accelerate.launch.report.document import Cell, Column, Group, Row, Table, table_of
+from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Group, Row, Table, table_of
 from notebook_accelerate.launch.report.markup import (
     Markup,
     byte_size,
     element,
+    join,
     percent,
     svg_drawing,
     svg_image,
@@ -66,20 +67,23 @@ def summary(reports: ShardReports) -> str:
     return " · ".join(parts)
 
 
-def sharding_table(reports: ShardReports) -> Table:
-    """Return what each group of ranks holds.
+def sharding(reports: ShardReports, *, inline: bool) -> tuple[Drawing, Table]:
+    """Return a drawing of the mesh, and the table of what each group of ranks holds.
 
     Args:
-        reports: By rank.
+        reports: By rank, at least one.
+        inline: See `rendering.html`.
     """
-    return Table(
-        key="shards",
-        label=CAPTION,
-        columns=_COLUMNS,
-        groups=(Group(rows=tuple(map(_table_row, sharding_rows(reports)))),),
-    )
+    picture = element("div", image(reports)) if inline else element("div", svg(reports), class_="na-scroll na-mesh")
+    rows = tuple(map(_table_row, sharding_rows(reports)))
+    table = Table(key="shards", label=CAPTION, columns=_COLUMNS, groups=(Group(rows=rows),))
+    return Drawing(html=join([picture, element("p", _NOTE, class_="na-note")]), text=_mesh_text(reports)), table
 
 
+_NOTE = (
+    "A bar stands for the whole model, its filled part for what the rank holds between steps. Gradients exist from "
+    "backward to step, optimizer state from the first step on."
+)
 _COLUMNS = (
     Column(title="ranks"),
     Column(title="tensors"),
@@ -239,8 +243,8 @@ def groups(reports: ShardReports) -> list[EqualRanks]:
 # ---- the mesh
 
 
-def mesh_text(reports: ShardReports) -> str:
-    """Return the summary and the mesh as text; "" before the first report."""
+def _mesh_text(reports: ShardReports) -> str:
+    """Return the summary and the mesh as text."""
     rows = mesh_rows(reports)
     return "\n\n".join(filter(None, [summary(reports), text(table_of("mesh", rows)) if len(rows) > 1 else ""]))
 

@@ -91,11 +91,7 @@ class Report(DocumentView):
     def _sharding(self) -> Section:
         reports = mesh_diagram.latest_reports(self.run)
         title = f"{mesh_diagram.CAPTION}: {mesh_diagram.summary(reports)}"
-        nodes = (
-            Drawing(text=mesh_diagram.mesh_text(reports)),
-            mesh_diagram.sharding_table(reports),
-            Drawing(html=element("div", mesh_diagram.image(reports))) if reports else Drawing(),
-        )
+        nodes = mesh_diagram.sharding(reports, inline=True) if reports else ()
         return Section(key="sharding", title=title, nodes=nodes, open=self.run.ended is None)
 
     def error_lines(self, error: WorkerError) -> list[str]:

@@ -581,7 +581,7 @@ def test_the_secret_is_in_no_command_line_environment_or_text(monkeypatch: pytes
     from notebook_accelerate.widgets.run_panel import RunPanel
 
     panel = RunPanel(run)
-    assert secret not in panel._setup.value + panel.html
+    assert secret not in panel.sections.widgets["setup"].value + panel.html
     panel.close()
 
 

@@ -90,7 +90,7 @@ def test_nodes_are_listed_first_then_outliers_and_the_other_ranks_behind_a_fold(
     assert len(groups["nodes"]) + len(groups["more-nodes"]) == RANKS // EACH
     assert [row[1][0]["text"] for row in groups["outliers"]] == ["300", "9", "41"]
     assert len(groups["others"]) == RANKS - 3
-    verdict = one.panel._ranks.value
+    verdict = one.panel.sections.widgets["verdict"].value
     assert "Ranks 9, 41 are stragglers: up to 200 ms of their own work per step" in verdict
     assert "Rank 300 is 500 steps behind." in verdict
     slowest = groups["nodes"][2][1]
@@ -217,11 +217,11 @@ def test_a_panel_of_many_ranks_sends_few_lines_of_each() -> None:
 def test_the_step_times_show_the_mean_the_slowest_ranks_and_the_slowest_nodes() -> None:
     one = _Panel()
     one.turn(slow=(77,))
-    html = one.panel._times.value
+    html = one.panel.sections.widgets["times"].value
     assert html.count('class="na-stack"') == 1 + 8 + 8
     assert html.index("mean of 512 ranks") < html.index("rank 77") < html.index("node 9 · worker-9")
-    assert "use by node" in one.panel._strip.value
-    assert one.panel._strip.value.count('<span class="na-meter">') == RANKS // EACH
+    assert "use by node" in one.panel.sections.widgets["resources"].value
+    assert one.panel.sections.widgets["resources"].value.count('<span class="na-meter">') == RANKS // EACH
     one.close()
 
 
@@ -256,6 +256,6 @@ def test_few_ranks_on_two_machines_are_grouped_by_node(snapshot: Snapshot) -> No
         one.turn(late=(12,))
     table = one.panel.rank_table.table
     assert table is not None
-    snapshot("ranks_of_two_machines", one.panel._ranks.value + rendering.html(table, inline=False))
+    snapshot("ranks_of_two_machines", one.panel.sections.widgets["verdict"].value + rendering.html(table, inline=False))
     assert "node" in one.panel.text
     one.close()

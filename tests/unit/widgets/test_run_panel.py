@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.launch import Run
-from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report import mesh_diagram, rendering
 from notebook_accelerate.launch.report.document import Table
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
@@ -47,7 +47,7 @@ from notebook_accelerate.telemetry import (
 )
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.store import MAX_POINTS, RUN_LOG_BYTES, Record
-from notebook_accelerate.widgets import panel_output, run_panel_html
+from notebook_accelerate.widgets import panel_output
 from notebook_accelerate.widgets.actions import stopping
 from notebook_accelerate.widgets.front_end import KernelState
 from notebook_accelerate.widgets.panel_output import PanelOutput
@@ -74,15 +74,15 @@ class _Panel:
         self.clock.turn(seconds)
         self.panel.schedule.touch()
         assert self.panel.schedule.tick()
-        parts = "head problem progress strip ranks devices times sharding errors setup"
+        parts = "head progress resources verdict devices times sharding errors setup"
         rows = [self.panel.attention.text, self.panel.buttons.text]
-        return "\n".join([self.parts(parts), *map(html.escape, rows)])
+        return "\n".join([self.panel._problem.value, self.parts(parts), *map(html.escape, rows)])
 
     def parts(self, names: str) -> str:
         """Return the HTML of parts of the panel, as it was rendered last."""
-        values = {name: getattr(self.panel, f"_{name}").value for name in names.split()}
-        if "ranks" in values:
-            values["ranks"] += self.ranks()
+        values = {name: self.panel.sections.widgets[name].value for name in names.split()}
+        if "verdict" in values:
+            values["verdict"] += self.ranks()
         return "\n".join(values.values())
 
     def ranks(self) -> str:
@@ -126,9 +126,9 @@ def test_the_header_has_state_name_and_time_and_the_setup_has_the_rest() -> None
     text = _text(one.look(65.0))
     assert "Running train run" in text
     assert "1:05" in text
-    assert "port" not in one.panel._head.value
-    assert "start method fork: as asked backend gloo" in _text(one.panel._setup.value)
-    assert "remark port 29500 is taken" in _text(one.panel._setup.value)
+    assert "port" not in one.panel.sections.widgets["head"].value
+    assert "start method fork: as asked backend gloo" in _text(one.panel.sections.widgets["setup"].value)
+    assert "remark port 29500 is taken" in _text(one.panel.sections.widgets["setup"].value)
     one.panel.close()
 
 
@@ -215,7 +215,10 @@ def test_a_failed_run_has_a_debug_button_with_the_line_to_type() -> None:
     (row,) = one.panel.attention.rows
     assert row["text"].startswith("rank 1 failed: ValueError: ")
     assert [action["label"] for action in row["actions"]] == ["Show error", "Debug"]
-    assert 'href="https://notebook-accelerate.github.io/notebook-accelerate/e/' in run_panel_html.errors(one.run)
+    assert (
+        'href="https://notebook-accelerate.github.io/notebook-accelerate/e/'
+        in one.panel.sections.widgets["errors"].value
+    )
     one.panel.attention.click("debug")
     assert one.panel.debug_section.copy.text == "import notebook_accelerate; notebook_accelerate.debug()"
     assert "Launch with debug=True" in one.panel.debug_section._text.value
@@ -242,7 +245,7 @@ def test_a_straggler_is_found_by_its_steps(snapshot: Snapshot) -> None:
         feed(one.run, MetricEvent({"loss": 0.5}, step), rank=rank)
     assert "steps behind" not in one.look(), "the pace is not known yet"
     one.look(3.0)
-    snapshot("straggler_by_steps", one.parts("ranks devices"))
+    snapshot("straggler_by_steps", one.parts("verdict devices"))
     assert one.panel._tab_titles[1] == "Ranks ⚠"
 
 
@@ -273,21 +276,30 @@ def test_a_straggler_is_found_by_its_own_work_if_all_are_in_step(snapshot: Snaps
         parts = dict(zip(PARTS, (0.05, 0.1, 0.05, 0.01, 0.04), strict=True))
         feed(one.run, MetricEvent({"loss": 0.5}, 7), StepTimeEvent(parts, 7, 10, own), rank=rank)
     one.look()
-    snapshot("straggler_by_own_work", one.parts("ranks times"))
+    snapshot("straggler_by_own_work", one.parts("verdict times"))
 
 
-def test_the_sharding_page_is_made_again_only_for_new_reports(snapshot: Snapshot) -> None:
+def test_the_sharding_page_is_made_again_only_for_new_reports(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, make = [], mesh_diagram.sharding
+
+    def counted(*given: Any, **how: Any) -> Any:
+        drawn.append(given)
+        return make(*given, **how)
+
+    monkeypatch.setattr(mesh_diagram, "sharding", counted)
     one = _Panel(ranks=4)
     assert "Nothing prepared yet" in one.look()
     for rank, report in hybrid().items():
         feed(one.run, report.event(), rank=rank)
     one.look()
     snapshot("sharding", one.parts("sharding"))
-    before = one.panel._sharding_page.html()
     one.look()
-    assert one.panel._sharding_page.html() is before
+    assert len(drawn) == 1
     feed(one.run, zero(3)[0].event(), rank=0)
-    assert one.panel._sharding_page.html() is not before
+    one.look()
+    assert len(drawn) == 2
 
 
 def test_the_tables_of_ranks_and_devices_show_the_known_figures(snapshot: Snapshot) -> None:
@@ -297,7 +309,7 @@ def test_the_tables_of_ranks_and_devices_show_the_known_figures(snapshot: Snapsh
         feed(one.run, *devices(rank, 45.0 + rank, 2 << 30), rank=rank)
     feed(one.run, DeviceMemoryEvent("cuda:7", 1 << 20, 2 << 20, 3 << 20, 0, EVIL), rank=1)
     one.look(4.0)
-    snapshot("ranks_and_devices", one.parts("strip ranks devices"))
+    snapshot("ranks_and_devices", one.parts("resources verdict devices"))
 
 
 def test_texts_from_ranks_are_escaped() -> None:
@@ -332,7 +344,7 @@ def test_errors_are_grouped_and_a_failed_run_keeps_everything(snapshot: Snapshot
     feed(one.run, MetricEvent({"loss": 1.0}, 1))
     end(one.run, "failed", (_failure(0), _failure(1), RankFailure(2, "signal", START, "killed", consequence=True)))
     again = RunPanel(one.run, one.clock)
-    snapshot("errors", again._errors.value)
+    snapshot("errors", again.sections.widgets["errors"].value)
     assert again._tab_titles[5] == "Errors (3)"
     assert again.plot.full["series"] == [("loss", "rank 0", 1)]
     again.close()
@@ -612,7 +624,7 @@ def test_many_ranks_have_a_dense_strip(snapshot: Snapshot) -> None:
     for rank in range(9):
         feed(one.run, ResourceEvent(90.0 + rank, (300 + rank) << 20), *devices(rank, 40.0, 2 << 30), rank=rank)
     one.look()
-    snapshot("dense_strip", one.parts("strip"))
+    snapshot("dense_strip", one.parts("resources"))
 
 
 def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs() -> None:
