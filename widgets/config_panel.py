@@ -19,7 +19,6 @@ from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run, run_registr
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.output.running_cell import published_under
 from notebook_accelerate.launch.processes.fork_probe import fork_hazard, kernel_facts
-from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Drawing, Section, Text
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets.config_file_form import (
@@ -42,7 +41,7 @@ from notebook_accelerate.widgets.config_file_form import (
 from notebook_accelerate.widgets.fields import groups_of
 from notebook_accelerate.widgets.forms import Form, FormView, Part
 from notebook_accelerate.widgets.memory_panel import MemoryCheck
-from notebook_accelerate.widgets.panel_elements import alert, notice, widget_bundle
+from notebook_accelerate.widgets.panel_elements import alert, notice
 from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
@@ -106,7 +105,7 @@ class ConfigPanel(CellView):
         self._cluster: ClusterConfig | None = None
         self._own_files: set[Path] = set()
         self._parent: Any = None
-        self._shown = PanelOutput(self._static, lambda: "Settings of a launch")
+        self._shown = PanelOutput(lambda: self.bundle, lambda: "Settings of a launch")
         self._hidden_arguments: dict[str, Any] = {}
         self._wrong_notes: set[str] = set()
         config = config or LaunchConfig(block=False)
@@ -457,26 +456,13 @@ class ConfigPanel(CellView):
 
     # ---- display
 
-    def _document(self) -> Section:
+    def document(self) -> Section:
         """Return the panel without scripts: the plan, the settings, the cell."""
         lines = filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])
         forms = (self.launch_form, self.training_form)
         settings = (Drawing(html=form.html, text=f"{form.title}\n{form.text}") for form in forms)
         cell = Text(lines=(self._shown_cell(self.errors),), tone="code")
         return Section(key="settings", nodes=(Text(lines=tuple(lines)), *settings, cell))
-
-    @property
-    def html(self) -> str:
-        """The panel as HTML without scripts."""
-        return rendering.html(self._document())
-
-    @property
-    def text(self) -> str:
-        """The panel as plain text."""
-        return rendering.text(self._document())
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return widget_bundle(self.widget, self._static())
 
     def _show_in(self, output: Output) -> None:
         """Show the live panel; a saved notebook keeps the static form beside it."""

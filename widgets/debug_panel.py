@@ -17,7 +17,7 @@ from notebook_accelerate.debugging.session import Stacks
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Group, Row, Section, Table, Text
-from notebook_accelerate.launch.report.markup import duration, element, join
+from notebook_accelerate.launch.report.markup import Markup, duration, element, join
 from notebook_accelerate.launch.report.rank_rows import MANY, short_names
 from notebook_accelerate.launch.report.run_snapshot import status
 from notebook_accelerate.telemetry import steady_time
@@ -201,16 +201,9 @@ class DebugPanel(LivePanel):
         parts = (head(run, found, now), verdict(run, found), places_table(run, found), frames(found))
         return Section(key="debug", nodes=(*parts, history(self.history)))
 
-    @property
-    def html(self) -> str:
-        """The panel as static HTML."""
-        content = rendering.html(self.document(), inline=False)
+    def _page(self, document: Section) -> Markup:
+        content = rendering.html(document, inline=False)
         return join([style_sheet(), element("div", content, class_="na-run na-card")])
-
-    @property
-    def text(self) -> str:
-        """The panel as plain text."""
-        return rendering.text(self.document())
 
 
 def _shown(value: Any) -> str:

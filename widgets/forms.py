@@ -18,7 +18,9 @@ import traitlets
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.plain_values import shown_value
-from notebook_accelerate.launch.report.markup import LEFT, Markup, element, html_table, join
+from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.document import Column, Group, Row, Table
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets.fields import (
     TEXT_FORMATS,
     Field,
@@ -265,12 +267,11 @@ class Form:
     @property
     def html(self) -> Markup:
         """The entries that differ from the defaults, as a table without scripts or style sheets."""
-        title, rows = element("strong", self.title), self.rows()
-        if not rows:
-            return element("p", title, ": defaults")
-        cells = [(name, element("code", value), help_text) for name, value, help_text in rows]
-        head, columns = ("setting", "value", "description"), [LEFT] * 3
-        return html_table(head, cells, caption=element("caption", title, **LEFT), columns=columns)
+        columns = (Column(title="setting"), Column(title="value", kind="code"), Column(title="description"))
+        group = Group(rows=tuple(Row(cells=cells) for cells in self.rows()))
+        empty = f"{self.title}: defaults"
+        title = element("strong", self.title)
+        return rendering.html(Table(key="form", columns=columns, groups=(group,), caption=title, empty=empty))
 
     @property
     def text(self) -> str:

@@ -20,6 +20,7 @@ from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
+    from notebook_accelerate.launch.report.document import Section
 
 
 class PanelOfRun(CellView):
@@ -34,9 +35,13 @@ class PanelOfRun(CellView):
     def __init__(self, run: Run, clock: Callable[[], float], status: Callable[[], str] = lambda: "") -> None:
         self.run = run
         self._clock = clock
-        self._shown = PanelOutput(self._static, self._title, clock, status)
+        self._shown = PanelOutput(lambda: self.bundle, self._title, clock, status)
         self.closed = False
         self._lives = run.ended is None
+
+    def document(self) -> Section:
+        """Return the report of the run."""
+        return self.run.report().document()
 
     @property
     def shown(self) -> bool:
@@ -142,7 +147,7 @@ class LivePanel(PanelOfRun):
         close_retired()
         with self._lock:
             if self.closed:
-                output.show(self._static())
+                output.show(self.bundle)
             else:
                 self._shown.add(output, self.widget)
                 self._shown_at = time.monotonic()
@@ -277,7 +282,7 @@ class HtmlPanel(PanelOfRun):
 
     def _show_in(self, output: Output) -> None:
         if self.closed or not self._lives:
-            output.end(self._static())
+            output.end(self.bundle)
             return
         self._shown.add(output, None, self._reason)
         ticker.add(self.schedule)
@@ -296,19 +301,6 @@ class HtmlPanel(PanelOfRun):
         shown = bool(self._shown) or self.closed
         self.close()
         return shown
-
-    @property
-    def html(self) -> str:
-        """The run's report as static HTML."""
-        return self.run.report().html
-
-    @property
-    def text(self) -> str:
-        """The run's report as plain text."""
-        return self.run.report().text
-
-    def _static(self) -> dict[str, Any]:
-        return dict(self.run.report().bundle)
 
     def _display_(self) -> Any:
         """Show the panel in the running cell of marimo, which asks for an object to show instead."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.hardware.detection import host
 from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, here, leave_at_exit
 from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.front_end import front_end, no_widgets
@@ -37,18 +38,16 @@ HTML_SECONDS = 10.0
 """The same for a static form that is shown instead of a live view: it may hold a hundred kilobytes."""
 
 
-class CellView(ABC):
-    """What a cell displays: a live view, or its static form where there is no notebook."""
+class CellView(DocumentView):
+    """A view that a cell displays live; outside a notebook, its document is displayed.
 
-    @property
-    @abstractmethod
-    def html(self) -> str:
-        """The view as static HTML."""
+    Attributes:
+        widget: The live view; None: there is only the document.
+        closed: Whether the view is no longer updated.
+    """
 
-    @property
-    @abstractmethod
-    def text(self) -> str:
-        """The view as plain text."""
+    widget: Any = None
+    closed = False
 
     @abstractmethod
     def _show_in(self, output: Output) -> None:
@@ -68,11 +67,8 @@ class CellView(ABC):
             self._show_in(target)
         return target
 
-    def _static(self) -> Bundle:
-        return {"text/html": self.html, "text/plain": self.text}
-
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
-        return self._static()
+        return self.bundle if self.widget is None or self.closed else widget_bundle(self.widget, self.bundle)
 
     def _ipython_display_(self) -> None:
         if self.show() is None:

@@ -13,7 +13,7 @@ import traitlets
 
 from notebook_accelerate.launch.output.replaceable_outputs import Output, here
 from notebook_accelerate.launch.report import rendering
-from notebook_accelerate.launch.report.document import Action
+from notebook_accelerate.launch.report.document import Action, Drawing
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
 from notebook_accelerate.profiling.timeline import Timeline
@@ -170,11 +170,11 @@ class ProfileSection:
             for part in parts:
                 close_all(part)
 
-    def static_html(self) -> Markup:
-        """Return the profile for the saved notebook; "" without one."""
+    def document(self) -> Drawing:
+        """Return the profile for the saved notebook."""
         if self.profile is None:
-            return Markup()
-        return join([element("p", _title(self.profile)), self._static])
+            return Drawing()
+        return Drawing(html=join([element("p", _title(self.profile)), self._static]))
 
     def close(self) -> None:
         """Delete what is not shown, which is no part of the panel's tree of widgets."""

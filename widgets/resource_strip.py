@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.launch.report import rendering
-from notebook_accelerate.launch.report.document import Drawing
+from notebook_accelerate.launch.report.document import Drawing, Section
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.rank_rows import MANY, by_node, node_title
 from notebook_accelerate.launch.report.rank_tables import COLUMNS, has_gpu, rank_table
@@ -20,7 +19,6 @@ from notebook_accelerate.widgets.panel_elements import problem, style_widget, wi
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.launch.report.document import Table
     from notebook_accelerate.launch.report.run_snapshot import RankSnapshot, RunSnapshot
 
 MAX_SHOWN = 64
@@ -50,19 +48,11 @@ class ResourceStrip(LivePanel):
     def _show_problem(self, text: str) -> None:
         self._content.value = problem(text)
 
-    @property
-    def html(self) -> str:
-        """The strip as a table."""
-        return rendering.html(self._table())
-
-    @property
-    def text(self) -> str:
-        """The strip as lines, one per rank."""
-        return rendering.text(self._table())
-
-    def _table(self) -> Table:
+    def document(self) -> Section:
+        """Return the strip as a table."""
         ranks = self._watcher.snapshot(self._clock()).ranks
-        return rank_table(ranks, ("cpu", "memory", "peak", "gpu", "gpu memory"), caption="Resources")
+        table = rank_table(ranks, ("cpu", "memory", "peak", "gpu", "gpu memory"), caption="Resources")
+        return Section(key="resources", nodes=(table,))
 
 
 def strip(now: RunSnapshot, watcher: RunWatcher) -> Drawing:

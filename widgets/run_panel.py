@@ -37,7 +37,6 @@ from notebook_accelerate.widgets.panel_elements import (
     card,
     row,
     script,
-    widget_bundle,
     with_classes,
 )
 from notebook_accelerate.widgets.plot import Plot
@@ -223,22 +222,9 @@ class RunPanel(LivePanel):
 
     # ---- without a browser
 
-    @property
-    def html(self) -> str:
-        """The run's report as static HTML, with the profile that the panel shows."""
-        return self.run.report().html + self.profile_section.static_html()
-
-    @property
-    def text(self) -> str:
-        """The run's report as plain text."""
-        return self.run.report().text
-
-    def _static(self) -> dict[str, Any]:
-        bundle = dict(self.run.report().bundle)
-        return {**bundle, "text/html": bundle["text/html"] + self.profile_section.static_html()}
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self._static() if self.closed else widget_bundle(self.widget, self._static())
+    def document(self) -> Section:
+        """Return the report of the run, with the profile that the panel shows."""
+        return Section(key="report", nodes=(super().document(), self.profile_section.document()))
 
 
 def _earlier_of_cell(run: Run) -> list[Run]:

@@ -13,15 +13,15 @@ import ipywidgets
 
 from notebook_accelerate.launch import KeptRuns, Run, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import Output
-from notebook_accelerate.launch.report import rendering, run_comparison, svg_curves
+from notebook_accelerate.launch.report import run_comparison, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
-from notebook_accelerate.launch.report.document import Action
+from notebook_accelerate.launch.report.document import Action, Drawing, Section
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
 from notebook_accelerate.widgets.compared_run import BestValues, KeptRow, label_of, opened
 from notebook_accelerate.widgets.front_end import no_widgets
-from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle, with_classes
+from notebook_accelerate.widgets.panel_elements import card, problem, with_classes
 from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
@@ -79,7 +79,7 @@ class RunsTable(CellView):
         self._problem = ipywidgets.HTML()
         self.widget = card(self._problem, self.grid, self._opened, self.plot)
         title = "Kept runs" if self._is_kept else "Runs of this kernel"
-        self._shown = PanelOutput(self._static, lambda: title, clock)
+        self._shown = PanelOutput(lambda: self.bundle, lambda: title, clock)
         stores = [run.store for run in map(opened, self.runs) if run is not None]
         self.schedule = RenderSchedule(stores, self._render, self._failed, clock)
         self.schedule.tick()
@@ -258,20 +258,14 @@ class RunsTable(CellView):
         table = self.table
         return [[column.title for column in table.columns], *([str(cell) for cell in row.cells] for row in table.rows)]
 
-    @property
-    def html(self) -> str:
-        """Table and curves as static HTML."""
-        return rendering.html(self.table) + _overlays(self.runs[-MAX_OVERLAID:])
-
-    @property
-    def text(self) -> str:
-        """The table as plain text."""
-        return rendering.text(self.table)
+    def document(self) -> Section:
+        """Return the table and the curves."""
+        return Section(key="runs", nodes=(self.table, Drawing(html=_overlays(self.runs[-MAX_OVERLAID:]))))
 
     def _show_in(self, output: Output) -> None:
         """Show the live table; its static form replaces it when the kernel ends."""
         if self.schedule.closed:
-            output.show(self._static())
+            output.show(self.bundle)
             return
         if no_widgets(output):
             self._open_kept(math.inf)
@@ -282,9 +276,6 @@ class RunsTable(CellView):
         self._shown.add(output, self.widget)
         if running:
             ticker.add(self.schedule)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return widget_bundle(self.widget, self._static())
 
     def __repr__(self) -> str:
         return f"<RunsTable: {len(self.runs)} runs>"

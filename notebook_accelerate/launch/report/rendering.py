@@ -20,7 +20,7 @@ class DocumentView(ABC):
     @property
     def html(self) -> Markup:
         """The document as HTML without scripts or external references."""
-        return _page(self.document())
+        return self._page(self.document())
 
     @property
     def text(self) -> str:
@@ -31,17 +31,16 @@ class DocumentView(ABC):
     def bundle(self) -> dict[str, str]:
         """The document as a MIME bundle: HTML and text of the same state."""
         document = self.document()
-        return {"text/html": _page(document), "text/plain": text(document)}
+        return {"text/html": self._page(document), "text/plain": text(document)}
+
+    def _page(self, document: Section) -> Markup:
+        return element("div", html(document), class_=f"notebook-accelerate-{document.key}")
 
     def _repr_html_(self) -> str:
         return self.html
 
     def __repr__(self) -> str:
         return self.text
-
-
-def _page(document: Section) -> Markup:
-    return element("div", html(document), class_=f"notebook-accelerate-{document.key}")
 
 
 def html(node: Node, *, inline: bool = True) -> Markup:

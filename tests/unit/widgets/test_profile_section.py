@@ -71,7 +71,7 @@ def test_a_click_says_that_steps_are_recorded_then_shows_them(monkeypatch: Any) 
     assert any(isinstance(each, TimelineView) for each in panel.profile_section.widget.children)
     assert _status(panel) == "Profile of 2 steps [Close]"
     assert "static &lt;form&gt;" in panel.html
-    assert "static &lt;form&gt;" in panel._static()["text/html"]
+    assert "static &lt;form&gt;" in panel.bundle["text/html"]
     panel.schedule.tick(due=True)
     assert _button(panel)["enabled"]
     panel.profile_section.widget.children[0].click("close")
