@@ -51,6 +51,10 @@ class Field:
         values = (True, False) if self.kind == "flag" else self.choices
         return {self.label_of(value): value for value in values}
 
+    def member(self, given: Any) -> Any:
+        """Return the choice that equals ``given``, such as an enum's member for its value; otherwise ``given``."""
+        return next((choice for choice in self.choices if choice == given), given)
+
     def label_of(self, value: Any) -> str:
         """Return the text of a choice; "" for None."""
         if value is None or value is MISSING:
@@ -337,3 +341,43 @@ def parse(field: Field, text: str) -> Any:
 def text_of(field: Field, value: Any) -> str:
     """Return the text that ``parse`` reads as ``value``; "" for None and for a missing value."""
     return "" if value is None or value is MISSING else TEXT_FORMATS[field.kind].format(value)
+
+
+# ---- inputs
+
+_NOT_SET = "default"
+
+
+def content_of(field: Field, entry: Any) -> str | bool:
+    """Return the content of a field's input for an entry.
+
+    Args:
+        field: The field.
+        entry: A text, a choice, or whether the box is ticked; of a field of the kind code, its value.
+    """
+    if field.kind == "code":
+        return "set in code only" if entry is None else f"set in code: {entry!r}"
+    if field.is_choice:
+        return field.label_of(entry)
+    return entry  # type: ignore[no-any-return]
+
+
+def drawn(field: Field) -> dict[str, Any]:
+    """Return a field as ``static/forms.js`` draws it."""
+    kind, placeholder = field.kind, field.placeholder or _NOT_SET
+    if field.is_choice:
+        kind = "choice"
+    elif (text_format := TEXT_FORMATS.get(kind)) is not None:
+        kind = "area" if text_format.many_lines else "text"
+        default = text_of(field, field.default).replace("\n", " ")
+        hint = f"{_NOT_SET} ({text_format.hint})" if text_format.hint else _NOT_SET
+        placeholder = field.placeholder or (f"{default} (default)" if default else hint)
+    return {
+        "name": field.name,
+        "label": field.label,
+        "kind": kind,
+        "help": field.help or (summary(field.nested) if field.nested else ""),
+        "placeholder": placeholder,
+        "optional": field.optional,
+        "choices": list(field.by_label()) if field.is_choice else [],
+    }

@@ -22,13 +22,13 @@ from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Column, Group, Row, Table
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets.fields import (
-    TEXT_FORMATS,
     Field,
     FieldError,
+    content_of,
+    drawn,
     fields_of,
     groups_of,
     parse,
-    summary,
     text_of,
 )
 from notebook_accelerate.widgets.panel_elements import asset, script, widget_bundle
@@ -129,7 +129,7 @@ class Form:
             if self.entries[entry.name]:
                 self.nested(entry.name).load(given if present else None)
         elif entry.kind in {"flag", "choice", "code"}:
-            self.entries[entry.name] = member = _member(entry, given)
+            self.entries[entry.name] = member = entry.member(given)
             if entry.is_choice:  # an object that was set in code can be chosen again
                 self._choices[entry.name].setdefault(entry.label_of(member), member)
         else:
@@ -246,11 +246,11 @@ class Form:
     @cached_property
     def table(self) -> list[dict[str, Any]]:
         """The fields as a view draws them."""
-        return [_drawn(entry) for entry in self.fields.values()]
+        return [drawn(entry) for entry in self.fields.values()]
 
     def shown(self) -> dict[str, str | bool]:
         """Return the contents of the inputs by field."""
-        return {name: _shown(entry, self.entries[name]) for name, entry in self.fields.items()}
+        return {name: content_of(entry, self.entries[name]) for name, entry in self.fields.items()}
 
     def opened(self, path: str) -> Iterator[tuple[str, Form]]:
         """Return this form and the forms of nested dataclasses that have been opened, with their paths.
@@ -422,45 +422,6 @@ class FormView(anywidget.AnyWidget):
             self.enter(content["path"], content["value"])
             if is_late:
                 self.send_state("entries")
-
-
-def _drawn(field: Field) -> dict[str, Any]:
-    """Return a field as ``static/forms.js`` draws it."""
-    text_format = TEXT_FORMATS.get(field.kind)
-    input_kind, placeholder = field.kind, _NOT_SET
-    if text_format is not None:
-        input_kind = "area" if text_format.many_lines else "text"
-        default = text_of(field, field.default).replace("\n", " ")
-        hint = f"{_NOT_SET} ({text_format.hint})" if text_format.hint else _NOT_SET
-        placeholder = field.placeholder or (f"{default} (default)" if default else hint)
-    elif field.is_choice:
-        input_kind = "choice"
-    return {
-        "name": field.name,
-        "label": field.label,
-        "kind": input_kind,
-        "help": field.help or (summary(field.nested) if field.nested else ""),
-        "placeholder": placeholder,
-        "optional": field.optional,
-        "choices": list(field.by_label()) if field.is_choice else [],
-    }
-
-
-_NOT_SET = "default"
-
-
-def _shown(entry: Field, raw: Any) -> str | bool:
-    """Return the content of the input of a field."""
-    if entry.kind == "code":
-        return "set in code only" if raw is None else f"set in code: {raw!r}"
-    if entry.is_choice:
-        return entry.label_of(raw)
-    return raw  # type: ignore[no-any-return]  # a text, or whether the box is ticked
-
-
-def _member(entry: Field, given: Any) -> Any:
-    """Return the choice that equals ``given``, such as an enum's member for its value."""
-    return next((choice for choice in entry.choices if choice == given), given)
 
 
 def _field_in(message: str, given: Mapping[str, Any]) -> str:
