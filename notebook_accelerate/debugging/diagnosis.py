@@ -1,4 +1,4 @@
-"""Explains from the positions of all ranks why a run is stuck. Pure."""
+"""Explain why a run is stuck, given the positions of all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 MOVING_SECONDS = 2.0
-"""A rank that has moved, or has entered a collective, less long ago is not stuck."""
+"""A rank is not stuck if it moved or entered a collective within this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class RankPosition:
     """The position of one rank.
 
     Attributes:
-        rank: Global index.
+        rank: The rank's global index.
         state: "running", "succeeded", "failed", "stopped", ...
-        frames: The main thread's frames, outermost first; empty when it has ended or could not be read.
-        moved: Time of its last movement, in seconds since the epoch; None when unknown.
+        frames: The main thread's frames, outermost first; empty if the rank has exited or they could not be read.
+        moved: The time of its last movement, in seconds since the epoch; None if unknown.
         waiting: The collectives that it has entered and not left.
-        last: By process group, the number of the last collective that it entered; empty when unknown.
-        note: Additional information, as "it holds the GIL in native code".
+        last: By process group, the number of the last collective that it entered; empty if unknown.
+        note: Additional information, such as "it holds the GIL in native code".
         answered: Whether its interpreter replied; if not, the collectives are unknown.
         paused: Whether it waits for ``run.resume()``.
-        native: The main thread's frames with the native ones, where py-spy could read them.
+        native: The main thread's frames including native ones, if py-spy could read them.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class RankPosition:
 
     @property
     def user_frame(self) -> FrameInfo | None:
-        """The user's innermost frame: in a cell, or in a file outside the installed libraries."""
+        """The innermost frame of user code, which is in a cell or in a file outside the installed libraries."""
         for frame in reversed(self.frames):
             if is_user_code(frame.filename):
                 return frame
@@ -63,13 +63,13 @@ class Diagnosis:
     """The result of ``run.diagnose()``.
 
     Attributes:
-        verdict: One sentence.
-        places: The position of every rank, by rank.
-        groups: Ranks at the same position, the largest group first.
-        time: Time of the diagnosis, in seconds since the epoch.
+        verdict: One sentence that explains why the run is stuck.
+        places: The positions of all ranks, ordered by rank.
+        groups: Ranks at the same position, largest group first.
+        time: The time of the diagnosis, in seconds since the epoch.
         name_place: Returns the location of a frame as text.
-        mistake: The common mistake that causes it, with the fix, in a line; "" where there is none.
-        cause: The verdict without how long ranks have waited, for a view that shows the time that has passed since.
+        mistake: The common mistake that causes it and the fix, in one line; "" if no mistake was found.
+        cause: The verdict without waiting times, for a view that shows the time passed since then.
     """
 
     verdict: str
@@ -91,15 +91,15 @@ class Diagnosis:
         )
 
     def line_of(self, rank: int) -> str:
-        """Return the position of one rank in a line.
+        """Return the position of one rank as one line.
 
         Args:
-            rank: Global index.
+            rank: The rank's global index.
         """
         return next(self._line(place) for place in self.places if place.rank == rank)
 
     def shifted(self, seconds: float) -> Diagnosis:
-        """Return it with ``seconds`` added to its times, to convert them from another machine's clock."""
+        """Return a copy with ``seconds`` added to all times, to convert them from another machine's clock."""
         return replace(self, time=self.time + seconds, places=tuple(place.shifted(seconds) for place in self.places))
 
     def _line(self, place: RankPosition) -> str:
@@ -134,8 +134,8 @@ def diagnose(
 
     Args:
         places: The position of every rank.
-        name_place: Returns the location of a frame, as "Cell In[7], line 12".
-        now: Seconds since the epoch; None means now.
+        name_place: Returns the location of a frame, such as "Cell In[7], line 12".
+        now: The time in seconds since the epoch. If None, the current time.
     """
     moment = steady_time.now() if now is None else now
     verdict = _Verdict(places, name_place, moment)
@@ -185,7 +185,7 @@ class _Verdict:
         return "no rank is stuck: all are moving" if self._all_move() else self._absent(first, here)
 
     def _paused(self, paused: Sequence[RankPosition]) -> str:
-        """Name the lines at which the user has paused ranks: the other ranks may wait for these."""
+        """Describe the lines at which the user paused ranks. The other ranks may wait for them."""
         lines: dict[str, list[int]] = {}
         for place in paused:
             frame = place.user_frame
@@ -196,7 +196,7 @@ class _Verdict:
         return f"paused by you: {', '.join(sides)}; run.resume() continues"
 
     def _all_move(self) -> bool:
-        """Whether every rank runs, and has moved or entered its collective less than `MOVING_SECONDS` ago."""
+        """Return whether every rank is running and moved or entered its collective within `MOVING_SECONDS`."""
         return len(self._running) == len(self._places) and all(self._moves(place) for place in self._places)
 
     def _moves(self, place: RankPosition) -> bool:
@@ -216,7 +216,7 @@ class _Verdict:
         return "no rank waits in a collective; " + "; ".join(self._position(place) for place in stuck)
 
     def _mismatch(self, first: Collective, here: Sequence[RankPosition]) -> str:
-        """Describe ranks whose collectives of the same number differ in operation, shape or type."""
+        """Describe ranks whose collectives with the same number differ in operation, shape or type."""
         calls: dict[object, list[int]] = {}
         texts: dict[object, str] = {}
         for place in here:
@@ -251,7 +251,7 @@ class _Verdict:
         return f"{ranks} never reached {first.text()}; {rest}; {who}{guard}"
 
     def _guard(self, first: Collective, here: Sequence[RankPosition]) -> str:
-        """Describe the fix where the waiting ranks call the collective under a condition on the rank."""
+        """Describe the fix if the waiting ranks call the collective under a condition on the rank."""
         for place in here:
             frame = place.user_frame
             guard = rank_condition(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
@@ -280,11 +280,11 @@ _GUARD = re.compile(
 
 
 def rank_condition(lines: Sequence[str], number: int) -> str:
-    """Return the condition on the rank around a line, within its function; "" where there is none.
+    """Return the condition on the rank that surrounds a line within its function; "" if there is no condition.
 
     Args:
-        lines: The file's lines.
-        number: The line's number, from 1.
+        lines: The lines of the file.
+        number: The number of the line, from 1.
     """
     if not 1 <= number <= len(lines):
         return ""

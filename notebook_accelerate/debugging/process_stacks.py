@@ -1,7 +1,7 @@
-"""The stacks of a rank that cannot reply, read from another process on its machine.
+"""Read the stacks of a rank that cannot reply, from another process on the same machine.
 
-The rank's signal handler writes them to a file, even while native code holds the GIL. py-spy reads the native frames
-where it is installed and has permission.
+The rank's signal handler writes the stacks to a file, even while native code holds the GIL. If py-spy is installed and
+has permission, it reads the native frames.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from typing import NamedTuple
 from notebook_accelerate.telemetry import FrameInfo
 
 DUMP_SECONDS = 0.5
-"""Time limit of the signal handler."""
+"""Time limit in seconds for the signal handler."""
 SETTLE_SECONDS = 0.05
-"""A dump that has not grown for this long is complete."""
+"""A dump counts as complete if it has not grown for this many seconds."""
 SLEEP_SECONDS = 0.2
-"""A process in uninterruptible sleep for longer stays there."""
+"""A process counts as stuck if it is still in uninterruptible sleep after this many seconds."""
 
 PY_SPY_SECONDS = 5.0
-"""Time limit of py-spy, which stops the process while it runs: it reads the symbols of torch's libraries, which takes
-0.8 s with a build for CUDA, and more if the main thread is inside them."""
+"""Time limit in seconds for py-spy, which stops the process while it runs.
+
+It reads the symbols of torch's libraries, which takes 0.8 s with a CUDA build, and longer if the main thread is inside
+them.
+"""
 IN_KERNEL = (
     "in uninterruptible sleep (state D): a driver or a file system does not answer, and signals do not end the process "
     "until it does; the kernel's messages (dmesg) may say why"
@@ -41,10 +44,10 @@ class ProcessStacks(NamedTuple):
     """The stacks of a process.
 
     Attributes:
-        dump: The output of faulthandler; "" where the rank has not installed it.
-        native: The main thread's frames by py-spy; empty where py-spy is missing or lacks permission.
-        suspended: Why the process cannot run, as after SIGSTOP, and what to do; "" otherwise.
-        problem: Why the stacks were not read; "" if they were.
+        dump: The output of faulthandler; "" if the rank has not installed it.
+        native: The main thread's frames as read by py-spy; empty if py-spy is missing or lacks permission.
+        suspended: Why the process cannot run, for example after SIGSTOP, and what to do; "" if it can run.
+        problem: Why the stacks could not be read; "" if they were read.
     """
 
     dump: str = ""
@@ -66,15 +69,15 @@ class ProcessInspector:
         self._lock = threading.Lock()
 
     def open_dump(self, path: str) -> None:
-        """Open ``path``, to which the rank writes its stacks; early, because the signal for that may end the rank."""
+        """Open the file to which the rank writes its stacks. Do this early, because the signal may end the rank."""
         with suppress(OSError), self._lock:
             if self._dump is not None:
                 os.close(self._dump)
             self._dump = os.open(path, os.O_RDONLY)
 
     def read_stacks(self, send_signal: Callable[[int], None]) -> ProcessStacks:
-        """Let the rank's signal handler write its stacks, and read the native stack."""
-        if self._sleeps_in_kernel():  # its handler would not run, and py-spy would wait for it
+        """Make the rank's signal handler write its stacks, and return them with the native stack."""
+        if self._sleeps_in_kernel():  # The signal handler would not run, and py-spy would wait for the process.
             return ProcessStacks("", (), IN_KERNEL)
         native = native_stack(self._pid)
         if self._status() == "stopped":
@@ -82,7 +85,7 @@ class ProcessInspector:
         return ProcessStacks(self._read_dump(send_signal), native)
 
     def _sleeps_in_kernel(self) -> bool:
-        """Return whether the process stays in uninterruptible sleep; each read from a disk causes a short one."""
+        """Return whether the process is stuck in uninterruptible sleep. Each disk read causes a short one."""
         if self._status() != "disk-sleep":
             return False
         time.sleep(SLEEP_SECONDS)
@@ -91,7 +94,7 @@ class ProcessInspector:
     def _status(self) -> str:
         import psutil
 
-        with suppress(psutil.Error, OSError):  # it has ended, or this system has no /proc
+        with suppress(psutil.Error, OSError):  # The process has exited, or this system has no /proc.
             return str(psutil.Process(self._pid).status())
         return ""
 
@@ -106,39 +109,40 @@ class ProcessInspector:
             return read_new_bytes(dump, before, DUMP_SECONDS)
 
     def close(self) -> None:
-        """Close the dump."""
+        """Close the dump file."""
         with self._lock:
             dump, self._dump = self._dump, None
         if dump is not None:
             os.close(dump)
 
 
-# ---- what the rank's signal handler writes
+# ---- parse the output of the rank's signal handler
 
 _DUMPED_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])?.*:$")
 _DUMPED_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 
 
 def read_new_bytes(descriptor: int, before: int, timeout: float) -> str:
-    """Return the bytes of a dump file after its first ``before`` ones, once the file has stopped growing.
+    """Wait until a dump file stops growing, and return its bytes after the first ``before`` bytes.
 
     Args:
         descriptor: The rank's dump file, open for reading.
-        before: Its size when the signal was sent.
-        timeout: Seconds to wait for the first bytes.
+        before: The size of the file when the signal was sent.
+        timeout: The time to wait for the first bytes, in seconds.
     """
     deadline = time.monotonic() + timeout
     size, settled = before, False
     while not settled:
         time.sleep(SETTLE_SECONDS)
-        over = time.monotonic() >= deadline  # read before the size: bytes that arrive in between count
+        # Read the clock before the size, so that bytes that arrive in between are not missed.
+        over = time.monotonic() >= deadline
         now = os.fstat(descriptor).st_size
         settled, size = over or now == size > before, now
     return os.pread(descriptor, size - before, before).decode(errors="replace")
 
 
 def parse_dump(text: str) -> dict[str, tuple[FrameInfo, ...]]:
-    """Return the stacks of a faulthandler dump by thread, first the signalled thread's, outermost frame first."""
+    """Return the stacks of a faulthandler dump by thread, starting with the signalled one, outermost frame first."""
     threads: dict[str, list[FrameInfo]] = {}
     current: list[FrameInfo] = []
     first = ""
@@ -160,13 +164,13 @@ _NATIVE_FRAME = re.compile(r"^\s+.+ \(.*\)$")
 
 
 def native_stack(pid: int) -> tuple[str, ...]:
-    """Return the frames of a process's main thread as "name (file:line)", with native ones, outermost first.
+    """Return the frames of a process's main thread, including native ones, as "name (file:line)", outermost first.
 
     Args:
         pid: The process.
 
     Returns:
-        The frames; empty where py-spy is missing or lacks permission (many containers forbid ptrace).
+        The frames; empty if py-spy is missing or lacks permission. (Many containers forbid ptrace.)
     """
     spy = py_spy_path()
     if spy is None:
@@ -180,13 +184,13 @@ def native_stack(pid: int) -> tuple[str, ...]:
 
 
 def py_spy_path() -> str | None:
-    """Return the path of py-spy; None where it is not installed."""
+    """Return the path of py-spy, or None if it is not installed."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
 def parse_native(text: str) -> tuple[str, ...]:
-    """Return the frames of the main thread in the output of py-spy, outermost first."""
+    """Return the main thread's frames from the output of py-spy, outermost first."""
     frames: list[str] = []
     inside = False
     for line in text.splitlines():

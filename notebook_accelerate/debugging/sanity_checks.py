@@ -1,4 +1,4 @@
-"""The kernel's part of the checks for common mistakes: compares facts over ranks and returns warnings. Pure."""
+"""The kernel's part of the checks for common mistakes. Pure: it compares facts of the ranks and returns warnings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 RELATIVE = 1e-4
-"""Parameters that differ by less count as equal: kernels of different devices round differently."""
+"""Parameters with a smaller relative difference count as equal: kernels of different devices round differently."""
 COMPARE_SECONDS = 1.5
-"""Time for other ranks to report a number that is not finite, before the first ranks are named."""
+"""Seconds to wait for other ranks to report a number that is not finite, before the first ranks are named."""
 BEHIND_STEPS = 20
 BEHIND_SHARE = 0.1
 BEHIND_SECONDS = 3.0
-"""A rank is far behind when, for this long, it lacks at least 20 steps and a tenth of the leading rank's steps."""
+"""A rank is far behind if, for this many seconds, it trails the leading rank by 20 steps and a tenth of its steps."""
 CONFIRMED_BATCH = 2
 
 
@@ -26,15 +26,15 @@ _NUMBERS = {
     "gradients": ("gradients' norm", "clip_grad_norm_"),
     "local gradients": ("gradients (before they are averaged)", "backward"),
 }
-"""Numbers that should be finite: their name in a warning, and the call that is counted."""
+"""Numbers that should be finite: the name of each in a warning, and the call that is counted."""
 
 
 class SanityChecks:
-    """The facts of one group of ranks, and the warnings given.
+    """The facts of one group of ranks, and the warnings already given.
 
     Args:
-        world: Number of ranks.
-        clock: Returns seconds; fake in tests.
+        world: The number of ranks.
+        clock: Returns seconds. Tests pass a fake clock.
     """
 
     def __init__(self, world: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +47,7 @@ class SanityChecks:
         self._warned: set[str] = set()
 
     def note(self, rank: int, event: CheckEvent) -> list[str]:
-        """Add a fact and return the warnings that follow."""
+        """Add a fact, and return the resulting warnings."""
         if event.check == "mistake":
             return self._once(event.text, event.text)
         if event.check in _NUMBERS:
@@ -60,10 +60,10 @@ class SanityChecks:
         return self._parameters(event.key, rows) if event.check == "parameters" else self._batch(event.key, rows)
 
     def beat(self, steps: Mapping[int, int]) -> list[str]:
-        """Return the warnings that depend on time; call it regularly.
+        """Return the warnings that depend on time. Call this regularly.
 
         Args:
-            steps: The step that each running rank has reached.
+            steps: The current step of each running rank.
         """
         due = [check for check, since in self._since.items() if self._clock() - since > COMPARE_SECONDS]
         return [text for check in due for text in self._not_finite(check)] + self._far_behind(steps)
@@ -79,9 +79,10 @@ class SanityChecks:
         return [text]
 
     def _of_all_ranks(self, rank: int, event: CheckEvent) -> dict[int, list[float]] | None:
-        """Return the same fact of all ranks once the last one has sent it; None before.
+        """Return a fact of all ranks if the last rank has sent it, or None if a rank is missing.
 
-        A rank sends the same fact again for another model or Accelerator, maybe before the others have sent the first.
+        Facts are queued, because a rank sends the same fact again for another model or Accelerator, possibly before the
+        other ranks have sent the first one.
         """
         waiting = self._facts.setdefault((event.check, event.key), {})
         waiting.setdefault(rank, deque()).append(event.values)
@@ -110,7 +111,7 @@ class SanityChecks:
         if number != CONFIRMED_BATCH or not all(each and _all_equal(list(each.values())) for each in batches):
             return []
         first, second = (next(iter(rows.values())) for rows in batches)
-        if first == second or len(set(first[1:])) < 2:  # constant: generated, or one batch on purpose
+        if first == second or len(set(first[1:])) < 2:  # Constant data is generated, or one batch is used on purpose.
             return []
         fix = "loader = accelerator.prepare(loader) gives each rank its share"
         return self._once("batch", f"every rank trains on the same data (batches 1 and 2 are equal everywhere); {fix}")
@@ -123,7 +124,7 @@ class SanityChecks:
         if len(ranks) == self._world:
             return []
         lost = {rank for rank, (key, _) in self._numbers.get("loss", {}).items() if key <= first}
-        if check == "local gradients" and lost.issuperset(ranks):  # they follow from a loss that was reported
+        if check == "local gradients" and lost.issuperset(ranks):  # Their cause is a loss that was already reported.
             return []
         value = numbers[ranks[0]][1]
         what, where = _NUMBERS[check]

@@ -1,4 +1,4 @@
-"""Debugging of a run from the kernel: stacks, evaluation, pauses and breakpoints; the requests to its ranks."""
+"""Debug a run from the kernel: stacks, evaluation, pauses and breakpoints, and the requests to its ranks."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import frame_location
 
 REPLY_SECONDS = 1.0
-"""Time limit of a rank's agent for its stacks; after it, the rank's signal handler writes them."""
+"""Time limit in seconds for a rank's agent to send its stacks. After that, the rank's signal handler writes them."""
 SAMPLE_REPLY_SECONDS = 10.0
-"""Time limit of the reply after the samples: a rank that holds the GIL replies when it releases it."""
+"""Time limit in seconds for the reply after the sampling. A rank that holds the GIL replies when it releases it."""
 PROFILE_REPLY_SECONDS = 400.0
-"""Time limit of a profile's reply: the rank itself replies earlier where it sees no steps, or is stuck."""
+"""Time limit in seconds for a profile. A rank replies earlier if it sees no steps or is stuck."""
 LIVE_SECONDS = 5.0
-"""Time limit of the sign of life before a profile: a rank without one is not waited for."""
+"""Time limit in seconds for a sign of life before a profile. Ranks that send none are not profiled."""
 ROUND_SECONDS = 1.5
-"""Time to reach a step boundary; after it, the ranks that have reached one resume until their next one."""
+"""Seconds for all ranks to reach a step boundary. After that, paused ranks resume until their next boundary."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -99,7 +99,7 @@ class Session:
         return Stacks({each.rank: each.frames for each in self.positions() if each.rank in wanted}, frame_location)
 
     def ask(self, expression: str, ranks: Iterable[int] | None, frame: str | None, timeout: float) -> dict[int, Any]:
-        """Evaluate ``expression`` on ranks; see ``Run.ask``."""
+        """Evaluate ``expression`` on ranks. See ``Run.ask``."""
         try:
             compile(expression, "<ask>", "eval")
         except SyntaxError as error:
@@ -108,18 +108,18 @@ class Session:
         return {rank: self._value(rank, reply) for rank, reply in replies.items()}
 
     def sample(self, seconds: float, ranks: Iterable[int] | None, rate: float) -> dict[int, SampleReply | str]:
-        """Sample the stacks of ranks; see ``Run.sample``. Return why for a rank that does not reply."""
+        """Sample the stacks of ranks. For a rank that does not reply, return the reason. See ``Run.sample``."""
         limit = seconds + SAMPLE_REPLY_SECONDS
         return self._ask(SampleReply, lambda number: SampleRequest(number, seconds, rate), ranks, limit)
 
     def profile(
         self, make: Callable[[int], ProfileRequest], ranks: Iterable[int] | None
     ) -> dict[int, ProfileReply | str]:
-        """Record steps of ranks; see ``Run.profile``. Return why for a rank without a trace.
+        """Record steps of ranks. For a rank without a trace, return the reason. See ``Run.profile``.
 
         Args:
-            make: Creates the request with a number.
-            ranks: Global indices; None means all.
+            make: Creates the request, given its number.
+            ranks: The global indices of the ranks. If None, all ranks.
         """
         wanted = self._wanted(ranks)
         live = self.requests.ask(wanted, StacksRequest, LIVE_SECONDS)
@@ -127,13 +127,13 @@ class Session:
         return {rank: _or_its_error(reply) for rank, reply in self._replies(ProfileReply, wanted, replies).items()}
 
     def memory(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, MemoryReply | str]:
-        """Return what the memory of ranks holds, or why it is not known; see ``Run.memory``."""
+        """Return the contents of the memory of ranks, or why they are unknown. See ``Run.memory``."""
         return {
             rank: _or_its_error(reply) for rank, reply in self._ask(MemoryReply, MemoryRequest, ranks, timeout).items()
         }
 
     def complete(self, text: str, rank: int, frame: str | None, timeout: float) -> list[str]:
-        """Complete ``text`` with the names of a frame; see ``Run.complete``."""
+        """Complete ``text`` with the names of a frame. See ``Run.complete``."""
         self._wanted([rank])
         reply = self.requests.ask([rank], lambda number: CompleteRequest(number, text, frame or ""), timeout).get(rank)
         return reply.matches if isinstance(reply, CompleteReply) else []
@@ -141,7 +141,7 @@ class Session:
     def _ask(
         self, kind: type[R], make: Callable[[int], Request], ranks: Iterable[int] | None, timeout: float
     ) -> dict[int, R | str]:
-        """Return the reply of each rank, or why there is none."""
+        """Return the reply of each rank, or the reason why it did not reply."""
         wanted = self._wanted(ranks)
         return self._replies(kind, wanted, self.requests.ask(wanted, make, timeout))
 
@@ -158,7 +158,7 @@ class Session:
         if reply.error:
             return AskError(f"rank {rank}: {reply.error}")
         if reply.payload:
-            with suppress(Exception):  # the kernel may lack its class, and shows the repr
+            with suppress(Exception):  # The kernel may lack the value's class. It then shows the repr.
                 return load_bytes(reply.payload)
         return RemoteRepr(reply.shown)
 
@@ -172,10 +172,10 @@ class Session:
         return position.note + (f", at {frame_location(frame)}" if frame is not None else "")
 
     def pause(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
-        """Pause ranks at their next step boundary; return each rank's reply.
+        """Pause ranks at their next step boundary, and return each rank's reply.
 
-        Ranks are rarely at the same line: one may be a step ahead, in a collective that it cannot leave while another
-        rank is paused. The paused ranks then resume until their next boundary, until all ranks are paused.
+        Ranks are rarely at the same line. One may be a step ahead, in a collective that it cannot leave while another
+        rank is paused. The paused ranks then resume until their next boundary. This repeats until all ranks are paused.
         """
         wanted = self._wanted(ranks)
         deadline = time.monotonic() + timeout
@@ -202,7 +202,7 @@ class Session:
         self._do(BreakRequest, [rank], timeout)
 
     def attach(self, rank: int, timeout: float) -> str:
-        """Start debugpy in a rank and return its address, as "127.0.0.1:5678"."""
+        """Start debugpy in a rank and return its address, such as "127.0.0.1:5678"."""
         return self._do(AttachRequest, [rank], timeout)[rank]
 
     def _do(self, make: Callable[[int], Request], ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
@@ -227,7 +227,7 @@ class Session:
 
 
 class Stacks(dict[int, tuple[FrameInfo, ...]]):
-    """The main thread's frames by rank, outermost first; the ``repr`` groups ranks with equal stacks."""
+    """The main thread's frames by rank, outermost first. The ``repr`` groups ranks with equal stacks."""
 
     def __init__(self, stacks: Mapping[int, tuple[FrameInfo, ...]], name_place: Callable[[FrameInfo], str]) -> None:
         super().__init__(stacks)
@@ -264,12 +264,14 @@ class RemoteRepr(str):
 
 
 class RankRequests:
-    """The open requests of a run; usable on any thread except the supervisor's, which delivers the replies.
+    """The open requests of a run.
+
+    Use it on any thread except the supervisor's, which delivers the replies.
 
     Attributes:
-        elsewhere: Why this notebook cannot send requests, as the text of an error; "" where it can.
-        relay: Called with the replies that nobody here waits for.
-        on_change: Called when a rank begins or ceases to accept requests, on the supervisor's thread.
+        elsewhere: Why this notebook cannot send requests, as the text of an error; "" if it can.
+        relay: Called with replies that no request in this process waits for.
+        on_change: Called on the supervisor's thread when a rank starts or stops accepting requests.
     """
 
     def __init__(self) -> None:
@@ -287,16 +289,16 @@ class RankRequests:
         """Register a rank that has started.
 
         Args:
-            rank: Its global index.
-            channel: Sends requests to it.
-            capture_stacks: Reads its stacks from outside.
+            rank: The rank's global index.
+            channel: Sends requests to the rank.
+            capture_stacks: Reads the rank's stacks from outside.
         """
         with self._changed:
             self._channels[rank], self._captures[rank] = channel, capture_stacks
         self.on_change()
 
     def close(self, rank: int) -> None:
-        """Remove a rank that has ended, and stop waiting for it."""
+        """Remove a rank that has exited, and stop waiting for its replies."""
         with self._changed:
             self._channels.pop(rank, None)
             self._captures.pop(rank, None)
@@ -304,7 +306,7 @@ class RankRequests:
         self.on_change()
 
     def capture_stacks(self, rank: int) -> ProcessStacks:
-        """Read the stacks of a rank that cannot reply; they are empty where the rank has ended."""
+        """Read the stacks of a rank that cannot reply. They are empty if the rank has exited."""
         with self._changed:
             capture_stacks = self._captures.get(rank)
         return capture_stacks() if capture_stacks is not None else ProcessStacks()
@@ -313,14 +315,14 @@ class RankRequests:
         """Return the ranks that accept requests, in order.
 
         Raises:
-            ValueError: Another notebook steers the run.
+            ValueError: Another notebook controls the run.
         """
         self._check_here()
         with self._changed:
             return sorted(self._channels)
 
     def deliver(self, rank: int, reply: Reply) -> None:
-        """Handle a reply; one that is not awaited here is relayed."""
+        """Handle a reply. If no request here waits for it, relay it."""
         with self._changed:
             if (rank, reply.number) in self._awaited:
                 self._replies[rank, reply.number] = reply
@@ -329,7 +331,7 @@ class RankRequests:
         self.relay(rank, reply)
 
     def forward(self, rank: int, events: Iterable[Event]) -> None:
-        """Send what another process asks of a rank; its replies are relayed. Does nothing if the rank has ended."""
+        """Forward another process's requests to a rank and relay its replies. Do nothing if the rank has exited."""
         with self._changed:
             channel = self._channels.get(rank)
         if channel is not None:
@@ -341,8 +343,8 @@ class RankRequests:
 
         Args:
             ranks: The ranks.
-            make: Creates the request with a number.
-            timeout: Seconds to wait for all replies.
+            make: Creates a request, given its number.
+            timeout: The time to wait for all replies, in seconds.
         """
         keys = set(self.send(ranks, make).items())
         deadline = time.monotonic() + timeout
@@ -356,7 +358,7 @@ class RankRequests:
         """Send a request to each living rank and return the numbers for ``collect``, by rank.
 
         Raises:
-            ValueError: Another notebook steers the run.
+            ValueError: Another notebook controls the run.
         """
         self._check_here()
         return {rank: number for rank in ranks if (number := self._send(rank, make)) is not None}
@@ -396,7 +398,7 @@ class RankRequests:
         return None
 
     def _missing(self, keys: set[tuple[int, int]]) -> bool:
-        """Return whether a reply may still arrive: a rank that was started anew has another channel."""
+        """Return whether a reply may still arrive. A restarted rank has another channel, and will not reply."""
         return any(
             key not in self._replies
             and (channel := self._channels.get(key[0])) is not None

@@ -1,4 +1,4 @@
-"""Counts the devices of each type that this process may use, without creating a context.
+"""Count the devices of each type that this process can use, without creating a context.
 
 Ranks are forked from a notebook's kernel, and a driver that was initialised in the kernel does not work in its
 children. All counts therefore come from device files, management libraries, environment variables or a child process.
@@ -21,19 +21,19 @@ from notebook_accelerate.hardware import device_table, nvml, tpu_environment, ve
 _PROBE_SECONDS = 60
 
 
-# Variables that change a count, in addition to those of the rows.
+# Variables that change a count, in addition to the variables of the rows.
 _OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
 
 
 def count(device_type: str, environment: Mapping[str, str] | None = None) -> int:
-    """Return how many devices of a type a process can use; 0 without their software.
+    """Return how many devices of a type a process can use, or 0 if their software is not installed.
 
     Args:
-        device_type: Name of the type, as in ``torch.device(...).type``; a machine has one "cpu".
-        environment: Environment variables of that process. Defaults to this process's environment.
+        device_type: The name of the type, as in ``torch.device(...).type``. A machine has one "cpu".
+        environment: The environment variables of that process. Defaults to this process's environment.
 
     Returns:
-        The number; it is cached for each combination of the variables that restrict it.
+        The number. It is cached for each combination of the variables that restrict it.
     """
     if device_type == "cpu":
         return 1
@@ -54,7 +54,7 @@ def _cuda(env: Mapping[str, str]) -> int:
     if not build.cuda or not _nvidia_driver():
         return 0
     physical = nvml.count()
-    if physical is None:  # Jetson boards have a driver, but on older releases no management library
+    if physical is None:  # Jetson boards have a driver, but no management library on older releases.
         return _probe(_CUDA_PROBE, env)
     return _visible_cuda(env.get("CUDA_VISIBLE_DEVICES"), physical)
 
@@ -73,7 +73,7 @@ def _visible_cuda(variable: str | None, physical: int) -> int:
         return physical
     entries = [entry.strip() for entry in variable.split(",")]
     if entries[0].startswith("MIG-"):
-        return 1  # a process can use one MIG slice only
+        return 1  # A process can use only one MIG slice.
     if entries[0].startswith("GPU-"):
         return _visible_uuids(entries)
     seen: list[int] = []
@@ -99,7 +99,7 @@ def _visible_uuids(entries: list[str]) -> int:
 
 
 def _rocm(env: Mapping[str, str]) -> int:
-    """Count the nodes of AMD's kernel driver with a GPU; CPUs are nodes with gpu_id 0."""
+    """Count the nodes of AMD's kernel driver that are GPUs. CPUs are nodes with gpu_id 0."""
     ids = [_read_line(path) for path in _paths("/sys/class/kfd/kfd/topology/nodes/*/gpu_id")]
     physical = sum(identifier not in {"", "0"} for identifier in ids)
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
@@ -135,7 +135,7 @@ def _xla(env: Mapping[str, str]) -> int:
 
 
 def _tpu(env: Mapping[str, str]) -> int:
-    """Count TPUs as torch_tpu does, and in a container that hides the bus by the type that Colab and Kaggle set."""
+    """Count TPUs as torch_tpu does. If a container hides the bus, use the type that Colab and Kaggle set."""
     if not _installed("torch_tpu"):
         return 0
     return _visible_chips(len(tpu_environment.pci_generations()) or tpu_environment.chips_of_host(env), env)
@@ -146,7 +146,7 @@ def _tpu_chips(env: Mapping[str, str]) -> int:
     chips = sum(_read_line(path) == "0x1ae0" for path in google)
     if not chips and Path("/dev/vfio/vfio").exists() and env.get("TPU_ACCELERATOR_TYPE"):
         chips = len(_paths("/dev/vfio/[0-9]*"))
-    # In a container the devices may be hidden; the type that Colab and Kaggle set is visible.
+    # A container may hide the devices, but the type that Colab and Kaggle set is visible.
     return _visible_chips(chips or tpu_environment.chips_of_host(env), env)
 
 
@@ -168,7 +168,7 @@ def _neuron(env: Mapping[str, str]) -> int:
 
 
 def _device_files(device_type: str, env: Mapping[str, str], pattern: str = "") -> int:
-    """Count a vendor's device files; without any, a child process asks its library."""
+    """Count a vendor's device files. If there are no files, count with the vendor's library in a child process."""
     row = device_table.row(device_type)
     if not _installed(row.extension.partition(".")[0]):
         return 0
@@ -207,13 +207,14 @@ def _installed(module: str) -> bool:
 
 
 def _probe(code: str, env: Mapping[str, str]) -> int:
-    """Run ``code`` in a child process, which may initialise a driver, and return the number it prints.
+    """Run ``code`` in a child process, which may initialise a driver, and return the number that it prints.
 
-    The child has this process's variables, except for those that restrict devices: these are ``env``.
+    The child has this process's variables, except that the variables that restrict devices come from ``env``.
     """
     restricting = {name for row in device_table.ROWS for name in row.visible_variables}.union(_OTHER_VARIABLES)
     others = {name: value for name, value in os.environ.items() if name not in restricting}
-    installed_only = "import sys; sys.path[:] = filter(None, sys.path); "  # no random.py of the working directory
+    # Remove the working directory from the path: a random.py there would shadow the standard library's.
+    installed_only = "import sys; sys.path[:] = filter(None, sys.path); "
     try:
         done = subprocess.run(
             [sys.executable, "-c", installed_only + code],

@@ -1,6 +1,6 @@
-"""The table of device types: how to address them, and their back ends.
+"""The table of device types, with their back ends and the functions to use them.
 
-The rows are data; methods that need torch import it when called.
+The rows are data. Methods that need torch import it when they are called.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class DeviceRow:
     """A type of device."""
 
     type: str
-    """Name in ``torch.device(type)``."""
+    """The name in ``torch.device(type)``."""
     backend: str
-    """Back end of the process group that connects such devices."""
+    """The back end of process groups for such devices."""
     distributed_type: DistributedType
-    """Distributed type of several ranks on such devices; NO if only one process can use them."""
+    """The distributed type of several ranks on such devices, or NO if only one process can use them."""
     communicator: str = "torch"
-    """Implementation of collectives: torch (process groups), xla, or none."""
+    """The implementation of collectives: torch (process groups), xla, or none."""
     functions: str = ""
-    """Module of torch with the functions for such devices; empty: ``torch.<type>``."""
+    """The module of torch with the functions for such devices. If empty, ``torch.<type>``."""
     extension: str = ""
-    """Module to import before torch knows the type; empty if torch itself does."""
+    """The module to import before torch knows the type; empty if torch itself knows it."""
     visible_variables: tuple[str, ...] = ()
-    """Environment variables that restrict the devices of a process."""
+    """The environment variables that restrict the devices of a process."""
 
     def load(self) -> Any:
-        """Import the extension of this type, and return torch's module with the functions for it.
+        """Import the extension of this type, and return torch's module with its functions.
 
         Returns:
             The module (``torch.cuda``, ``torch.npu``, ...), or None for types without one (xla).
@@ -52,11 +52,11 @@ class DeviceRow:
         return getattr(torch, self.functions or self.type, None)
 
     def device(self, index: int = 0) -> torch.device:
-        """Return the device of this type with ``index``, which types with one device per process ignore.
+        """Return the device of this type with ``index``. Types with one device per process ignore the index.
 
         Raises:
             ImportError: The extension is not installed.
-            RuntimeError: torch_tpu is installed and has found no TPU.
+            RuntimeError: torch_tpu is installed but found no TPU.
         """
         torch = importlib.import_module("torch")
         self.load()
@@ -69,7 +69,7 @@ class DeviceRow:
         return torch.device(self.type, index)  # type: ignore[no-any-return]
 
     def select(self, index: int) -> torch.device:
-        """Make the device with ``index`` the current one of this process and return it."""
+        """Make the device with ``index`` the current device of this process, and return it."""
         device = self.device(index)
         module = self.load()
         _selected[self.type] = index
@@ -78,7 +78,7 @@ class DeviceRow:
         return device
 
     def is_initialized(self) -> bool:
-        """Return whether this process uses devices of this type; asking imports nothing and starts no driver."""
+        """Return whether this process uses devices of this type. This imports nothing and starts no driver."""
         if self.functions:
             return self.type in _selected
         function = getattr(getattr(sys.modules.get("torch"), self.type, None), "is_initialized", None)
@@ -88,11 +88,11 @@ class DeviceRow:
         """Call the function ``name`` of the module that `load` returns, if it exists.
 
         Args:
-            name: Function of the module: empty_cache, synchronize, device_count, get_rng_state_all, ...
-            args: Its arguments.
+            name: The name of the function: empty_cache, synchronize, device_count, get_rng_state_all, ...
+            args: The arguments of the function.
 
         Returns:
-            Its result; None if the type has no such function.
+            The function's result, or None if the type has no such function.
         """
         function = getattr(self.load(), name, None)
         return None if function is None else function(*args)
@@ -104,24 +104,26 @@ class DeviceRow:
 
 
 def _tpu_device() -> torch.device:
-    """Return this process's TPU device, which torch_tpu chooses by LOCAL_RANK."""
+    """Return this process's TPU device, which torch_tpu selects by LOCAL_RANK."""
     torch = importlib.import_module("torch")
     try:
         return torch.device("tpu")  # type: ignore[no-any-return]
-    except RuntimeError as error:  # torch_tpu registers the type only where it finds a TPU
+    except RuntimeError as error:  # torch_tpu registers the type only if it finds a TPU.
         raise RuntimeError(
-            "torch_tpu is installed and has found no TPU: it looks for Google's devices in /sys/bus/pci/devices and "
+            "torch_tpu is installed but found no TPU: it looks for Google's devices in /sys/bus/pci/devices and "
             "for their groups in /dev/vfio; to train on the CPU, pass cpu=True to the launch or to the Accelerator"
         ) from error
 
 
 def xla_device() -> torch.device:
-    """Return this process's XLA device; the first call decides how the machine's devices are divided.
+    """Return this process's XLA device. The first call decides how the machine's devices are divided.
 
-    With several ranks on this machine each has one. A single rank has all of them, as one virtual device (SPMD);
-    torch_xla allows this decision only before it starts its runtime.
+    If there are several ranks on this machine, each has one device. A single rank has all devices, as one virtual
+    device (SPMD). torch_xla allows this decision only before its runtime starts.
     """
-    from notebook_accelerate.hardware import device_counts  # it imports this module
+    from notebook_accelerate.hardware import (
+        device_counts,
+    )  # It imports this module, so a global import would be circular.
 
     torch_xla: Any = importlib.import_module("torch_xla")
     runtime: Any = importlib.import_module("torch_xla.runtime")
@@ -137,26 +139,27 @@ def xla_device() -> torch.device:
 
 
 def _check_world(found: int) -> None:
-    """Check that torch_xla has connected the ranks: otherwise each would train alone, and collectives do nothing."""
+    """Check that torch_xla has connected the ranks. Otherwise each would train alone, and collectives do nothing."""
     world = environ.integer("WORLD_SIZE", 1) or 1
     if found != world:
         kind = environ.text("PJRT_DEVICE") or "XLA"
         raise RuntimeError(
-            f"{world} ranks were started, and torch_xla's runtime (PJRT_DEVICE={kind}) has connected {found}. It "
+            f"{world} ranks were started, but torch_xla's runtime (PJRT_DEVICE={kind}) has connected {found}. It "
             "connects one process for each chip of a TPU, and none on the CPU. Start one rank, which has all devices "
             "of this machine (SPMD): num_processes=1"
         )
 
 
-# Types with exactly one device per process, without an index.
+# Types that have exactly one device per process, without an index.
 _ONE_PER_PROCESS = frozenset(("cpu", "mps", "tpu", "xla", "hpu", "neuron"))
 
 _selected: dict[str, int] = {}
-"""The selected device of each type; torch.mps and torch.accelerator have no ``is_initialized``."""
+"""The selected device of each type. It is recorded because torch.mps and torch.accelerator lack ``is_initialized``."""
 
-# In order of preference on a machine with several types: specialised devices first, the CPU last.
+# The rows are in order of preference on a machine with several types: specialised devices first, the CPU last.
 ROWS: tuple[DeviceRow, ...] = (
-    # torch_tpu 0.2 lets only torch itself call most functions of torch.tpu, and names torch.accelerator to others.
+    # torch_tpu 0.2 allows only torch itself to call most functions of torch.tpu, and refers others to
+    # torch.accelerator.
     DeviceRow(
         type="tpu",
         backend="tpu_dist",
@@ -239,10 +242,10 @@ _BY_TYPE = {entry.type: entry for entry in ROWS}
 
 
 def select_again() -> None:
-    """Make the devices that this process has selected the calling thread's current ones.
+    """Make the devices that this process has selected the current devices of the calling thread.
 
-    The current device belongs to a thread, and is the first one in a new thread: without this, a thread of rank 1 would
-    create its streams, and a context of half a gigabyte, on the device of rank 0.
+    The current device is a property of a thread, and a new thread starts with the first device. Without this call, a
+    thread of rank 1 would create its streams, and a context of half a gigabyte, on the device of rank 0.
     """
     for name, index in list(_selected.items()):
         entry = _BY_TYPE[name]
@@ -254,8 +257,8 @@ def share_devices(visible: Mapping[str, str], others: Mapping[str, str]) -> bool
     """Return whether processes with these variables may use the same devices.
 
     Args:
-        visible: The variables that restrict the devices of one process, as CUDA_VISIBLE_DEVICES.
-        others: Those of the other process.
+        visible: The variables that restrict the devices of one process, such as CUDA_VISIBLE_DEVICES.
+        others: The same variables of the other process.
     """
     names = visible.keys() & others.keys()
     return all(_listed(visible[name]) & _listed(others[name]) for name in names)
@@ -266,21 +269,21 @@ def _listed(devices: str) -> set[str]:
 
 
 def accelerator_in_use() -> bool:
-    """Return whether this process uses an accelerator; asking imports nothing and starts no driver."""
+    """Return whether this process uses an accelerator. This imports nothing and starts no driver."""
     return any(entry.is_accelerator and entry.is_initialized() for entry in ROWS)
 
 
 def row(device_type: str) -> DeviceRow:
-    """Return the row of a type of device.
+    """Return the row of a device type.
 
     Args:
-        device_type: Its name, as in ``torch.device(...).type``.
+        device_type: The name of the type, as in ``torch.device(...).type``.
 
     Returns:
         The row.
 
     Raises:
-        ValueError: There is no such type; the message lists all types.
+        ValueError: The type is unknown. The message lists all types.
     """
     if device_type not in _BY_TYPE:
         raise ValueError(f"device type {device_type!r} is not known; pass one of {', '.join(_BY_TYPE)}")

@@ -1,3 +1,3 @@
-"""Connects other training libraries to this package."""
+"""Connect other training libraries to this package."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Serves this package under the name ``accelerate``: its modules, and the metadata of a distribution.
+"""Serve this package under the name ``accelerate``: its modules, and the metadata of a distribution.
 
-Submodules are aliases: ``accelerate.utils`` is the module object ``notebook_accelerate.utils``. The top-level module
-is an object of its own, because libraries compare its ``__version__`` with versions of Accelerate; its other attributes
+Submodules are aliases: ``accelerate.utils`` is the module object ``notebook_accelerate.utils``. The top-level module is
+a separate object, because libraries compare its ``__version__`` with versions of Accelerate. All its other attributes
 are those of ``notebook_accelerate``.
 """
 
@@ -27,19 +27,19 @@ from notebook_accelerate._lazy import exports, replace_everywhere
 ALIAS = "accelerate"
 PACKAGE = "notebook_accelerate"
 VERSION = "1.15.0"
-"""The version of Accelerate whose interface this package has."""
+"""The version of Accelerate whose interface this package implements."""
 
 STARTUP_FOLDER = str(Path(__file__).resolve().parent / "startup")
-"""In PYTHONPATH while the alias is installed: interpreters that this process starts install it, too."""
+"""A folder that is in PYTHONPATH while the alias is installed, so that child interpreters install it, too."""
 
 _PROBING_LIBRARIES = ("transformers", "diffusers")
-"""Libraries that look for Accelerate once, when they are imported, and work without it."""
+"""Libraries that check for Accelerate only once, when they are imported, and work without it."""
 
 _lock = threading.Lock()
 
 
 class _TopLevelModule(ModuleType):
-    """The module ``accelerate``: its own dunder names; everything else is read from and written to this package."""
+    """The module ``accelerate``. It has its own dunder names; all other names are those of this package."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[PACKAGE], name)
@@ -61,10 +61,10 @@ class _TopLevelModule(ModuleType):
 
 
 class _PatchedModule(ModuleType):
-    """A module of this package that other libraries patch as one of Accelerate's.
+    """A module of this package that other libraries patch as if it were Accelerate's.
 
-    A name that Accelerate's module imports, and this one does not, is replaced in the modules of this package that
-    have it: ``accelerate.accelerator.fsdp2_prepare_model = patched``.
+    An example is ``accelerate.accelerator.fsdp2_prepare_model = patched``. If Accelerate's module imports the name but
+    this one does not, the name is replaced in the modules of this package that have it.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -81,14 +81,14 @@ def _is_dunder(name: str) -> bool:
 
 
 class _AliasLoader:
-    """Loads an alias by importing the module it stands for."""
+    """Loads an alias by importing the module that it refers to."""
 
     def __init__(self, target: ModuleSpec) -> None:
         self._target = target
         self._own_spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module of this package; for the top-level name, the module that stands for it."""
+        """Return the module of this package, or a `_TopLevelModule` for the top-level name."""
         module = importlib.import_module(self._target.name)
         if spec.name == ALIAS:
             return _TopLevelModule(ALIAS, module.__doc__)
@@ -96,7 +96,7 @@ class _AliasLoader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Undo the change that the import system makes to a module it takes for new: its spec."""
+        """Restore the module's spec, which the import system has replaced because it regards the module as new."""
         if isinstance(module, _TopLevelModule):
             module.__version__ = VERSION
         else:
@@ -123,7 +123,7 @@ class _AliasLoader:
         return self._target.submodule_search_locations is not None
 
     def get_resource_reader(self, fullname: str) -> Any:
-        """Return the reader of the files beside the module."""
+        """Return the reader for the files next to the module."""
         return self._ask("get_resource_reader")
 
     def _ask(self, method: str) -> Any:
@@ -136,7 +136,7 @@ class _AliasFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of an alias; None for other modules."""
+        """Return the spec of an alias, or None for other modules."""
         top, dot, rest = fullname.partition(".")
         if top != ALIAS:
             return None
@@ -150,9 +150,9 @@ class _AliasFinder:
         return spec
 
     def find_distributions(self, context: object = None) -> Iterator[Any]:
-        """Yield the distribution ``accelerate``, if the context names it or none.
+        """Yield the distribution ``accelerate`` if the context has this name or no name.
 
-        Searches of given folders, such as pip's for what is installed, do not find it.
+        Searches in given folders do not find it, such as pip's search for installed distributions.
         """
         name = getattr(context, "name", None)
         if (name is None or name.lower() == ALIAS) and "path" not in getattr(context, "__dict__", {}):
@@ -169,11 +169,11 @@ def as_accelerate(enabled: bool = True) -> None:
     """Serve this package to other libraries as ``accelerate``, here and in the ranks of later launches.
 
     ``import accelerate`` and imports of its submodules return this package's modules, and ``importlib.metadata`` finds
-    a distribution ``accelerate``. Interpreters that this process starts do the same (by PYTHONPATH). Call it before
-    the libraries that use Accelerate are imported.
+    a distribution ``accelerate``. Interpreters that this process starts do the same, through PYTHONPATH. Call this
+    before importing libraries that use Accelerate.
 
     Args:
-        enabled: False removes the alias; modules that have imported it keep what they have.
+        enabled: False removes the alias. Modules that have already imported it keep their references.
 
     Raises:
         NotebookAccelerateError: The real Accelerate is imported in this process.
@@ -200,7 +200,7 @@ def is_real_imported() -> bool:
 
 
 def inherited_hazard() -> str:
-    """Return why a process with this one's modules cannot serve the alias to all libraries; "" where it can."""
+    """Return why a process with this process's modules cannot serve the alias to all libraries; "" if it can."""
     if is_real_imported():
         return "the kernel has imported the real accelerate"
     probed = [name for name in _PROBING_LIBRARIES if name in sys.modules]
@@ -210,7 +210,7 @@ def inherited_hazard() -> str:
 
 
 def install() -> None:
-    """Install the alias in this process, and for the interpreters that it starts; again does nothing.
+    """Install the alias in this process and the interpreters that it starts. Do nothing if it is already installed.
 
     Raises:
         NotebookAccelerateError: The real Accelerate is imported.
@@ -221,7 +221,7 @@ def install() -> None:
 
             where = getattr(sys.modules[ALIAS], "__file__", None) or "unknown file"
             raise NotebookAccelerateError(
-                f"the real accelerate ({where}) is imported in this process, and both cannot have the name; restart "
+                f"the real accelerate ({where}) is already imported in this process, so its name is taken; restart "
                 "the kernel and call notebook_accelerate.as_accelerate() before importing libraries that use accelerate"
             )
         if _finder not in sys.meta_path:
@@ -230,7 +230,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Remove the alias from this process; does nothing where it is not installed."""
+    """Remove the alias from this process. Do nothing if it is not installed."""
     with _lock:
         if _finder not in sys.meta_path:
             return
@@ -242,7 +242,7 @@ def remove() -> None:
 
 @contextmanager
 def installed(wanted: bool) -> Iterator[None]:
-    """Install the alias inside a with block if ``wanted``, and remove it unless it was installed before.
+    """Install the alias during a with block if ``wanted``, and remove it afterwards unless it was installed before.
 
     Raises:
         NotebookAccelerateError: The real Accelerate is imported.
@@ -273,11 +273,11 @@ def _set_python_path(folders: list[str]) -> None:
 
 
 class AliasDistribution(Distribution):
-    """A distribution without files of its own.
+    """A distribution that has metadata but no files.
 
     Args:
-        name: Its name, and that of its only module.
-        version: Its version.
+        name: The name of the distribution and of its only module.
+        version: The version of the distribution.
     """
 
     def __init__(self, name: str, version: str) -> None:
@@ -288,9 +288,9 @@ class AliasDistribution(Distribution):
         }
 
     def read_text(self, filename: str | PathLike[str]) -> str | None:
-        """Return a metadata file; None if there is no such file."""
+        """Return the text of a metadata file, or None if there is no such file."""
         return self._files.get(str(filename))
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
-        """Return a path relative to the folder with this package."""
+        """Return a path relative to the folder that contains this package."""
         return Path(__file__).resolve().parents[2] / path

@@ -1,4 +1,4 @@
-"""Calls functions when modules are imported, whoever imports them and whenever."""
+"""Call functions when modules are imported, at any time and by any code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Callback = Callable[[Any], None]
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call ``callback(module)`` as soon as the module ``name`` has been imported: now, where it is already.
+    """Call ``callback(module)`` when the module ``name`` is imported, or now if it is already imported.
 
-    What the callback raises, the import raises.
+    If the callback raises an exception, the import raises it.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
@@ -29,7 +29,7 @@ def when_imported(name: str, callback: Callback) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds a module as if this finder were not there, and has its loader call the callbacks."""
+    """Finds modules with the other finders, and wraps their loaders to call the callbacks."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}
@@ -38,7 +38,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module with callbacks; None for others."""
+        """Return the spec of a module that has callbacks, or None for other modules."""
         if fullname not in self.callbacks or getattr(self._searching, "name", None) == fullname:
             return None
         self._searching.name = fullname
@@ -52,7 +52,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Another loader, whose place in the module it leaves to it."""
+    """Wraps another loader. The loaded module refers to the wrapped loader, not to this one."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder
@@ -65,7 +65,7 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then call the callbacks, once."""
+        """Execute the module, then call each callback once."""
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)

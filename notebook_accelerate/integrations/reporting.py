@@ -1,6 +1,6 @@
-"""Reports what any training code does in a rank to its run: losses, steps, progress, scalars of other trackers.
+"""Report losses, steps, progress and other trackers' scalars from any training code in a rank to its run.
 
-Each library is connected when it is imported; without a sink, outside a launched rank, nothing is installed.
+Each library is connected when it is imported. Outside a launched rank, where there is no sink, nothing is installed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from notebook_accelerate.telemetry.automatic_metrics import (
 )
 
 _connected: set[str] = set()
-"""Sources connected in this process; a forked rank may inherit some."""
+"""The sources that are connected in this process. A forked rank may inherit some."""
 
 
 def connect_libraries(sources: Iterable[str]) -> None:
-    """Connect libraries to this process's run, those that are imported now and those that will be.
+    """Connect libraries to this process's run, including libraries that are imported later.
 
-    They stay connected, and report to a later run in this process, too; without a run nothing is sent.
+    They stay connected, and also report to a later run in this process. Without a run, nothing is sent.
 
     Args:
         sources: Values of ``LaunchConfig.report_from``.
@@ -44,7 +44,7 @@ def connect_libraries(sources: Iterable[str]) -> None:
 
 
 def preload() -> None:
-    """Import what connects torch, if this process has imported it: ranks forked from it need not."""
+    """Import the module that connects torch, if torch is imported, so that forked ranks do not have to."""
     if "torch.optim.optimizer" in sys.modules:
         from notebook_accelerate.integrations import torch_steps  # noqa: F401
 
@@ -53,7 +53,10 @@ def preload() -> None:
 
 
 def _connect_accelerate(module: Any) -> None:
-    """Report what an Accelerator of Accelerate logs; this package under its name reports by itself."""
+    """Report the values that Accelerate's own Accelerator logs.
+
+    If this package serves as ``accelerate``, nothing is connected, because its Accelerator reports them itself.
+    """
     if module.__name__ != "accelerate.accelerator":
         return
     kind = module.Accelerator
@@ -69,7 +72,7 @@ def _connect_accelerate(module: Any) -> None:
 
 
 def _connect_transformers(module: Any) -> None:
-    """Add the callback to the default callbacks of Trainers."""
+    """Add a callback to the default callbacks of transformers' Trainers."""
     callbacks: Any = import_module("transformers.trainer_callback")
 
     class RunCallback(callbacks.TrainerCallback):  # type: ignore[misc]
@@ -85,11 +88,12 @@ def _connect_transformers(module: Any) -> None:
             send_numbers(numbers, state.global_step)
 
     module.DEFAULT_CALLBACKS.insert(0, RunCallback)
-    mark_reported(callbacks.CallbackHandler, "on_log")  # the callbacks of tensorboard, wandb, mlflow
+    # The other callbacks log the same numbers to tensorboard, wandb and mlflow.
+    mark_reported(callbacks.CallbackHandler, "on_log")
 
 
 def _connect_lightning(module: Any) -> None:
-    """Add the callback to all Trainers."""
+    """Add a callback to all of Lightning's Trainers."""
     package = module.__name__.rpartition(".trainer.trainer")[0]
     base: Any = import_module(f"{package}.callbacks").Callback
 
@@ -101,7 +105,7 @@ def _connect_lightning(module: Any) -> None:
             self._sent: dict[str, int] = {}
 
         def _send(self, trainer: Any) -> None:
-            """Send the metrics that have not been sent for this step."""
+            """Send the metrics that were not yet sent for this step."""
             step = trainer.global_step
             new = {name: value for name, value in trainer.callback_metrics.items() if self._sent.get(name) != step}
             self._sent.update(dict.fromkeys(new, step))
@@ -113,7 +117,7 @@ def _connect_lightning(module: Any) -> None:
             telemetry.emit(
                 ProgressEvent(step=step, total=_steps_in_all(trainer), label=f"epoch {trainer.current_epoch}")
             )
-            # Reading a number waits for the accelerator: as often as the loggers do.
+            # Reading a number waits for the accelerator, so do it only as often as the loggers do.
             if trainer.strategy.root_device.type == "cpu" or not step % (trainer.log_every_n_steps or 1):
                 self._send(trainer)
 
@@ -145,7 +149,7 @@ def _steps_in_all(trainer: Any) -> int | None:
 
 
 def _mark_loggers(package: str) -> None:
-    """Keep what Lightning's own loggers write from being copied: the callback reports it."""
+    """Don't copy the values that Lightning's own loggers write, because the callback reports them."""
     connector: Any = import_module(f"{package}.trainer.connectors.logger_connector.logger_connector")
     mark_reported(connector._LoggerConnector, "log_metrics")
 
@@ -170,7 +174,7 @@ def _connect_torch(module: Any) -> None:
 
 
 def _connect_tensorboard(module: Any) -> None:
-    """Copy the scalars of a ``SummaryWriter``."""
+    """Copy the scalars written with a ``SummaryWriter``."""
     after(module.SummaryWriter, "add_scalar", _add_scalar)
     after(module.SummaryWriter, "add_scalars", _add_scalars)
 
@@ -186,7 +190,7 @@ def _add_scalars(
 
 
 def _connect_wandb(module: Any) -> None:
-    """Copy the numbers of ``wandb.log``."""
+    """Copy the numbers passed to ``wandb.log``."""
     after(module.Run, "log", _log_wandb)
 
 
@@ -195,12 +199,12 @@ def _log_wandb(_run: Any, data: dict[str, Any], step: Any = None, *_: Any, **__:
 
 
 def _connect_mlflow(module: Any) -> None:
-    """Copy the metrics of ``mlflow.log_metric`` and ``mlflow.log_metrics``."""
+    """Copy the metrics passed to ``mlflow.log_metric`` and ``mlflow.log_metrics``."""
     after(module.MlflowClient, "log_metric", _log_metric)
     after(module.MlflowClient, "log_batch", _log_batch)
 
 
-# The parameters have mlflow's names: its own functions pass them by name.
+# The parameters have mlflow's names, because mlflow's own functions pass them by name.
 def _log_metric(
     _client: Any,
     run_id: str,  # noqa: ARG001
@@ -224,21 +228,21 @@ def _copy(values: dict[str, Any], step: Any) -> None:
         send_numbers(values, step)
 
 
-# ---- progress bars of tqdm and rich: the panel shows them, too
+# ---- progress bars of tqdm and rich, which the panel also shows
 
 
 def _connect_tqdm(module: Any) -> None:
-    """Report bars of tqdm whenever they are drawn."""
+    """Report tqdm bars whenever they are drawn."""
     after(module.tqdm, "display", send_bar)
 
 
 def send_bar(bar: Any, *_: Any, **__: Any) -> None:
-    """Report a bar of tqdm."""
+    """Report the progress of a tqdm bar."""
     send_progress(bar.n, bar.total, bar.desc)
 
 
 def _connect_rich(module: Any) -> None:
-    """Report tasks of rich's bars whenever they change."""
+    """Report the tasks of rich's progress bars whenever they change."""
     after(module.Progress, "update", _send_task)
     after(module.Progress, "advance", _send_task)
 
@@ -249,7 +253,7 @@ def _send_task(progress: Any, task_id: Any, *_: Any, **__: Any) -> None:
 
 
 def send_progress(done: float, total: float | None, label: Any) -> None:
-    """Report that a loop has done ``done`` of ``total``; a loop without an end is not shown."""
+    """Report that a loop has completed ``done`` of ``total`` steps. A loop without a total is not reported."""
     if total:
         telemetry.emit(ProgressEvent(step=int(done), total=int(total), label=str(label or "")))
 
@@ -272,21 +276,21 @@ _CONNECTIONS: dict[str, dict[str, Callable[[Any], None]]] = {
     "transformers": {"transformers.trainer": _connect_transformers},
     "wandb": {"wandb.sdk.wandb_run": _connect_wandb},
 }
-"""By source: the modules that are waited for, and the functions that connect them."""
+"""For each source: the modules to wait for, and the functions that connect them."""
 
 
-# ---- methods of other libraries that also report; reporting never fails a training
+# ---- wrap methods of other libraries so that they also report; a failure to report never fails a training
 
 _MARK = "_reports_to_a_run"
 
 
 def after(owner: Any, name: str, report: Callable[..., None]) -> None:
-    """Call ``report`` with the arguments of ``owner.name`` after each call of it; does nothing where there is none.
+    """Call ``report`` with the same arguments after each call of ``owner.name``. Do nothing if it does not exist.
 
     Args:
-        owner: A class, or a module.
+        owner: A class or a module.
         name: The method or function.
-        report: What it raises is ignored.
+        report: The function to call. Its exceptions are ignored.
     """
     original = getattr(owner, name, None)
     if original is None or hasattr(original, _MARK):
@@ -295,7 +299,7 @@ def after(owner: Any, name: str, report: Callable[..., None]) -> None:
     @wraps(original)
     def reporting(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        with suppress(Exception):  # another version may pass other arguments
+        with suppress(Exception):  # Another version of the library may pass other arguments.
             report(*args, **kwargs)
         return result
 
@@ -304,7 +308,7 @@ def after(owner: Any, name: str, report: Callable[..., None]) -> None:
 
 
 def mark_reported(owner: Any, name: str) -> None:
-    """Keep what ``owner.name`` writes to other trackers from being copied: its numbers are reported elsewhere.
+    """Don't copy the values that ``owner.name`` writes to other trackers, because they are reported elsewhere.
 
     Args:
         owner: A class.
@@ -328,7 +332,7 @@ def send_numbers(values: Mapping[Any, Any], step: Any = None) -> None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, or the number of a tensor or array with one element; None for other values."""
+    """Return a number, or the value of a tensor or array with one element, or None for other values."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         return None
     try:

@@ -1,6 +1,6 @@
-"""Training loops of plain torch: the steps of one optimizer, and how a step's time divides.
+"""Count and time the steps of training loops in plain torch.
 
-What this package's own Accelerator times and counts itself is left to it.
+The hooks do nothing while this package's own Accelerator counts and times the steps itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from notebook_accelerate.telemetry.automatic_metrics import (
 )
 
 LONE_STEPS = 3
-"""Steps without a process group after which several ranks count as training apart."""
+"""Number of steps without a process group after which several ranks count as training separately."""
 
 
 class _Steps:
@@ -34,13 +34,13 @@ class _Steps:
     def __init__(self) -> None:
         self._counter = StepCounter()
 
-    def begin(self, *_: Any) -> None:
-        """Before a step of any optimizer."""
+    def before_step(self, *_: Any) -> None:
+        """Handle the start of a step of any optimizer."""
         if _times():
             step_time.switch(step_time.OPTIMIZER)
 
-    def end(self, optimizer: Any, *_: Any) -> None:
-        """After a step of any optimizer."""
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """Handle the end of a step of any optimizer."""
         if not _times():
             return
         step_time.switch(step_time.OTHER)
@@ -54,13 +54,13 @@ class _Steps:
 
 
 def _warn_of_lone_ranks() -> None:
-    """Warn where several ranks train without a process group: each trains a copy of its own."""
+    """Warn if several ranks train without a process group, because each then trains a separate model."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 
         text = (
-            f"{world} ranks train and none of them has joined a process group: each trains a copy of its own on "
+            f"{world} ranks train without a process group, so each trains a separate model on "
             "its batches; call torch.distributed.init_process_group() first, or train with an Accelerator"
         )
         telemetry.emit(CheckEvent("mistake", LONE_STEPS, [], text))
@@ -69,14 +69,14 @@ def _warn_of_lone_ranks() -> None:
 def connect(module: Any) -> None:
     """Count and time the steps of all optimizers of this process."""
     steps = _Steps()
-    module.register_optimizer_step_pre_hook(steps.begin)
-    module.register_optimizer_step_post_hook(steps.end)
+    module.register_optimizer_step_pre_hook(steps.before_step)
+    module.register_optimizer_step_post_hook(steps.after_step)
     _time_backward()
     when_imported("torch.utils.data.dataloader", _time_loaders)
 
 
 def _times() -> bool:
-    """Return whether the calling thread trains in a launched rank, without an Accelerator that times its steps."""
+    """Return whether the calling thread trains in a launched rank without an Accelerator that times its steps."""
     return (
         not torch.compiler.is_compiling()
         and step_source() < ACCELERATOR
@@ -86,7 +86,7 @@ def _times() -> bool:
 
 
 def _time_backward() -> None:
-    """Count the time of backward passes, in which a rank may wait for others."""
+    """Count the time of backward passes, during which a rank may wait for others."""
     original = torch.autograd.backward
 
     @wraps(original)
@@ -103,7 +103,7 @@ def _time_backward() -> None:
 
 
 def _time_loaders(_: Any) -> None:
-    """Count the time in which the loop waits for a batch."""
+    """Count the time that the training loop waits for batches."""
     from notebook_accelerate import torch_internals
 
     kind: Any = torch_internals.DataLoaderIterator

@@ -285,7 +285,7 @@ def calls_of(trace: RankTrace, clock: float) -> list[Call]:
             operation = str(arguments["Collective name"]).replace("allreduce", "all_reduce")
         elif begin != "gloo" and (begin != "nccl" or described):
             continue  # NCCL's own event is inside the event that describes it.
-        known, number = entered.take(operation, _elements(arguments), trace.start[event])
+        known, number = entered.pop_match(operation, _elements(arguments), trace.start[event])
         name = str(arguments.get("Process Group Name", known))
         group = f"{name} {trace.members.get(name, '')}".strip()
         span = kernels.get(event, event)
@@ -323,7 +323,7 @@ class _Entered:
             row = (seconds - trace.base) * 1e6, group, number
             self._rows.setdefault((operation, elements), deque()).append(row)
 
-    def take(self, operation: str, elements: int, start: float) -> tuple[str, int]:
+    def pop_match(self, operation: str, elements: int, start: float) -> tuple[str, int]:
         """Remove and return the group and number of the earliest match, or ("", 0) if there is no match."""
         rows = self._rows.get((operation, elements))
         if not rows or rows[0][0] > start + CLOCKS:  # A collective is entered before its event starts.

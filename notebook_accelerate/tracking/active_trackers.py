@@ -1,4 +1,4 @@
-"""Starts, feeds and closes the trackers of an Accelerator; their failures do not stop the training."""
+"""Start, use and close the trackers of an Accelerator. A failing tracker does not stop the training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LiveTracker(GeneralTracker):
-    """Sends the numbers of every rank to the notebook that launched it; outside a launched run it does nothing."""
+    """Sends the numbers of every rank to the notebook that launched it. Outside a launched run it does nothing."""
 
     name: ClassVar[str] = "live"
     requires_logging_directory: ClassVar[bool] = False
@@ -28,14 +28,14 @@ class LiveTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The sink that events are sent to; None outside a launched run."""
+        """The sink that receives the events, or None outside a launched run."""
         return telemetry.current_sink()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Send the numbers among the values; dictionaries of numbers as ``name/key``.
+        """Send the numbers among the values. A dictionary of numbers is sent as several metrics named ``name/key``.
 
         Args:
-            values: The values by name. Texts and media are for the other trackers.
+            values: The values by name. Text and media are left to the other trackers.
             step: The step.
             kwargs: Not used.
         """
@@ -48,14 +48,14 @@ class LiveTracker(GeneralTracker):
             else:
                 parts = {name: _float_of(value)}
             if None in parts.values():
-                warn_once(f"The live panel shows numbers: {name!r} ({type(value).__name__}) is left out there.")
+                warn_once(f"The live panel shows only numbers and leaves out {name!r} ({type(value).__name__}).")
             numbers.update({key: number for key, number in parts.items() if number is not None})
         if numbers:
             telemetry.emit(MetricEvent(numbers, step))
 
 
 def _float_of(value: object) -> float | None:
-    """Return a number; None for what is none, or is too large for the panel."""
+    """Return a value as a float, or None if it is not a number or is too large."""
     number = number_of(value)
     try:
         return None if number is None else float(number)
@@ -77,14 +77,14 @@ def init_trackers(
     """Start the trackers of `accelerator.log_with`, on the main rank.
 
     Args:
-        accelerator: The Accelerator; its `trackers` are set to the started ones.
-        project_name: Name of the project.
-        config: Settings of the run to record.
-        init_kwargs: Arguments of trackers, by name.
+        accelerator: The Accelerator. Its `trackers` are set to the trackers that were started.
+        project_name: The name of the project.
+        config: The settings of the run, which are recorded.
+        init_kwargs: The arguments for each tracker, by its name.
 
     Raises:
         ValueError: `init_kwargs` names an unknown tracker.
-        TypeError: A tracker does not take one of its `init_kwargs`, or `init_kwargs` lacks one.
+        TypeError: A tracker does not accept one of its `init_kwargs`, or a required argument is missing.
     """
     extra = dict(init_kwargs or {})
     instances = {item.name for item in accelerator.log_with if isinstance(item, GeneralTracker)}
@@ -131,9 +131,9 @@ def log(
 
     Args:
         accelerator: The Accelerator.
-        values: Numbers (some trackers accept texts and more) by name.
+        values: Numbers by name. Some trackers also accept text and other values.
         step: The step.
-        log_kwargs: Arguments of trackers, by name.
+        log_kwargs: The arguments for each tracker's `log`, by its name.
 
     Raises:
         LogValueError: `values` is not a dictionary.
@@ -145,8 +145,8 @@ def log(
         and _FLOATS.issuperset(map(type, values.values()))
         and _TEXTS.issuperset(map(type, values))
     ):
-        # The common case. After a step of training no code is in the processor's caches: this takes 36 us, the general
-        # case 55 us, and both 3 us in a loop that does nothing else.
+        # A shortcut for the common case. After a training step, the CPU's caches no longer contain this code: the
+        # shortcut then takes 36 us and the general case 55 us. In a loop that only logs, both take 3 us.
         telemetry.emit(MetricEvent(values.copy(), step))
         return
     if not isinstance(values, Mapping):
@@ -165,7 +165,7 @@ def finish(accelerator: AcceleratorProperties) -> None:
     """Close the started trackers.
 
     Args:
-        accelerator: The Accelerator; its `trackers` are empty afterwards.
+        accelerator: The Accelerator. Its list `trackers` is empty afterwards.
     """
     while accelerator.trackers:
         tracker = accelerator.trackers.pop(0)
@@ -177,14 +177,14 @@ def get_tracker(accelerator: AcceleratorProperties, name: str, unwrap: bool = Fa
 
     Args:
         accelerator: The Accelerator.
-        name: The tracker's name; "live" always exists.
+        name: The tracker's name. The tracker "live" always exists.
         unwrap: Return the vendor's own run object.
 
     Returns:
-        The tracker. On ranks without trackers, and for a tracker that could not be started, one that does nothing.
+        The tracker. On ranks without trackers, and if the tracker could not be started, a tracker that does nothing.
 
     Raises:
-        ValueError: No tracker of that name was requested.
+        ValueError: No tracker with that name was requested.
     """
     for tracker in (*accelerator.trackers, _live):
         if tracker.name == name:
@@ -199,13 +199,14 @@ def get_tracker(accelerator: AcceleratorProperties, name: str, unwrap: bool = Fa
 
 
 def _call_tracker(name: str, method: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a tracker; its errors become one warning per method.
+    """Call a method of a tracker, and turn its errors into one warning per method.
 
-    Arguments that it does not take when it starts are raised: nothing is trained yet, and every start would fail.
+    A TypeError from `start` is raised instead. It means that the arguments are wrong, so every start would fail, and
+    nothing has been trained yet.
     """
     try:
         return call(*args, **kwargs)
-    except Exception as error:  # no failure of a tracker may stop the training
+    except Exception as error:  # A failure of a tracker must not stop the training.
         if method == "start" and isinstance(error, TypeError):
             raise
         if (name, method) not in _warned:

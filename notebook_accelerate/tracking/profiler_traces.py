@@ -1,4 +1,4 @@
-"""Writes traces of torch's profiler, complete or not at all, and lists them in the run's report."""
+"""Write traces of torch's profiler atomically, and report them to the run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def profiled(settings: ProfileKwargs, rank: int, wait: Callable[[], None]) -> It
         wait: Waits for all ranks.
 
     Yields:
-        The profiler. With `output_trace_dir`, each rank writes its trace there at the end and waits for the others; if
-        the block raises, it writes the trace and does not wait.
+        The profiler. With `output_trace_dir`, each rank writes its trace there at the end and waits for the others. If
+        the block raises, the rank writes its trace but does not wait.
     """
     profiler = settings.build()
     if settings.output_trace_dir is None:
@@ -43,10 +43,10 @@ def profiled(settings: ProfileKwargs, rank: int, wait: Callable[[], None]) -> It
 
 
 def _write_trace(profiler: Any, target: Path) -> None:
-    """Write a trace under another name and rename it: a rank that is killed leaves no partial trace."""
+    """Write a trace to a temporary file and rename it, so that a rank that is killed leaves no partial trace."""
     if getattr(profiler, "profiler", None) is None:
         warn_once(
-            f"profile() has recorded nothing for {target.name}: its schedule never reached an active step. Call "
+            f"profile() recorded nothing for {target.name}: its schedule never reached an active step. Call "
             "profiler.step() once per step, or leave out schedule_option"
         )
         return
@@ -61,8 +61,8 @@ def _write_trace(profiler: Any, target: Path) -> None:
 
 
 def _write_after_failure(profiler: Any, target: Path) -> None:
-    """Write the trace of a block that raised; an error of its own becomes a warning."""
+    """Write the trace of a block that raised. If writing fails, warn."""
     try:
         _write_trace(profiler, target)
-    except Exception as error:  # noqa: BLE001 - the training's own error must not be replaced
-        warn_once(f"the profiler's trace {target} could not be written ({type(error).__name__}: {error})")
+    except Exception as error:  # noqa: BLE001 - it must not replace the error of the training
+        warn_once(f"cannot write the profiler's trace {target} ({type(error).__name__}: {error})")

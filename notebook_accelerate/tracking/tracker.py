@@ -1,4 +1,4 @@
-"""The base classes of trackers, and the decorator that runs their methods on the main rank only."""
+"""Base classes of trackers, and the decorator that runs their methods on the main rank only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def on_main_process(function: _Function) -> _Function:
         function: A method of a tracker.
 
     Returns:
-        The method; on other ranks it does nothing and returns None.
+        The wrapped method. On other ranks, it does nothing and returns None.
     """
 
     @wraps(function)
@@ -38,17 +38,18 @@ class GeneralTracker:
     A subclass defines
 
     - `name` (str): its name in `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker`,
-    - `requires_logging_directory` (bool): whether it takes a `logging_dir`,
+    - `requires_logging_directory` (bool): whether its constructor takes a `logging_dir`,
     - `tracker` (property): the vendor's own run object,
-    - `main_process_only` (bool, default True): whether methods under `on_main_process` run on the main rank only.
+    - `main_process_only` (bool, default True): whether methods decorated with `on_main_process` run on the main rank
+      only.
 
-    Its constructor takes the project's name and stores it; `start` opens the run, once the process group exists.
+    Its constructor takes the project's name and stores it. `start` opens the run after the process group was created.
 
     Args:
-        _blank: Check nothing: the tracker that does nothing, for ranks without trackers.
+        _blank: Skip the checks. Used for the tracker that does nothing, on ranks without trackers.
 
     Raises:
-        NotImplementedError: The subclass lacks one of them.
+        NotImplementedError: The subclass lacks a required attribute.
     """
 
     name: ClassVar[str]
@@ -67,35 +68,35 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Open the run; called by `Accelerator.init_trackers`."""
+        """Open the run. `Accelerator.init_trackers` calls this."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the settings of the run.
 
         Args:
-            values: Numbers, texts and flags by name.
+            values: Numbers, strings and flags by name.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values of one step.
 
         Args:
-            values: Numbers (some trackers accept texts and more) by name.
+            values: Numbers by name. Some trackers also accept text and other values.
             step: The step.
-            kwargs: Arguments of the vendor's own call.
+            kwargs: Arguments of the vendor's own function.
         """
 
     def finish(self) -> None:
-        """Close the run; called by `Accelerator.end_training`."""
+        """Close the run. `Accelerator.end_training` calls this."""
 
 
 class BlankTracker(GeneralTracker):
-    """A no-op tracker for ranks on which no tracker was started.
+    """A tracker that does nothing, for ranks on which no tracker was started.
 
-    Code that logs images with `accelerator.get_tracker("wandb", unwrap=True)` runs on every rank.
+    It lets code that logs images with `accelerator.get_tracker("wandb", unwrap=True)` run on every rank.
 
     Args:
-        name: The name that was asked for.
+        name: The requested name.
     """
 
     requires_logging_directory: ClassVar[bool] = False
@@ -105,12 +106,12 @@ class BlankTracker(GeneralTracker):
         self.name = name  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols such as copying ask for these
+        if name.startswith("__"):  # Protocols such as copying check whether these exist.
             raise AttributeError(name)
         return self
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Do nothing, and return this object."""
+        """Do nothing and return this object."""
         return self
 
     def __getitem__(self, key: Any) -> Any:
@@ -130,10 +131,10 @@ class BlankTracker(GeneralTracker):
 
 
 class VendorTracker(GeneralTracker):
-    """Base class of the adapters: opens the vendor's run in `start`, or on first use.
+    """Base class of the vendors' adapters. It opens the vendor's run in `start`, or on first use.
 
     Args:
-        run_name: Name of the project.
+        run_name: The name of the project.
         kwargs: Arguments of the vendor's own start function.
     """
 
@@ -154,7 +155,7 @@ class VendorTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Open the vendor's run if it is not open."""
+        """Open the vendor's run, unless it is already open."""
         if self._run is None:
             self._run = self._open()
 
@@ -174,12 +175,12 @@ class VendorTracker(GeneralTracker):
 
 
 class RunTracker(VendorTracker):
-    """Base class for W&B, SwanLab and Trackio: a module with `init`, a run with `config`, `log` and `finish`.
+    """Base class for W&B, SwanLab and Trackio, whose runs have `config`, `log` and `finish`.
 
-    The tracker's name is also the vendor's module.
+    The tracker's name is also the name of the vendor's module, which has a function `init`.
 
     Args:
-        run_name: Name of the project.
+        run_name: The name of the project.
         kwargs: Arguments of the vendor's `init`.
     """
 
@@ -208,7 +209,7 @@ class RunTracker(VendorTracker):
         """Record values of one step.
 
         Args:
-            values: Numbers, texts, and the vendor's own media by name.
+            values: Numbers, strings, and the vendor's own media by name.
             step: The step.
             kwargs: Arguments of the vendor's `log`.
         """
@@ -216,10 +217,10 @@ class RunTracker(VendorTracker):
 
 
 class ImageRunTracker(RunTracker):
-    """Base class of adapters whose vendor also has an `Image` class.
+    """Base class of adapters for vendors that also have an `Image` class.
 
     Args:
-        run_name: Name of the project.
+        run_name: The name of the project.
         kwargs: Arguments of the vendor's `init`.
     """
 
@@ -236,17 +237,20 @@ class ImageRunTracker(RunTracker):
         self.log({name: [make_image(image, **kwargs) for image in items] for name, items in values.items()}, step=step)
 
 
-# ---- values that are logged
+# ---- convert logged values
 
 Kind = Literal["number", "text", "numbers"]
 
 
 class LogValueError(ValueError):
-    """The argument of `log` is not a dictionary. Values that a tracker does not record are left out instead."""
+    """Raised when the argument of `log` is not a dictionary.
+
+    Values that a tracker cannot record raise no error: they are left out.
+    """
 
 
 def with_text_names(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return values by names that are texts; another name is converted, with one warning.
+    """Return the values with names that are strings. Other names are converted, with one warning.
 
     Args:
         values: The logged values.
@@ -257,7 +261,7 @@ def with_text_names(values: Mapping[Any, Any]) -> dict[str, Any]:
         if not isinstance(name, str):
             warn_once(
                 f"log() got the name {name!r} ({type(name).__name__}), which is recorded as {_as_text(name)!r}; names "
-                f'are texts: accelerator.log({{"{_as_text(name)}": ...}})'
+                f'must be strings: accelerator.log({{"{_as_text(name)}": ...}})'
             )
     return {name if isinstance(name, str) else _as_text(name): value for name, value in values.items()}
 
@@ -272,10 +276,10 @@ def number_of(value: Any) -> float | int | None:
     """Convert a value to a plain number.
 
     Args:
-        value: An int, float, bool, numpy number, or a tensor or array of one element.
+        value: An int, float, bool, numpy number, or a tensor or array with one element.
 
     Returns:
-        The number; None if the value is not a number.
+        The number, or None if the value is not a number.
     """
     if isinstance(value, (int, float)):
         return value
@@ -291,15 +295,15 @@ def number_of(value: Any) -> float | int | None:
 def by_kind(
     values: Mapping[str, Any], tracker: str, kinds: Sequence[Kind] = ("number", "text", "numbers")
 ) -> dict[str, tuple[Kind, Any]]:
-    """Return the values that a tracker records, each with its kind; others are left out, with one warning each.
+    """Return the values that a tracker can record, with their kinds. Other values are left out, with one warning each.
 
     Args:
         values: The logged values.
-        tracker: Name of the vendor, for the warning.
-        kinds: The kinds of values that it records.
+        tracker: The name of the vendor, for the warning.
+        kinds: The kinds of values that the tracker can record.
 
     Returns:
-        The kind, and the value as plain Python, by name.
+        The kind and the value as a plain Python object, by name.
     """
     found: dict[str, tuple[Kind, Any]] = {}
     for name, value in values.items():
@@ -310,14 +314,14 @@ def by_kind(
         shape = getattr(value, "shape", None)
         what = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
         warn_once(
-            f"{tracker} records numbers{' and texts' if 'text' in kinds else ''}: {name!r} ({what}) is left out; write "
+            f"{tracker} records numbers{' and text' if 'text' in kinds else ''}; {name!r} ({what}) is left out. Write "
             f'accelerator.log({{"{name}": {name.rpartition("/")[2]}.mean().item()}}) to record the mean of a tensor'
         )
     return found
 
 
 def _classified(value: Any) -> tuple[Kind, Any] | None:
-    """Return the kind of a value, and the value as plain Python; None for others."""
+    """Return the kind of a value and the value as a plain Python object, or None if no kind fits."""
     if (number := number_of(value)) is not None:
         return "number", number
     if isinstance(value, str):
@@ -330,12 +334,14 @@ def _classified(value: Any) -> tuple[Kind, Any] | None:
 
 
 def scalars(values: Mapping[str, Any], tracker: str, texts: bool) -> dict[str, Any]:
-    """Return the numbers among values, dictionaries of numbers as ``name/key``; others are left out, with a warning.
+    """Return the numbers among the values. The entries of dictionaries are named ``name/key``.
+
+    Other values are left out, with a warning.
 
     Args:
         values: The logged values.
-        tracker: Name of the vendor, for the warning.
-        texts: Whether it records texts, too.
+        tracker: The name of the vendor, for the warning.
+        texts: Whether the tracker also records text.
     """
     found: dict[str, Any] = {}
     kinds: Sequence[Kind] = ("number", "text", "numbers") if texts else ("number", "numbers")
@@ -345,7 +351,7 @@ def scalars(values: Mapping[str, Any], tracker: str, texts: bool) -> dict[str, A
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert numpy numbers and tensors of one element to plain numbers, and keep all other values.
+    """Convert numpy numbers and tensors with one element to plain numbers, and keep all other values.
 
     Args:
         values: The logged values.

@@ -1,4 +1,4 @@
-"""The table of trackers by name: built-in ones, registered ones, and those of entry points."""
+"""The table of trackers by name: built-in trackers, registered trackers, and trackers from entry points."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from notebook_accelerate.tracking.vendors import (
 )
 
 ENTRY_POINTS = "notebook_accelerate.trackers"
-"""Entry point group in which other packages name their tracker classes."""
+"""The entry point group with which other packages register their tracker classes."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TrackerRow:
 
     tracker_class: type[GeneralTracker]
     is_available: Callable[[], bool] = lambda: True
-    """Whether its package is installed."""
+    """Returns whether the tracker's package is installed."""
     package: str = ""
     """The package to install with pip."""
 
@@ -54,11 +54,11 @@ TRACKERS: dict[str, TrackerRow] = {
     "swanlab": TrackerRow(SwanLabTracker, partial(is_package, "swanlab"), "swanlab"),
     "trackio": TrackerRow(TrackioTracker, partial(is_package, "trackio"), "trackio"),
 }
-"""Built-in and registered trackers, by name."""
+"""The built-in and registered trackers, by name."""
 
 
 class _TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
-    """The classes of `TRACKERS`; setting one registers it."""
+    """A mapping view of the classes in `TRACKERS`. Setting an item registers a tracker."""
 
     def __getitem__(self, name: str) -> type[GeneralTracker]:
         return TRACKERS[str(name)].tracker_class
@@ -80,17 +80,18 @@ class _TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
 
 
 LOGGER_TYPE_TO_CLASS = _TrackerClasses()
-"""Tracker classes by name, as Accelerate has them."""
+"""The tracker classes by name. Accelerate has a dictionary with this name."""
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Make a tracker available by its name: ``Accelerator(log_with="name")``.
 
     Args:
-        tracker_class: A subclass of `GeneralTracker` with a `name`. One of the same name is replaced, with a warning.
+        tracker_class: A subclass of `GeneralTracker` with a `name`. A tracker with the same name is replaced, with a
+            warning.
 
     Raises:
-        ValueError: It is not a subclass of `GeneralTracker`, or has no name.
+        ValueError: The class is not a subclass of `GeneralTracker`, or has no name.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(
@@ -100,7 +101,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or name == LoggerType.ALL.value:
         raise ValueError(
-            f"{tracker_class.__name__} has name={name!r}; it needs a name of its own: class attribute "
+            f"{tracker_class.__name__} has name={name!r}; a tracker needs a unique name. Add a class attribute: "
             'name = "my_tracker"'
         )
     if name in TRACKERS and TRACKERS[name].tracker_class is not tracker_class:
@@ -109,7 +110,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def find_row(name: str) -> TrackerRow | None:
-    """Return the row of a tracker, or None; entry points are searched if no row has the name.
+    """Return the row of a tracker, or None. Entry points are searched if no row has the name.
 
     Args:
         name: The tracker's name.
@@ -121,15 +122,15 @@ def find_row(name: str) -> TrackerRow | None:
 
 
 def known_trackers() -> list[str]:
-    """List the names that can be selected."""
+    """Return the names that can be selected."""
     return sorted({*TRACKERS, *(point.name for point in metadata.entry_points(group=ENTRY_POINTS))})
 
 
 def get_available_trackers() -> list[LoggerType | str]:
-    """List the trackers whose packages are installed.
+    """Return the trackers whose packages are installed.
 
     Returns:
-        Members of `LoggerType`, and names of registered trackers.
+        Members of `LoggerType`, and the names of registered trackers.
     """
     return [_public_name(name) for name in TRACKERS if TRACKERS[name].is_available()]
 
@@ -142,14 +143,14 @@ def filter_trackers(
     log_with: str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[LoggerType | str | GeneralTracker]:
-    """Check the requested trackers.
+    """Return the requested trackers that are available.
 
     Args:
-        log_with: Names, members of `LoggerType`, instances of trackers, or "all" for every installed one.
-        logging_dir: Folder for trackers that need one.
+        log_with: Names, members of `LoggerType`, instances of trackers, or "all" for every installed tracker.
+        logging_dir: The folder for trackers that need one.
 
     Returns:
-        The trackers, each once. Trackers whose package is not installed are left out, with a warning.
+        The trackers, without duplicates. Trackers whose package is not installed are left out, with a warning.
 
     Raises:
         ValueError: A name is unknown, or a tracker needs a `logging_dir`.
@@ -173,7 +174,11 @@ def filter_trackers(
 
 
 def _check_name(name: Any, logging_dir: Any) -> bool:
-    """Raise for an unknown name; return False, with a warning, if its package is not installed."""
+    """Return whether the tracker's package is installed; warn if it is not.
+
+    Raises:
+        ValueError: The name is unknown, or the tracker needs a `logging_dir`.
+    """
     row = find_row(str(name)) if isinstance(name, str) else None
     if row is None:
         raise ValueError(
@@ -181,7 +186,7 @@ def _check_name(name: Any, logging_dir: Any) -> bool:
             "instance of your own GeneralTracker, or register its class with register_tracker_class."
         )
     if not row.is_available():
-        warn_once(f"log_with={str(name)!r} is left out: its package is not installed. Run: pip install {row.package}")
+        warn_once(f"log_with={str(name)!r} is ignored: its package is not installed. Run: pip install {row.package}")
         return False
     if row.tracker_class.requires_logging_directory and logging_dir is None:
         raise ValueError(

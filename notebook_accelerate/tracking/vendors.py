@@ -1,4 +1,4 @@
-"""Trackers of vendors, one class for each."""
+"""Adapters for vendors' trackers, one class for each vendor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from notebook_accelerate.tracking.tracker import (
 
 
 class AimTracker(VendorTracker):
-    """Records a run of Aim in a local repository.
+    """Records an Aim run in a local repository.
 
     Args:
         run_name: Name of the run.
@@ -79,9 +79,9 @@ class AimTracker(VendorTracker):
         """Record images.
 
         Args:
-            values: Images (arrays, tensors, PIL images) by name; a tuple is an image and its caption.
+            values: Images (arrays, tensors, PIL images) by name. A tuple contains an image and its caption.
             step: The step.
-            kwargs: Arguments of `aim.Image` under ``aim_image`` and of `Run.track` under ``track``.
+            kwargs: The arguments of `aim.Image` under ``aim_image``, and those of `Run.track` under ``track``.
         """
         import aim
 
@@ -98,7 +98,7 @@ _SPLITS = ("eval", "test", "train")
 
 
 class ClearMLTracker(VendorTracker):
-    """Records a task of ClearML; a task that is open already is used, and not closed.
+    """Records a ClearML task. A task that is already open is used and not closed.
 
     Args:
         run_name: Name of the project.
@@ -139,7 +139,7 @@ class ClearMLTracker(VendorTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers as scalars; texts are left out with one warning.
+        """Record numbers as scalars. Text is left out, with one warning.
 
         Args:
             values: Numbers by name; ``eval_loss`` becomes the series ``eval`` of the plot ``loss``.
@@ -185,7 +185,7 @@ class ClearMLTracker(VendorTracker):
         """
         if dataframe is None and data is None:
             raise ValueError(
-                "log_table got neither rows nor a data frame; pass one of them: "
+                "log_table() got neither rows nor a data frame; pass one of them: "
                 "tracker.log_table(name, columns=[...], data=[[...], ...]) or tracker.log_table(name, dataframe=frame)"
             )
         table = dataframe if dataframe is not None else ([columns, *(data or [])] if columns else data)
@@ -206,11 +206,11 @@ def _plot_and_series(name: str) -> dict[str, str]:
 
 
 class CometMLTracker(VendorTracker):
-    """Records an experiment of Comet.
+    """Records a Comet experiment.
 
     Args:
         run_name: Name of the project.
-        kwargs: Arguments of `comet_ml.start`; ``online=False`` writes an archive and sends nothing.
+        kwargs: Arguments of `comet_ml.start`. With ``online=False``, it writes an archive and sends nothing.
     """
 
     name: ClassVar[str] = "comet_ml"
@@ -237,7 +237,7 @@ class CometMLTracker(VendorTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers as metrics, texts as other values, dictionaries of numbers as several metrics.
+        """Record numbers as metrics, text as other values, and dictionaries of numbers as several metrics.
 
         Args:
             values: The values by name.
@@ -288,20 +288,20 @@ class DVCLiveTracker(VendorTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings, also as ``params.yaml``.
+        """Record the settings, and write them to ``params.yaml``.
 
         Args:
-            values: Numbers, texts, flags, lists and dictionaries of them, by name.
+            values: Numbers, strings, flags, and lists and dictionaries of them, by name.
         """
         self.tracker.log_params(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers and texts, and advance to the next step; other values are left out with one warning.
+        """Record numbers and text, and advance to the next step. Other values are left out, with one warning.
 
         Args:
             values: The values by name.
-            step: The step; None means the one after the last.
+            step: The step. If None, the step after the last one.
             kwargs: Arguments of `log_metric`.
         """
         recorded = scalars(values, "DVCLive", texts=True)
@@ -315,22 +315,23 @@ class DVCLiveTracker(VendorTracker):
 # ---- MLflow
 
 
-# Limits of MLflow's own server, per value and per call.
+# The limits of MLflow's server for one value and for one call.
 _LONGEST_PARAMETER = 500
 _PARAMETERS_PER_CALL = 100
 
 
 class MLflowTracker(VendorTracker):
-    """Records a run of MLflow.
+    """Records an MLflow run.
 
     Args:
-        experiment_name: Name of the experiment; the variable MLFLOW_EXPERIMENT_NAME takes precedence.
-        logging_dir: Tracking URI or folder; None keeps MLflow's own setting.
-        run_id: A run to continue; the variable MLFLOW_RUN_ID takes precedence.
-        tags: Tags of the run, as a dictionary or JSON; the variable MLFLOW_TAGS takes precedence.
-        nested_run: Whether the run belongs to an open one; the variable MLFLOW_NESTED_RUN takes precedence.
-        run_name: Name of the run.
-        description: Description of the run.
+        experiment_name: The name of the experiment. The environment variable MLFLOW_EXPERIMENT_NAME takes precedence.
+        logging_dir: The tracking URI or folder. None keeps MLflow's own setting.
+        run_id: The run to continue. The environment variable MLFLOW_RUN_ID takes precedence.
+        tags: The tags of the run, as a dictionary or JSON. The environment variable MLFLOW_TAGS takes precedence.
+        nested_run: Whether the run is nested in an open run. The environment variable MLFLOW_NESTED_RUN takes
+            precedence.
+        run_name: The name of the run.
+        description: The description of the run.
     """
 
     name: ClassVar[str] = "mlflow"
@@ -379,7 +380,7 @@ class MLflowTracker(VendorTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings; a value whose text is longer than 500 characters is left out with a warning.
+        """Record the settings. A value whose text is longer than 500 characters is left out, with a warning.
 
         Args:
             values: Any objects by name.
@@ -388,14 +389,14 @@ class MLflowTracker(VendorTracker):
 
         long = [name for name, value in values.items() if len(str(value)) > _LONGEST_PARAMETER]
         if long:
-            warn_once(f"MLflow takes settings of up to {_LONGEST_PARAMETER} characters: {', '.join(long)} left out.")
+            warn_once(f"MLflow limits settings to {_LONGEST_PARAMETER} characters; left out: {', '.join(long)}.")
         fitting = [(name, value) for name, value in values.items() if name not in long]
         for start in range(0, len(fitting), _PARAMETERS_PER_CALL):
             mlflow.log_params(dict(fitting[start : start + _PARAMETERS_PER_CALL]), run_id=self.tracker.info.run_id)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers; texts are left out with one warning.
+        """Record numbers. Text is left out, with one warning.
 
         Args:
             values: The values by name.
@@ -481,7 +482,7 @@ class TensorBoardTracker(VendorTracker):
     def _open(self) -> Any:
         try:
             module = import_module("torch.utils.tensorboard")
-        except ModuleNotFoundError:  # tensorboardX writes the same files
+        except ModuleNotFoundError:  # tensorboardX writes the same files.
             module = import_module("tensorboardX")
         return module.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
@@ -490,7 +491,7 @@ class TensorBoardTracker(VendorTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings, in TensorBoard's table of hyperparameters and as ``hparams.yml``.
+        """Record the settings in TensorBoard's table of hyperparameters, and write them to ``hparams.yml``.
 
         Args:
             values: Numbers, texts and flags by name; others are recorded as text.
@@ -503,13 +504,13 @@ class TensorBoardTracker(VendorTracker):
         self.tracker.flush()
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True)
-        import yaml  # takes a tenth of a second, which only users of this tracker should pay
+        import yaml  # The import takes a tenth of a second, which only users of this tracker should pay.
 
         (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers as scalars, texts as text, dictionaries of numbers as one group of curves.
+        """Record numbers as scalars, strings as text, and dictionaries of numbers as one group of curves.
 
         Args:
             values: The values by name.
@@ -542,7 +543,7 @@ class TensorBoardTracker(VendorTracker):
 
 
 class TrackioTracker(RunTracker):
-    """Records a run of Trackio, in a local database by default.
+    """Records a Trackio run, by default in a local database.
 
     Args:
         run_name: Name of the project.
@@ -556,7 +557,7 @@ class TrackioTracker(RunTracker):
 
 
 class WandBTracker(ImageRunTracker):
-    """Records a run of Weights & Biases.
+    """Records a Weights & Biases run.
 
     Args:
         run_name: Name of the project.
@@ -567,7 +568,7 @@ class WandBTracker(ImageRunTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings; those of an earlier call may change.
+        """Record the settings. They may replace the settings of an earlier call.
 
         Args:
             values: Any objects by name.

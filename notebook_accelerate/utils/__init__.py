@@ -1,4 +1,4 @@
-"""Accelerate's ``utils``: names and submodules, each imported from its home on first use."""
+"""The names and submodules of Accelerate's ``utils``, each imported from its home on first use."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ reexport(__name__)
 
 
 def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:
-    """Return whether a model has bitsandbytes' 4-bit layers.
+    """Return whether a model contains 4-bit layers of bitsandbytes.
 
     Args:
         model: The model.

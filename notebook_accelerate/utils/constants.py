@@ -17,7 +17,7 @@ reexport(__name__)
 SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
 DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
 
-# The lowest versions that Accelerate's features need.
+# The minimum versions that Accelerate's features need.
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"

@@ -1,4 +1,4 @@
-"""Environment variables, GPUs, NUMA nodes."""
+"""Functions for environment variables, GPUs and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -39,40 +39,34 @@ _T = TypeVar("_T", bound=Callable[..., Any])
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the variable `key` as a truth value; see `flag`.
+    """Return the environment variable `key` as a bool. See `flag`.
 
     Args:
-        key: Name of the variable.
-        default: The value where it is unset.
-
-    Returns:
-        The truth value.
+        key: The name of the variable.
+        default: The value if the variable is unset.
     """
     return environ.flag(key, default)
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the variable `key` as text.
+    """Return the environment variable `key` as a string.
 
     Args:
-        key: Name of the variable.
-        default: The value where it is unset.
-
-    Returns:
-        The text.
+        key: The name of the variable.
+        default: The value if the variable is unset.
     """
     return os.environ.get(key, str(default))
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    """Return variables as lines ``NAME=value`` of an environment file.
+    """Return environment variables as lines ``NAME=value`` of an environment file.
 
     Args:
-        current_env: Values by name.
+        current_env: The values by name.
 
     Returns:
-        One line for each variable, with a newline. Names and values that are empty or contain a space, newline,
-        semicolon, < or > are left out with a warning.
+        One line for each variable, with a newline. Variables whose name or value is empty or contains a space, newline,
+        semicolon, < or > are left out, with a warning.
     """
     lines = []
     for name, value in current_env.items():
@@ -87,7 +81,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment inside a with block; restore it afterwards, without the variables set in the block."""
+    """Clear the environment during a with block, and restore it afterwards, without variables set in the block."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -101,8 +95,8 @@ def purge_accelerate_environment(func_or_cls: _T) -> _T:
     """Restore the ACCELERATE_* variables after the decorated function, or after each test of the decorated class.
 
     Args:
-        func_or_cls: A function (also async); or a class, of which the methods that start with ``test`` are wrapped
-            with ``setUp``/``setup_method``, as are those of its subclasses.
+        func_or_cls: A function, which may be async, or a class. The methods of a class and its subclasses whose names
+            start with ``test`` are wrapped, together with ``setUp`` or ``setup_method``.
 
     Returns:
         The wrapped function, or the class itself.
@@ -121,7 +115,7 @@ def purge_accelerate_environment(func_or_cls: _T) -> _T:
 
 
 def _purge_methods(cls: type) -> None:
-    """Wrap the tests that ``cls`` itself defines, and the methods that set variables up for them."""
+    """Wrap the tests that ``cls`` itself defines, and their set-up methods."""
     if "run" not in vars(cls) and callable(getattr(cls, "run", None)) and hasattr(cls, "setUp"):
         # unittest.TestCase.run spans setUp, the test and tearDown.
         cls.run = _purged(cls.run)  # type: ignore[attr-defined]
@@ -133,7 +127,7 @@ def _purge_methods(cls: type) -> None:
 
 
 def _purge_setup(cls: Any) -> None:
-    """Keep the variables before pytest's ``setup_method``; restore them after ``teardown_method``."""
+    """Store the variables before pytest's ``setup_method``, and restore them after ``teardown_method``."""
     setup, teardown = cls.setup_method, getattr(cls, "teardown_method", None)
 
     @functools.wraps(setup)
@@ -152,7 +146,8 @@ def _purge_setup(cls: Any) -> None:
 
 
 def _purged(function: Any) -> Any:
-    # The context manager as a decorator would put a generator into the closure: no rank could receive the function.
+    # Do not use the context manager as a decorator: the closure would contain a generator, which cannot be pickled, so
+    # the function could not be sent to ranks.
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with _kept_accelerate_variables():
@@ -189,31 +184,31 @@ def _restore_accelerate_variables(before: Mapping[str, str]) -> None:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return which of the named libraries this process has imported.
+    """Return those of the named libraries that this process has imported.
 
     Args:
-        library_names: Import names.
+        library_names: The names that are used to import the libraries.
     """
     return [name for name in library_names if name in sys.modules]
 
 
 @dataclass
 class CPUInformation:
-    """Rank and world size of a process on a CPU."""
+    """The rank and world size of a process on a CPU."""
 
     rank: int = 0
-    """Index among all ranks."""
+    """The index among all ranks."""
     world_size: int = 1
     """Number of ranks."""
     local_rank: int = 0
-    """Index among this machine's ranks."""
+    """The index among the ranks of this machine."""
     local_world_size: int = 1
-    """Number of ranks on this machine."""
+    """The number of ranks on this machine."""
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Read this process's ranks from the variables of torchrun or MPI."""
-    from notebook_accelerate.state.process_group import RANK_VARIABLES  # imports torch
+    """Read the rank and world size of this process from the variables of torchrun or MPI."""
+    from notebook_accelerate.state.process_group import RANK_VARIABLES  # Imports torch.
 
     defaults = CPUInformation()
     return CPUInformation(
@@ -226,22 +221,22 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     """Bind this process to the cores near its GPU, once per process (`override_numa_affinity` repeats it).
 
     Args:
-        local_process_index: Index of this rank on its machine.
-        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
+        local_process_index: The index of this rank on its machine.
+        verbose: Whether to print the cores. If None, they are printed only with ACCELERATE_DEBUG_MODE.
     """
-    from notebook_accelerate.state import process_group  # imports torch
+    from notebook_accelerate.state import process_group  # Imports torch.
 
     process_group.override_numa_affinity(local_process_index, verbose)
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of all NVIDIA GPUs of this machine, and how many there are."""
+    """Return the names and the number of NVIDIA GPUs of this machine."""
     names = [gpu.name for gpu in nvml.gpus()]
     return names, len(names)
 
 
 def get_driver_version() -> str | None:
-    """Return the version of NVIDIA's driver; None without a driver."""
+    """Return the version of NVIDIA's driver, or None if there is no driver."""
     return nvml.driver_version()
 
 
@@ -257,7 +252,7 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the type of device that training uses on this machine, and its distributed type."""
+    """Return the device type that training uses on this machine, and its distributed type."""
     row = device_table.row(detect().accelerator)
     name = row.distributed_type if row.distributed_type != DistributedType.NO else DistributedType.MULTI_CPU
     return row.type, name.value

@@ -1,4 +1,4 @@
-"""Functions that libraries on top of Accelerate call to shard, save and load models themselves."""
+"""Functions with which libraries on top of Accelerate shard, save and load models themselves."""
 # ruff: noqa: ARG001 - the parameters are Accelerate's
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def save_fsdp_model(
     """Write a sharded model into a folder; every rank must call this.
 
     Args:
-        fsdp_plugin: The plugin; its `state_dict_type` decides the form.
+        fsdp_plugin: The plugin. Its `state_dict_type` determines the format.
         accelerator: The Accelerator.
         model: The sharded model.
-        output_dir: The folder; made where it does not exist.
-        model_index: Number of the model, in the names of the files.
+        output_dir: The folder, which is created if it does not exist.
+        model_index: The number of the model, which is part of the file names.
         adapter_only: Write only the adapter of a PEFT model.
-        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise each rank writes a file
-            of its shards, without the others, which as many ranks can load; with FSDP 1 rank 0 writes one file.
+        use_dcp: Whether torch's distributed checkpoint writes sharded states. Otherwise each rank writes a file with
+            its shards, without collectives, and only the same number of ranks can load them. With FSDP 1, rank 0
+            writes one file.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     keep = _adapter_filter(model, adapter_only)
@@ -98,16 +99,16 @@ def load_fsdp_model(
     """Read a sharded model from a folder; every rank must call this.
 
     Args:
-        fsdp_plugin: Not used: the folder says how it was written.
+        fsdp_plugin: Not used, because the folder shows its format.
         accelerator: The Accelerator.
         model: The sharded model.
         input_dir: The folder.
-        model_index: Number of the model, in the names of the files.
-        adapter_only: The folder has only the adapter of a PEFT model.
+        model_index: The number of the model, which is part of the file names.
+        adapter_only: Whether the folder contains only the adapter of a PEFT model.
         use_dcp: Not used.
 
     Returns:
-        The names that were missing or not expected.
+        The missing and unexpected names.
     """
     accelerator.wait_for_everyone()
     keep = _adapter_filter(model, adapter_only)
@@ -128,14 +129,15 @@ def save_fsdp_optimizer(
     """Write the optimizer of a sharded model into a folder; every rank must call this.
 
     Args:
-        fsdp_plugin: The plugin; its `state_dict_type` decides the form.
+        fsdp_plugin: The plugin. Its `state_dict_type` determines the format.
         accelerator: The Accelerator.
         optimizer: The optimizer, prepared or not.
         model: The sharded model.
-        output_dir: The folder; made where it does not exist.
-        optimizer_index: Number of the optimizer, in the names of the files.
-        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise each rank writes a file
-            of its shards, without the others, which as many ranks can load; with FSDP 1 rank 0 writes one file.
+        output_dir: The folder, which is created if it does not exist.
+        optimizer_index: The number of the optimizer, which is part of the file names.
+        use_dcp: Whether torch's distributed checkpoint writes sharded states. Otherwise each rank writes a file with
+            its shards, without collectives, and only the same number of ranks can load them. With FSDP 1, rank 0
+            writes one file.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     kind = _state_dict_kind(fsdp_plugin, use_dcp)
@@ -156,13 +158,13 @@ def load_fsdp_optimizer(
     """Read the optimizer of a sharded model from a folder; every rank must call this.
 
     Args:
-        fsdp_plugin: Not used: the folder says how it was written.
+        fsdp_plugin: Not used, because the folder shows its format.
         accelerator: The Accelerator.
         optimizer: The optimizer, prepared or not.
         model: The sharded model.
         input_dir: The folder.
-        optimizer_index: Number of the optimizer, in the names of the files.
-        adapter_only: Not used: the optimizer has only the parameters that it trains.
+        optimizer_index: The number of the optimizer, which is part of the file names.
+        adapter_only: Not used, because the optimizer contains only the parameters that it trains.
         use_dcp: Not used.
     """
     accelerator.wait_for_everyone()
@@ -170,7 +172,7 @@ def load_fsdp_optimizer(
 
 
 def _adapter_filter(model: nn.Module, adapter_only: bool) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """Return the filter that keeps only the adapter of a PEFT model; None for other models, and to keep everything."""
+    """Return a filter that keeps only the adapter of a PEFT model, or None to keep everything."""
     inner: Any = without_compile(model)
     inner = getattr(inner, "module", inner)
     if not adapter_only or not hasattr(inner, "peft_config"):
@@ -184,7 +186,7 @@ def _adapter_filter(model: nn.Module, adapter_only: bool) -> Callable[[dict[str,
 
 
 def fsdp2_prepare_model(accelerator: AcceleratorProperties, model: nn.Module) -> nn.Module:
-    """Shard a model as the Accelerator's plugin says; every rank must call this.
+    """Shard a model according to the Accelerator's plugin; every rank must call this.
 
     Args:
         accelerator: The Accelerator, with an FSDP 2 plugin.
@@ -194,12 +196,12 @@ def fsdp2_prepare_model(accelerator: AcceleratorProperties, model: nn.Module) ->
         The model, sharded in place.
 
     Raises:
-        ValueError: The Accelerator does not train by FSDP 2.
+        ValueError: The Accelerator does not use FSDP 2.
     """
     strategy = accelerator.strategy
     if not isinstance(strategy, FSDP2Strategy):
         raise ValueError(
-            f"fsdp2_prepare_model needs FSDP 2, and this Accelerator trains by {strategy.name!r}; write "
+            f"fsdp2_prepare_model needs FSDP 2, but this Accelerator uses {strategy.name!r}; write "
             "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
         )
     if not isinstance(model, FSDPModule):
@@ -208,14 +210,14 @@ def fsdp2_prepare_model(accelerator: AcceleratorProperties, model: nn.Module) ->
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return which modules of a model become units.
+    """Return a function that decides which modules of a model become units.
 
     Args:
         fsdp2_plugin: The plugin.
-        model: The model, not sharded.
+        model: The model, which is not sharded yet.
 
     Returns:
-        A function of a module.
+        A function that takes a module and returns whether it becomes a unit.
     """
     units = set(find_units(model, fsdp2_plugin.policy_for(model)))
     return lambda module: module in units
@@ -226,7 +228,7 @@ def fsdp2_apply_ac(accelerator: AcceleratorProperties, model: nn.Module) -> nn.M
 
     Args:
         accelerator: The Accelerator, with an FSDP 2 plugin.
-        model: The model, not sharded.
+        model: The model, which is not sharded yet.
 
     Returns:
         The model.
@@ -239,10 +241,10 @@ def fsdp2_apply_ac(accelerator: AcceleratorProperties, model: nn.Module) -> nn.M
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters by their names without wrappers' prefixes.
+    """Return the parameters under names without the prefixes that wrappers add.
 
     Args:
-        named_params: Parameters by name.
+        named_params: The parameters by name.
     """
     return {plain_name(name): parameter for name, parameter in named_params.items()}
 
@@ -250,13 +252,13 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 def fsdp2_load_full_state_dict(
     accelerator: AcceleratorProperties, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Load the weights that rank 0 has into a sharded model, on any device; every rank must call this.
+    """Load the weights of rank 0 into a sharded model on any device; every rank must call this.
 
     Args:
         accelerator: The Accelerator.
-        model: The sharded model; its parameters may have no values yet.
+        model: The sharded model. Its parameters may be on the meta device.
         full_sd: The full state on rank 0; ignored on other ranks.
-        cpu_offload: Whether the shards rest in main memory.
+        cpu_offload: Whether the shards are kept in main memory.
     """
     ties = tied_names(model)
     load_full_state(model, full_sd, cpu_offload)
@@ -264,23 +266,23 @@ def fsdp2_load_full_state_dict(
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
-    """Replace the parameters of an optimizer that was made before its model was sharded, in place.
+    """Replace, in place, the parameters of an optimizer that was created before its model was sharded.
 
     Args:
         optimizer: The optimizer.
-        mapping: The new parameter by old one, or by the old one's `data_ptr()`.
+        mapping: The new parameters, by the old parameter or by its `data_ptr()`.
     """
     switch_parameters(optimizer, mapping)
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return a scaler of losses for models sharded by FSDP 2.
+    """Return a loss scaler for models sharded with FSDP 2.
 
     Args:
-        kwargs: As for `torch.amp.GradScaler`.
+        kwargs: Arguments of `torch.amp.GradScaler`.
 
     Returns:
-        torch's own, which takes sharded gradients.
+        A `torch.amp.GradScaler`, which accepts sharded gradients.
     """
     return torch.amp.GradScaler(**kwargs)
 
@@ -291,9 +293,9 @@ def get_parameters_from_modules(
     """Return the parameters of some modules of a model, moved to a device.
 
     Args:
-        modules: The modules, or a regular expression that matches their full names; None for no module.
+        modules: The modules, or a regular expression that matches their full names; None for no modules.
         model: The model.
-        device: Where the modules go.
+        device: The device that the modules are moved to.
 
     Returns:
         The parameters.
@@ -305,14 +307,14 @@ def get_parameters_from_modules(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
 ) -> Callable[[nn.Module], Any]:
-    """Make a function that allocates modules keep shared parameters shared.
+    """Wrap a function that allocates modules, so that shared parameters stay shared.
 
     Args:
-        param_init_fn: Called with each module.
-        model: The model, its parameters shared as they should be.
-        device: Not used: `param_init_fn` knows it.
+        param_init_fn: The function, which is called with each module.
+        model: The model, with shared parameters.
+        device: Not used, because `param_init_fn` knows the device.
 
     Returns:
-        The function to use instead.
+        The wrapped function.
     """
     return keep_ties(param_init_fn, model)

@@ -1,6 +1,6 @@
-"""Checks of packages, devices and precisions, which import no large package.
+"""Checks for packages, devices and precisions. They import no large package.
 
-The package itself asks `hardware.packages` and `hardware.device_counts`.
+The package itself uses `hardware.packages` and `hardware.device_counts` instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _package(name: str, distribution: str | None = None, minimum: str | None = None) -> Callable[[], bool]:
-    """Make a check of a package, from the arguments of `is_package`."""
+    """Return a function that checks for a package with the arguments of `is_package`."""
 
     def check() -> bool:
         return is_package(name, distribution, minimum)
@@ -72,14 +72,14 @@ is_transformers_available = _package("transformers")
 is_triton_available = _package("triton")
 is_wandb_available = _package("wandb")
 
-# Named like a plain function: a function that refers to one can be pickled.
+# The checks are named like plain functions, so that functions that refer to them can be pickled.
 for _name, _check in list(globals().items()):
     if _name.startswith("is_") and _check.__module__ == __name__:
         _check.__name__ = _check.__qualname__ = _name
 
 
 def is_transformer_engine_available() -> bool:
-    """Return whether Transformer Engine is installed (on Gaudi: Intel's)."""
+    """Return whether Transformer Engine is installed. On Gaudi, this is Intel's version."""
     return is_package("intel_transformer_engine" if is_hpu_available() else "transformer_engine")
 
 
@@ -89,7 +89,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Return whether torch has pipeline parallelism: always."""
+    """Return whether torch has pipeline parallelism, which is always True."""
     return True
 
 
@@ -103,17 +103,17 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 def is_4bit_bnb_available() -> bool:
-    """Return whether bitsandbytes is installed, in a version with 4-bit weights."""
+    """Return whether a version of bitsandbytes with 4-bit weights is installed."""
     return is_bnb_available("0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Return whether bitsandbytes is installed, in a version with 8-bit weights on disk."""
+    """Return whether a version of bitsandbytes that can store 8-bit weights on disk is installed."""
     return is_bnb_available("0.37.2")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether bitsandbytes supports other devices than NVIDIA GPUs."""
+    """Return whether bitsandbytes supports devices other than NVIDIA GPUs."""
     if not is_bnb_available():
         return False
     return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
@@ -144,7 +144,7 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether ``torch.load(weights_only=True)`` accepts a list of safe classes: always."""
+    """Return whether ``torch.load(weights_only=True)`` accepts a list of safe classes, which is always True."""
     return True
 
 
@@ -152,14 +152,14 @@ def is_weights_only_available() -> bool:
 
 
 def _usable(device_type: str, check_device: bool = False) -> bool:
-    """Return whether there is a device of this type; ``check_device`` also calls torch, which may initialise it."""
+    """Return whether there is a device of this type. ``check_device`` also asks torch, which may initialise it."""
     if not device_counts.count(device_type):
         return False
     return not check_device or bool(device_table.row(device_type).call("is_available"))
 
 
 def is_cuda_available() -> bool:
-    """Return whether there is a CUDA (or ROCm) GPU; CUDA stays uninitialised."""
+    """Return whether there is a CUDA (or ROCm) GPU, without initialising CUDA."""
     return _usable("cuda")
 
 
@@ -285,7 +285,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_torch_tpu_available() -> bool:
-    """Return whether torch_tpu is installed and there is a TPU; its runtime is not started."""
+    """Return whether torch_tpu is installed and there is a TPU, without starting its runtime."""
     return _usable("tpu")
 
 
@@ -293,7 +293,7 @@ def is_torch_tpu_available() -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether this machine's device supports bf16; NVIDIA GPUs before Ampere compute it in fp32.
+    """Return whether this machine's device supports bf16. NVIDIA GPUs before Ampere compute it in fp32.
 
     Args:
         ignore_tpu: Ignore the machine's TPU.

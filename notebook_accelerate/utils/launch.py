@@ -1,7 +1,7 @@
-"""Accelerate's functions that turn the options of ``accelerate launch`` into command lines and environments.
+"""Accelerate's functions that convert the options of ``accelerate launch`` to command lines and environments.
 
-``launch`` does not run these command lines; tools that build on Accelerate's launch options do. The functions read
-options from a parsed ``argparse.Namespace``, where a missing option counts as not given.
+They are for tools that build on Accelerate's launch options; ``launch`` itself does not run these command lines. The
+functions read options from a parsed ``argparse.Namespace``, in which a missing option counts as not given.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _interpreter_options(args: argparse.Namespace) -> tuple[bool, bool]:
     """Return whether the script is a module, and whether it runs without Python."""
     module, no_python = bool(option(args, "module", False)), bool(option(args, "no_python", False))
     if module and no_python:
-        raise ValueError("module and no_python exclude each other; pass one of them")
+        raise ValueError("module and no_python are mutually exclusive; pass one of them")
     return module, no_python
 
 
@@ -90,7 +90,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         args: Options of ``accelerate launch``.
 
     Raises:
-        ValueError: Options exclude each other, or the mixed precision is unknown.
+        ValueError: Options are mutually exclusive, or the mixed precision is unknown.
     """
     module, no_python = _interpreter_options(args)
     env = _environment(args)
@@ -109,15 +109,15 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment for torchrun, and write torchrun's own options into ``args``.
 
     Args:
-        args: Options of ``accelerate launch``. Sets nproc_per_node, nnodes and node_rank; and master_addr and
-            master_port, or rdzv_endpoint.
+        args: Options of ``accelerate launch``. This sets nproc_per_node, nnodes and node_rank, and either master_addr
+            and master_port or rdzv_endpoint.
 
     Raises:
         ValueError: The number of processes is not a multiple of the number of machines.
     """
     machines, processes = int(option(args, "num_machines", 1)), int(option(args, "num_processes", 1))
     if processes % machines:
-        raise ValueError(f"num_processes={processes} does not divide over num_machines={machines}; pass a multiple")
+        raise ValueError(f"num_processes={processes} is not a multiple of num_machines={machines}; pass a multiple")
     address, port = option(args, "main_process_ip"), option(args, "main_process_port", 29500)
     args.nnodes, args.nproc_per_node = str(machines), str(processes // machines)
     args.node_rank = int(option(args, "machine_rank", 0))
@@ -131,7 +131,9 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """Return the command and the environment for DeepSpeed's launcher; no command when torchrun starts the ranks.
+    """Return the command and the environment for DeepSpeed's launcher.
+
+    The command is None if torchrun starts the ranks.
 
     Args:
         args: Options of ``accelerate launch`` and of its DeepSpeed section.
@@ -148,7 +150,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         command += ["--no_local_rank", "--launcher", launcher]
     filters = {"--exclude": "deepspeed_exclusion_filter", "--include": "deepspeed_inclusion_filter"}
     chosen = [(flag, str(value)) for flag, name in filters.items() if (value := option(args, name)) is not None]
-    # DeepSpeed refuses a number of devices beside a choice of devices.
+    # DeepSpeed refuses a number of devices together with a selection of devices.
     command += chosen[0] if chosen else ("--num_gpus", args.nproc_per_node)
     if address := option(args, "main_process_ip"):
         command += ["--master_addr", address]
@@ -166,7 +168,7 @@ def prepare_tpu(
     Args:
         args: Options of ``accelerate launch``.
         current_env: The environment to extend.
-        pod: Whether the launch is for a pod of several hosts; sets ``args.vm`` and ``args.tpu``.
+        pod: Whether the launch is for a pod of several hosts. This sets ``args.vm`` and ``args.tpu``.
     """
     if str(option(args, "mixed_precision", "no")) == "bf16":
         downcast = bool(option(args, "downcast_bf16", False))
@@ -186,7 +188,7 @@ _SAME_IN_SAGEMAKER = ("image_uri", "transformers_version", "pytorch_version", "p
 def prepare_sagemager_args_inputs(
     sagemaker_config: Any, args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Return the arguments of a SageMaker estimator for a training script, and the inputs of its ``fit``.
+    """Return the arguments of a SageMaker estimator for a training script, and the inputs for its ``fit``.
 
     Args:
         sagemaker_config: A ``SageMakerConfig``.
@@ -233,7 +235,7 @@ def _hyperparameters(arguments: list[str]) -> dict[str, Any]:
             continue
         following = arguments[position + 1] if position + 1 < len(arguments) else None
         if following is None or following.startswith("--"):
-            raise ValueError(f"{argument} has no value; SageMaker passes values only: write {argument} True")
+            raise ValueError(f"{argument} has no value, but SageMaker needs one: write {argument} True")
         found[argument.lstrip("-").replace("-", "_")] = _number(following)
     return found
 
@@ -255,7 +257,7 @@ def _rows(path: str | None) -> list[tuple[str, str]] | None:
         return [(row[0], row[1]) for row in list(csv.reader(file, delimiter="\t"))[1:] if row]
 
 
-# ---- processes that another library starts
+# ---- processes started by another library
 
 
 class PrepareForLaunch:
@@ -263,8 +265,8 @@ class PrepareForLaunch:
 
     Args:
         launcher: The function to run.
-        distributed_type: The kind of distributed setting, or its name.
-        debug: Whether the ranks connect over gloo, through the file named by ACCELERATE_DEBUG_RDV_FILE.
+        distributed_type: The distributed type, or its name.
+        debug: Whether the ranks connect with gloo, through the file named by ACCELERATE_DEBUG_RDV_FILE.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 reexport(__name__)
 
 
-# ---- preparing, step by step
+# ---- prepare objects step by step
 
 
 def megatron_lm_prepare_data_loader(accelerator: Accelerator, dataloader: Any) -> Any:
@@ -49,7 +49,7 @@ def megatron_lm_prepare_data_loader(accelerator: Accelerator, dataloader: Any) -
         dataloader: A DataLoader of micro-batches, or a `MegatronLMDummyDataLoader`.
 
     Returns:
-        The loader; for the placeholder a list of the loaders of the three splits.
+        The loader, or for the placeholder a list of the loaders for the three splits.
     """
     if isinstance(dataloader, MegatronLMDummyDataLoader):
         return [
@@ -80,7 +80,7 @@ def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, schedul
     Args:
         accelerator: The Accelerator, or another object with its `state`.
         optimizer: A `MegatronOptimizer`.
-        scheduler: A `MegatronLMDummyScheduler`; None: the learning rate is constant.
+        scheduler: A `MegatronLMDummyScheduler`. If None, the learning rate is constant.
 
     Returns:
         An `OptimizerParamScheduler`.
@@ -95,7 +95,7 @@ def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, schedul
 
 
 def avg_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
-    """Average losses over the data parallel group; each of its ranks must call this.
+    """Average losses over the data-parallel group; all ranks of the group must call this.
 
     Args:
         losses: Scalars.
@@ -110,7 +110,7 @@ def avg_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.T
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Concatenate tensors of the data parallel group; each of its ranks must call this.
+    """Concatenate tensors of the data-parallel group; all ranks of the group must call this.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same shapes on these ranks.

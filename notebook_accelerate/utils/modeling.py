@@ -1,4 +1,4 @@
-"""Model sizes, device maps and loading."""
+"""Functions for model sizes, device maps and loading."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     Args:
         tensor: The tensor.
     """
-    if tensor.device.type == "meta":  # no memory, so no address: the object itself
+    if tensor.device.type == "meta":  # It has no memory and no address, so the object itself identifies it.
         return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
@@ -81,11 +81,11 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """Return the autocast context of the process's precision.
+    """Return the autocast context for the process's precision.
 
     Args:
-        native_amp: False returns a context that does nothing.
-        autocast_kwargs: `AutocastKwargs`.
+        native_amp: If False, the context does nothing.
+        autocast_kwargs: An `AutocastKwargs`.
     """
     state = AcceleratorState()
     precision = make_precision(state.mixed_precision, state.device.type)
@@ -97,7 +97,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
     """Return a gradient scaler.
 
     Args:
-        distributed_type: The kind of parallelism; sharded parameters need a scaler that checks all ranks.
+        distributed_type: The distributed type. Sharded parameters need a scaler that checks all ranks.
         kwargs: Arguments of the scaler.
     """
     if getattr(distributed_type, "value", distributed_type) == "FSDP":

@@ -1,4 +1,4 @@
-"""Collectives and nested containers."""
+"""Collectives, and functions for nested containers of tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def get_shape(data: Any) -> Any:
         data: Nested containers of tensors.
 
     Returns:
-        The structure, with a list of sizes in place of each tensor.
+        The structure, with a list of sizes instead of each tensor.
     """
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
@@ -65,7 +65,7 @@ def listify(data: Any) -> Any:
     """Convert every tensor of a nested structure to numbers in lists.
 
     Args:
-        data: Nested containers of tensors; bfloat16, which other libraries lack, is converted through float32.
+        data: Nested containers of tensors. bfloat16 is converted through float32, because other libraries lack it.
     """
 
     def numbers(tensor: torch.Tensor) -> Any:
@@ -85,7 +85,7 @@ def find_batch_size(data: Any) -> int:
         The size.
 
     Raises:
-        ValueError: It contains no tensor with at least one dimension.
+        ValueError: The structure contains no tensor with at least one dimension.
     """
     size = ignorant_find_batch_size(data)
     if size is None:
@@ -101,7 +101,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
-# ---- changed containers and outputs
+# ---- convert containers and outputs
 
 
 def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: int = 0) -> Nested:
@@ -109,12 +109,12 @@ def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: 
 
     Args:
         tensor: Nested containers of tensors.
-        batch_size: Size of the batch along `dim`; tensors of another size are kept.
-        num_processes: Number of parts that the batch is split into.
+        batch_size: The size of the batch along `dim`. Tensors with another size are kept unchanged.
+        num_processes: The number of parts that the batch is split into.
         dim: The dimension that is split.
 
     Returns:
-        The structure, each padded tensor a multiple of `num_processes` long.
+        The structure. The length of each padded tensor is a multiple of `num_processes`.
     """
     missing = -batch_size % num_processes
 
@@ -123,20 +123,20 @@ def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: 
             return leaf
         shape = list(leaf.shape)
         shape[dim] = missing
-        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)  # constant_pad_nd refuses sparse tensors
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)  # constant_pad_nd does not support sparse tensors.
 
     result: Nested = recursively_apply(padded, tensor, error_on_other_type=True) if missing else tensor
     return result
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputsToFp32:
-    """Make a forward return float32 instead of float16 or bfloat16.
+    """Wrap a forward method so that it returns float32 instead of float16 or bfloat16.
 
     Args:
         model_forward: A function or a bound method.
 
     Returns:
-        A callable with the same signature; it can be pickled if the original can.
+        A callable with the same signature. It can be pickled if the original can.
     """
     return ConvertOutputsToFp32(model_forward)
 
@@ -149,7 +149,7 @@ _DTYPES = (
     torch.int64, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
-"""Numbers that represent dtypes between ranks."""
+"""The numbers that represent dtypes when they are sent between ranks."""
 TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, start=1))
 """The dtype of each number."""
 
@@ -158,10 +158,10 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size | None,
     """Send the shape of a tensor that only one rank has to all ranks; every rank must call this.
 
     Args:
-        tensor: The tensor, on one rank; None on the others.
+        tensor: The tensor on one rank; None on the others.
 
     Returns:
-        Its shape, and the number of its dtype in `TENSOR_TYPE_TO_INT`; None and None if no rank has one.
+        The shape, and the number of the dtype in `TENSOR_TYPE_TO_INT`; both are None if no rank has a tensor.
     """
     state = PartialState()
     mine = None if tensor is None else (tensor.shape, TENSOR_TYPE_TO_INT[tensor.dtype])
@@ -170,10 +170,10 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size | None,
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Send a tensor of one rank to all, which need not know its shape; every rank must call this.
+    """Send a tensor from one rank to all ranks, which do not have to know its shape; every rank must call this.
 
     Args:
-        tensor: The tensor, on exactly one rank; None on the others.
+        tensor: The tensor on exactly one rank; None on the others.
 
     Returns:
         The tensor, on the rank's device.
@@ -206,7 +206,7 @@ def verify_operation(function: _Operation) -> _Operation:
         function: A function whose first argument is a nested structure of tensors.
 
     Returns:
-        The function; it raises `DistributedOperationException` if ranks pass different shapes.
+        The wrapped function. It raises `DistributedOperationException` if ranks pass different shapes.
     """
 
     @functools.wraps(function)
@@ -221,7 +221,7 @@ def verify_operation(function: _Operation) -> _Operation:
 
 
 def chained_operation(function: _Operation) -> _Operation:
-    """Add the function's name to the errors of collectives that it calls.
+    """Decorate a function to add its name to errors of the collectives that it calls.
 
     Args:
         function: A function that calls collectives.
@@ -242,15 +242,15 @@ def chained_operation(function: _Operation) -> _Operation:
 def GatheredParameters(  # noqa: N802 - Accelerate's name
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Gather parameters that DeepSpeed's ZeRO stage 3 sharded, for a block; every rank must enter it.
+    """Gather parameters sharded by DeepSpeed's ZeRO stage 3 during a with block; every rank must enter it.
 
     It does nothing for other parameters.
 
     Args:
         params: The parameters.
-        modifier_rank: The rank whose changes inside the block are sent to all ranks; None: changes are lost.
-        fwd_module: The module that uses them.
-        enabled: False does nothing.
+        modifier_rank: The rank whose changes inside the block are sent to all ranks. If None, changes are discarded.
+        fwd_module: The module that uses the parameters.
+        enabled: If False, do nothing.
 
     Yields:
         Nothing.

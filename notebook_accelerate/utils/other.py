@@ -1,4 +1,4 @@
-"""Helpers for models, files and the machine."""
+"""Helper functions for models, files and the machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def get_pretty_name(obj: Any) -> str:
     """Return the qualified name of a class or function, or of an object's class.
 
     Args:
-        obj: Anything.
+        obj: Any object.
     """
     if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
         obj = type(obj)
@@ -64,7 +64,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
     Args:
         obj: The object where the path starts.
-        attr: The path, as ``model.layers.0``.
+        attr: The path, such as ``model.layers.0``.
 
     Returns:
         The attribute.
@@ -75,19 +75,19 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     return reduce(getattr, attr.split("."), obj)
 
 
-# With older kernels, waiting for the child of several ranks hangs: https://github.com/huggingface/accelerate/issues/1929
+# On older kernels, waiting for a child with several ranks hangs: https://github.com/huggingface/accelerate/issues/1929
 _MIN_KERNEL = "5.5.0"
 _DEFAULT_PORT = 29500
 
 
 def check_os_kernel() -> None:
-    """Warn if the Linux kernel is older than 5.5, with which several ranks may hang."""
+    """Warn if the Linux kernel is older than 5.5, because several ranks may hang on such a kernel."""
     if platform.system() != "Linux":
         return
     found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
     if found is not None and parse(found[0]) < parse(_MIN_KERNEL):
         warnings.warn(
-            f"this Linux kernel is {found[0]}, and several ranks may hang with kernels before {_MIN_KERNEL}: update it",
+            f"this Linux kernel is {found[0]}, and several ranks may hang on kernels before {_MIN_KERNEL}: update it",
             stacklevel=2,
         )
 
@@ -96,7 +96,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     """Return whether a process listens on a port of this machine.
 
     Args:
-        port: The port; None: MASTER_PORT, or 29500.
+        port: The port. If None, MASTER_PORT or else 29500.
     """
     number = int(port) if port is not None else environ.integer("MASTER_PORT", _DEFAULT_PORT)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -117,21 +117,21 @@ def has_compiled_regions(module: torch.nn.Module) -> bool:
 
 
 def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all modules of a model, children before their parents, the model last.
+    """Return all modules of a model, with children before their parents and the model last.
 
     Args:
         model: The model.
         return_fqns: Whether to return pairs of full name and module.
 
     Returns:
-        Modules, or pairs; a module that is shared appears once.
+        The modules or pairs. A shared module appears once.
     """
     named = list(_bottom_up(model, "", set()))
     return named if return_fqns else [module for _, module in named]
 
 
 def _bottom_up(module: torch.nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield a module's descendants in the order of registration, then the module; each one once."""
+    """Yield a module's descendants in the order of registration, and then the module, each once."""
     if id(module) in seen:
         return
     seen.add(id(module))

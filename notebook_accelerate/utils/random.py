@@ -26,8 +26,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: The seed, from 0 to 2**32 - 1 (numpy's range).
-        device_specific: Whether each rank adds its index to the seed, to draw different numbers.
-        deterministic: Whether torch must use deterministic algorithms. An operation without one raises an error.
+        device_specific: Whether each rank adds its index to the seed, so that ranks draw different numbers.
+        deterministic: Whether torch must use deterministic algorithms. Operations without one raise an error.
 
     Raises:
         ValueError: The seed is not a whole number.
@@ -38,7 +38,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed += PartialState().process_index
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - libraries draw from the global generator
-    torch.manual_seed(seed)  # seeds the CPU, and CUDA, MPS and XPU on their first use
+    torch.manual_seed(seed)  # This seeds the CPU, and CUDA, MPS and XPU on their first use.
     _seed_device(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)

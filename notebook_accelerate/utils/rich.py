@@ -1,4 +1,4 @@
-"""Formats the tracebacks of this process with rich, when imported."""
+"""When imported, format the tracebacks of this process with rich."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Installs the packages that drive TPUs: torch_xla, or torch_tpu for newer versions of torch."""
+"""Install a package that supports TPUs: torch_xla, or torch_tpu for newer versions of torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from notebook_accelerate.hardware.versions import installed_version
 
 
 def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
-    """Install torch_xla and the torch it is built against, for this Python.
+    """Install torch_xla and the torch that it is built against, for this Python.
 
-    Prints what changes, and what to install instead where torch would be downgraded. The installation replaces torch,
-    so a kernel that has imported torch must be restarted.
+    Prints the changes, and what to install instead if torch would be downgraded. The installation replaces torch, so a
+    kernel that has imported torch must be restarted.
 
     Args:
-        upgrade: Whether to replace an installed torch_xla by a newer one.
+        upgrade: Whether to replace an installed torch_xla with a newer one.
         dry_run: Only print what would change.
 
     Returns:
-        The command, for pip.
+        The pip command.
 
     Raises:
         LaunchError: There is no torch_xla for this Python or this system, or pip failed.
@@ -43,13 +43,13 @@ def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
 
 
 def _downgrade_notes(version: str) -> list[str]:
-    """Return what the user loses by a torch for torch_xla, and what to install instead."""
+    """Return notes about a downgrade of torch for torch_xla, and what to install instead."""
     present = _installed_torch()
     if present is None or present.release[:2] <= Version(version).release[:2]:
         return []
     notes = [f"This downgrades torch {present} to {version}: the newest torch_xla is built against it."]
     if sys.version_info >= _TPU_PYTHON:
-        notes.append("torch_tpu drives TPUs with newer versions of torch: notebook_accelerate.utils.install_tpu()")
+        notes.append("torch_tpu supports TPUs with newer versions of torch: notebook_accelerate.utils.install_tpu()")
     else:
         notes.append(f"torch_tpu, for newer versions of torch, needs Python {_dotted(_TPU_PYTHON)} or later.")
     return notes
@@ -58,15 +58,15 @@ def _downgrade_notes(version: str) -> list[str]:
 def install_tpu(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     """Install torch_tpu, which makes TPUs a device type of torch 2.11 to 2.15.
 
-    Prints what changes. An installed torch in that range stays, another is replaced; a kernel that has imported torch
-    must be restarted in any case.
+    Prints the changes. An installed torch in that range is kept; any other version is replaced. In both cases, a kernel
+    that has imported torch must be restarted.
 
     Args:
-        upgrade: Whether to replace an installed torch_tpu by a newer one.
+        upgrade: Whether to replace an installed torch_tpu with a newer one.
         dry_run: Only print what would change.
 
     Returns:
-        The command, for pip.
+        The pip command.
 
     Raises:
         LaunchError: There is no torch_tpu for this Python or this system, or pip failed.
@@ -85,19 +85,19 @@ def install_tpu(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     kept = fits and _installed("torch_tpu") != "not installed" and not upgrade
     notes = [] if fits else [f"This replaces torch {_installed('torch')}: torch_tpu works with {oldest} to {newest}."]
     if _installed("torch_xla") != "not installed" and not kept:
-        notes.append("torch_xla is installed too, and works with its own version of torch only.")
+        notes.append("torch_xla is installed, too, but works only with its own version of torch.")
     return _install("torch_tpu", wanted, notes, kept=kept, upgrade=upgrade, dry_run=dry_run)
 
 
 _TPU_PYTHON = (3, 12)
 _TPU_TORCH = ("2.11.0", "2.15.0")
-"""The oldest and the newest torch of torch_tpu 0.2.0, by the metadata of its wheel."""
+"""The oldest and the newest torch that torch_tpu 0.2.0 supports, according to the metadata of its wheel."""
 
 
 def _install(
     package: str, wanted: list[str], notes: list[str], *, kept: bool, upgrade: bool, dry_run: bool
 ) -> list[str]:
-    """Print what pip would change, let it, and return the command."""
+    """Print the changes, run pip unless the package is kept or this is a dry run, and return the command."""
     command = [sys.executable, "-m", "pip", "install", *(["--upgrade"] if upgrade else []), *wanted]
     here = (
         f"Here: Python {_dotted(sys.version_info[:2])}, torch {_installed('torch')}, {package} {_installed(package)}."
@@ -117,8 +117,8 @@ def _installed_torch() -> Version | None:
     return None if found == "not installed" else Version(found)
 
 
-# Versions of torch_xla that are also versions of torch, newest first, with the oldest and the newest Python they have
-# files for on the package index
+# Versions of torch_xla that are also versions of torch, newest first, with the oldest and the newest Python for which
+# the package index has files.
 _XLA_RELEASES: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...] = (
     ("2.9", (3, 10), (3, 13)),
     ("2.8", (3, 10), (3, 13)),

@@ -189,7 +189,7 @@ def test_processes_that_the_runtime_does_not_join_raise() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 ranks were started, and torch_xla's runtime (PJRT_DEVICE=CPU) has connected 1" in done.stdout
+    assert "2 ranks were started, but torch_xla's runtime (PJRT_DEVICE=CPU) has connected 1" in done.stdout
     assert "num_processes=1" in done.stdout
 
 

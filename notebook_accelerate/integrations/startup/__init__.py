@@ -1,3 +1,3 @@
-"""A folder for PYTHONPATH: its ``sitecustomize`` runs when an interpreter starts."""
+"""A folder for PYTHONPATH, whose ``sitecustomize`` runs when an interpreter starts."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Serves this package as ``accelerate`` in every interpreter that a process with the alias starts."""
+"""Serve this package as ``accelerate`` in every interpreter started by a process that has the alias."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ FOLDER = Path(__file__).resolve().parent
 def _serve() -> None:
     root = str(FOLDER.parents[2])
     if PathFinder.find_spec("notebook_accelerate") is None:
-        sys.path.append(root)  # the parent has extended its own sys.path, which this interpreter does not inherit
+        # The parent may have extended its own sys.path, which this interpreter does not inherit.
+        sys.path.append(root)
     from notebook_accelerate.integrations.accelerate_alias import install
 
     install()
 
 
 def _run_next() -> None:
-    """Run the ``sitecustomize`` that this one hides: a distribution's, or that of a coverage tool."""
+    """Run the ``sitecustomize`` that this module hides, such as a Linux distribution's or a coverage tool's."""
     spec = PathFinder.find_spec("sitecustomize", [each for each in sys.path if Path(each or ".").resolve() != FOLDER])
     if spec is not None and spec.loader is not None:
         module = module_from_spec(spec)

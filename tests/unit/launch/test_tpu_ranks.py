@@ -84,5 +84,5 @@ def _fails() -> None:
 
 
 def test_a_tpu_that_torch_tpu_does_not_find_is_named(tpus: None) -> None:
-    with pytest.raises(Exception, match="torch_tpu is installed and has found no TPU"):
+    with pytest.raises(Exception, match="torch_tpu is installed but found no TPU"):
         notebook_launcher(_fails, num_processes=1, start_method="spawn")

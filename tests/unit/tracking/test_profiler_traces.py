@@ -57,7 +57,7 @@ def test_a_schedule_that_never_records_warns(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_written_does_not_hide_the_error_of_the_training(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("a file where the folder should be")
     with (
-        pytest.warns(UserWarning, match=r"profile_0\.json could not be written \(FileExistsError"),
+        pytest.warns(UserWarning, match=r"cannot write the profiler\'s trace .*profile_0\.json \(FileExistsError"),
         pytest.raises(ValueError, match="of the training"),
         profiled(_settings(tmp_path), 0, lambda: None),
     ):

@@ -130,7 +130,7 @@ def test_classes_that_are_not_trackers_are_refused() -> None:
     class Nameless(Memory):
         name = ""
 
-    with pytest.raises(ValueError, match="needs a name"):
+    with pytest.raises(ValueError, match="needs a unique name"):
         tracking.register_tracker_class(Nameless)
 
     class Other(Memory):
@@ -254,7 +254,7 @@ def test_a_launched_run_gets_the_numbers(channel: Channel) -> None:
         MetricEvent({"by hand": 1.0}, None),
     ]
     assert accelerator.get_tracker("live", unwrap=True) is channel
-    with pytest.warns(UserWarning, match=r"live panel shows numbers: 'text' \(str\)"):
+    with pytest.warns(UserWarning, match=r"live panel shows only numbers and leaves out 'text' \(str\)"):
         accelerator.log({"text": "x", "loss": 1.0})
     accelerator.log({"text": "y"})
     assert channel.events[2:] == [MetricEvent({"loss": 1.0}, None)]
@@ -285,7 +285,7 @@ def test_tensorboard_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
 
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
     accelerator.init_trackers("run", config={"lr": 0.1, 3: "a number as a name", "layers": {1: 2}})  # type: ignore[dict-item]
-    with pytest.warns(UserWarning, match=r"TensorBoard records numbers and texts: 'odd' \(NoneType\) is left out"):
+    with pytest.warns(UserWarning, match=r"TensorBoard records numbers and text; 'odd' \(NoneType\) is left out"):
         accelerator.log({"loss": 1.0, "odd": None}, step=0)
     with pytest.warns(UserWarning, match=r"the name 5 \(int\), which is recorded as '5'"):
         accelerator.log({5: 2.0}, step=1)  # type: ignore[dict-item]
