@@ -23,7 +23,7 @@ from notebook_accelerate.launch.report.run_snapshot import status
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.actions import CopyButton
-from notebook_accelerate.widgets.live_panel import LivePanel, close_all
+from notebook_accelerate.widgets.live_panel import LivePanel, close_hidden
 from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
 from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.table_view import TableView
@@ -267,9 +267,7 @@ class DebugSection:
     def close(self) -> None:
         """Stop updating; delete what is not shown, which is no part of the panel's tree of widgets."""
         self._close_panel()
-        for part in (self._text, self._line):
-            if part not in self.widget.children:
-                close_all(part)
+        close_hidden(self.widget, self._text, self._line)
 
     def _close_panel(self) -> None:
         if self.panel is not None:

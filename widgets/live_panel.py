@@ -265,6 +265,18 @@ def close_all(widget: Any) -> None:
             part.close()
 
 
+def close_hidden(box: Any, *parts: Any) -> None:
+    """Delete what a box does not show now: such widgets are not in the tree of a panel, which deletes the others.
+
+    Args:
+        box: The box that shows some of the widgets.
+        parts: The widgets; None is ignored.
+    """
+    for part in parts:
+        if part is not None and part not in box.children:
+            close_all(part)
+
+
 class HtmlPanel(PanelOfRun):
     """An HTML display of a run's report, which is updated while the run lasts; see `RunPanel`.
 

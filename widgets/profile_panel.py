@@ -15,11 +15,12 @@ from notebook_accelerate.launch.output.replaceable_outputs import Output, here
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Action, Drawing
 from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.timeline_picture import LOOKS
 from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.widgets.actions import ActionRow, ActionRows
 from notebook_accelerate.widgets.front_end import front_end, no_widgets
-from notebook_accelerate.widgets.live_panel import close_all
+from notebook_accelerate.widgets.live_panel import close_all, close_hidden
 from notebook_accelerate.widgets.panel_elements import asset, card, script, style_widget, with_classes
 from notebook_accelerate.widgets.panel_output import PanelOutput
 
@@ -152,7 +153,6 @@ class ProfileSection:
         self.widget.children = [self._status, *self._parts]
 
     def _show(self, profile: Profile) -> None:
-
         if not profile.paths:
             reasons = "; ".join(f"rank {rank}: {why}" for rank, why in profile.missing.items())
             self._say(f"No rank was profiled: {reasons}", "warn", CLOSE)
@@ -178,9 +178,7 @@ class ProfileSection:
 
     def close(self) -> None:
         """Delete what is not shown, which is no part of the panel's tree of widgets."""
-        for part in (self._status, *self._parts):
-            if part is not None and part not in self.widget.children:
-                close_all(part)
+        close_hidden(self.widget, self._status, *self._parts)
 
 
 def _title(profile: Profile) -> str:
@@ -225,8 +223,9 @@ def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
 
     The events are in the order of tracks, then depth, then start; ``tracks`` has the number of events of each depth.
     ``start`` is uint32 in units of ``tick`` microseconds, ``duration`` float32 in microseconds, ``name`` uint16 (or
-    uint32, of more than 65,536 names), ``category`` uint8. ``waits`` has two int32 for each: the event that waits and
-    the one that it waits for. ``steps`` has four float64: rank, start, end, number.
+    uint32, of more than 65,536 names), ``category`` uint8. ``looks`` has the title and the colours, in a light and in a
+    dark theme, of each category. ``waits`` has two int32 for each: the event that waits and the one that it waits for.
+    ``steps`` has four float64: rank, start, end, number.
 
     Args:
         timeline: The timeline.
@@ -248,6 +247,7 @@ def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
         "names": [name[:MAX_NAME] for name in timeline.names],
         "details": [[index, text[:MAX_NAME]] for index, text in timeline.details.items()],
         "categories": list(timeline.categories),
+        "looks": [[look.title, look.light, look.dark] for look in map(LOOKS.__getitem__, timeline.categories)],
         "span": span,
         "tick": tick,
         "events": sum(map(len, timeline.tracks)),

@@ -16,7 +16,6 @@ from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.report import run_comparison, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
 from notebook_accelerate.launch.report.document import Action, Drawing, Section
-from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
 from notebook_accelerate.widgets.compared_run import BestValues, KeptRow, label_of, opened
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from notebook_accelerate.widgets.compared_run import ComparedRun
 
 
-MAX_IMAGES = 24
-"""Metrics whose curves are in the static form."""
 MAX_OVERLAID = 16
 """Runs whose curves are drawn: as many as can be told apart, by eight colours, solid and dashed."""
 OPENING_SECONDS = 0.2
@@ -260,7 +257,8 @@ class RunsTable(CellView):
 
     def document(self) -> Section:
         """Return the table and the curves."""
-        return Section(key="runs", nodes=(self.table, Drawing(html=_overlays(self.runs[-MAX_OVERLAID:]))))
+        curves = svg_curves.metric_images(_sources(self.runs[-MAX_OVERLAID:]))
+        return Section(key="runs", nodes=(self.table, Drawing(html=curves)))
 
     def _show_in(self, output: Output) -> None:
         """Show the live table; its static form replaces it when the kernel ends."""
@@ -300,10 +298,3 @@ def _sources(rows: Sequence[ComparedRun | KeptRow]) -> list[Source]:
     """Return the curves of runs, except of kept runs that are not open."""
     known = [(run, label_of(row)) for row in rows if (run := opened(row)) is not None]
     return [compared_run.source_of(run, label) for run, label in known]
-
-
-def _overlays(rows: Sequence[ComparedRun | KeptRow]) -> Markup:
-    """Return an image per metric with a curve of each run."""
-    sources = _sources(rows)
-    images = [svg_curves.metric_image(sources, name) for name in shown_names(sources)[:MAX_IMAGES]]
-    return element("div", join(images, " ")) if images else Markup()

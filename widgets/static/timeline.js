@@ -162,7 +162,7 @@ class TimelineView {
   paint() {
     const { painter } = this;
     if (!this.root.isConnected || !painter.width) return;
-    if (!this.look) { this.look = new Look(this.root, this.data.categories); this.paintLegend(); }
+    if (!this.look) { this.look = new Look(this.root, this.data); this.paintLegend(); }
     this.ease();
     const scene = {
       from: this.from, to: this.to, top: this.scroll.scrollTop, hovered: this.hovered, chosen: this.chosen, range: this.range, ...rulerTicks(this.from, this.to, painter.width),
@@ -174,7 +174,7 @@ class TimelineView {
   }
   paintLegend() {
     const { data, look } = this, present = new Set(data.category);
-    const entries = data.categories.map((name, index) => present.has(index) && make("li", {}, make("span", { class: "na-swatch", style: `background:${look.category(index)}` }), categoryTitle(name)));
+    const entries = data.categories.map((name, index) => present.has(index) && make("li", {}, make("span", { class: "na-swatch", style: `background:${look.category(index)}` }), data.looks[index][0]));
     if (data.waitsFor.size) entries.push(make("li", {}, make("span", { class: "na-swatch na-tl-hatched" }), "waits for another rank"));
     this.legend.replaceChildren(...entries.filter(Boolean));
   }
@@ -324,7 +324,7 @@ class TimelineView {
     const { data } = this;
     if (this.tipped !== event) {
       this.tipped = event;
-      const wait = data.waited(event), lines = [`rank ${data.rankOf(event)} · ${data.laneOf(event).track.title} · ${categoryTitle(data.kind(event))}`, data.detail(event)];
+      const wait = data.waited(event), lines = [`rank ${data.rankOf(event)} · ${data.laneOf(event).track.title} · ${data.kind(event)}`, data.detail(event)];
       if (wait) lines.push(`waits ${microseconds(wait)} for rank ${data.rankOf(data.waitsFor.get(event))}`);
       this.tip.replaceChildren(make("div", {}, make("b", {}, data.text(event)), ` ${microseconds(data.duration[event])}`),
         ...lines.filter(Boolean).map((line) => make("div", { class: "na-muted" }, line)));
@@ -407,7 +407,7 @@ class TimelineView {
   }
   ofEvent(event) {
     const { data } = this, track = data.laneOf(event).track, step = data.stepAt(track.rank, data.start[event]);
-    const facts = [["Rank", track.rank], ["Track", track.title], ["Kind", categoryTitle(data.kind(event))], ["Starts at", microseconds(data.start[event], 6)],
+    const facts = [["Rank", track.rank], ["Track", track.title], ["Kind", data.kind(event)], ["Starts at", microseconds(data.start[event], 6)],
       ["Takes", microseconds(data.duration[event], 4)], ["Step", step?.number], ["Line", data.detail(event)]];
     const list = make("dl", {}, ...facts.filter(([, value]) => value !== undefined && value !== "").map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
     const head = make("p", { class: "na-tl-name" }, make("b", {}, data.text(event)));
@@ -429,7 +429,7 @@ class TimelineView {
     const zoom = make("button", { class: "na-tool", type: "button", onclick: () => { this.show(from, to); this.range = null; this.describe(); } }, "Zoom to it");
     const head = make("p", { class: "na-tl-name" }, make("b", {}, microseconds(to - from, 4)), ` selected, ${microseconds(from, 6)} to ${microseconds(to, 6)} `, zoom);
     const table = make("table", { class: "na-table" }, make("caption", {}, "Time of their own in it, of all ranks"),
-      make("tbody", {}, ...rows.map(({ name, category, time, count }) => make("tr", {}, make("th", {}, name), make("td", {}, categoryTitle(category)),
+      make("tbody", {}, ...rows.map(({ name, category, time, count }) => make("tr", {}, make("th", {}, name), make("td", {}, category),
         make("td", { class: "na-num" }, microseconds(time)), make("td", { class: "na-num" }, `${english(count)} ×`),
         make("td", {}, make("div", { class: "na-meter na-tl-meter" }, make("i", { style: `width:${(100 * time) / most}%` })))))));
     return rows.length ? [head, make("div", { class: "na-scroll" }, table)] : [head];

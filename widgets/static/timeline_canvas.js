@@ -7,38 +7,25 @@
 const LANE = 17, HEAD = 22, MARGIN = 5, NARROW = 4, FONT = "11px system-ui, -apple-system, 'Segoe UI', sans-serif";
 const SHADES = 5;  // of each category, so that neighbours differ: an event's depends on its name
 
-const FILLS = {
-  light: {
-    forward: "#8fb9f2", backward: "#bda8ee", optimizer: "#86cda6", loader: "#f4b387", collective: "#7fcbd4", wait: "#ee8d99", kernel: "#b4cf78",
-    memory: "#dab78d", runtime: "#c6cbd2", op: "#b1c1d8", python: "#d6d2c8", checkpoint: "#ecc86c", logging: "#e8a5cd", step: "#d9dce1",
-  },
-  dark: {
-    forward: "#2f5f9e", backward: "#6247a6", optimizer: "#2a7250", loader: "#9c5526", collective: "#1f6f79", wait: "#a3384a", kernel: "#55702a",
-    memory: "#7a5a35", runtime: "#4f5761", op: "#43546d", python: "#5a5750", checkpoint: "#866317", logging: "#8a4a76", step: "#3a4048",
-  },
-};
 /* Operations are most of the events: theirs differ in hue. */
 const OPERATIONS = { light: ["#b1c1d8", "#a9cfd0", "#c3bfe0", "#c9cfb0", "#d5bfc9"], dark: ["#43546d", "#3a6063", "#57507a", "#586040", "#6a4d5b"] };
-const CATEGORY_TITLES = { op: "operation", loader: "data loading", kernel: "GPU kernel", memory: "copy", python: "Python", runtime: "CUDA call" };
-const categoryTitle = (name) => CATEGORY_TITLES[name] || name;
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const mixed = (from, to, share) => from.map((value, index) => Math.round(value + (to[index] - value) * share));
 
 /* What the theme decides: the colours of text, lines and categories. */
 class Look {
-  constructor(root, categories) {
+  constructor(root, { categories, looks }) {
     this.dark = isDark(root);
-    const side = FILLS[this.dark ? "dark" : "light"];
     this.ink = getComputedStyle(root).color;
     this.text = this.dark ? "#f1f4f8" : "#171b21";
     this.bad = this.dark ? "#ff7b72" : "#c62833";
     this.accent = this.dark ? "#6aa5f8" : "#2563c9";
     this.fills = [];
     this.words = [];  // the same as numbers, as ImageData has them, without alpha
-    for (const name of categories)
+    for (const [index, name] of categories.entries())
       for (let shade = 0; shade < SHADES; shade++) {
-        const base = name === "op" ? OPERATIONS[this.dark ? "dark" : "light"][shade] : side[name] || side.op;
+        const base = name === "op" ? OPERATIONS[this.dark ? "dark" : "light"][shade] : looks[index][this.dark ? 2 : 1];
         const [r, g, b] = mixed(channels(base), this.dark ? [255, 255, 255] : [0, 0, 0], name === "op" ? 0 : 0.03 * shade);
         this.fills.push(`rgb(${r},${g},${b})`);
         this.words.push(r | (g << 8) | (b << 16));

@@ -10,6 +10,7 @@ class TimelineData {
   constructor(raw) {
     this.names = raw.names;
     this.categories = raw.categories;
+    this.looks = raw.looks;  // of each category: title, colour in a light theme, colour in a dark one
     this.details = new Map(raw.details);
     this.span = raw.span;
     this.shortest = raw.shortest;
@@ -105,7 +106,7 @@ class TimelineData {
   end(event) { return this.start[event] + this.duration[event]; }
   text(event) { return this.names[this.name[event]]; }
   detail(event) { return this.details.get(this.name[event]) || ""; }
-  kind(event) { return this.categories[this.category[event]]; }
+  kind(event) { return this.looks[this.category[event]][0]; }
   rankOf(event) { return this.laneOf(event).track.rank; }
   laneOf(event) {
     let low = 0, high = this.lanes.length - 1;
@@ -224,7 +225,7 @@ class TimelineData {
     };
     for (const lane of this.lanes) add(lane);
     return [...times.keys()].filter((name) => counts[name]).sort((a, b) => times[b] - times[a]).slice(0, limit)
-      .map((name) => ({ name: this.names[name], category: this.categories[kinds[name]], time: times[name], count: counts[name] }));
+      .map((name) => ({ name: this.names[name], category: this.looks[kinds[name]][0], time: times[name], count: counts[name] }));
   }
 }
 

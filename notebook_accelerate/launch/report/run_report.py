@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.run_state import RunView
     from notebook_accelerate.telemetry import RankFailure, Store
 
-MAX_CURVES = 24
-"""Further metrics are listed in the table only: a saved notebook stores every image."""
 MAX_TRACES = 256
 """Profiler traces that are listed."""
 _SPARK = "▁▂▃▄▅▆▇█"
@@ -126,12 +124,9 @@ def _curves_html(run: RunView) -> Markup:
     """Return the curves of the logged metrics; if nothing was logged, those of the automatic metrics."""
     failed = [failure.rank for failure in run.failures]
     source = Source(run.store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
-    names = shown_names([source])
-    if not names:
-        return Markup()
-    images = element("div", join([svg_curves.metric_image([source], name) for name in names[:MAX_CURVES]], " "))
-    more = len(names) - MAX_CURVES
-    return join([images, element("p", f"{more} more metrics are in the table below.")]) if more > 0 else images
+    more = len(shown_names([source])) - svg_curves.MAX_IMAGES
+    note = [element("p", f"{more} more metrics are in the table below.")] if more > 0 else []
+    return join([svg_curves.metric_images([source]), *note])
 
 
 # ---- tables
@@ -148,7 +143,7 @@ def metric_table(run: RunView) -> Table:
         curve = sparkline(series.rank(int(series.ranks.min())).values)
         rows.append([name, str(len(values)), *(f"{number:.4g}" for number in numbers), curve])
     table = table_of("metrics", rows, caption="Metrics")
-    if len(rows) > MAX_CURVES + 1:
+    if len(rows) > svg_curves.MAX_IMAGES + 1:
         return table
     *columns, curve_column = table.columns
     return replace(table, columns=(*columns, replace(curve_column, text_only=True)))  # HTML shows the images

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.report.curves import Curve, Source
+from notebook_accelerate.launch.report.curves import Curve, Source, shown_names
 from notebook_accelerate.launch.report.markup import Markup, element, join, number, svg_drawing, svg_image, svg_text
 from notebook_accelerate.telemetry import Store
 from notebook_accelerate.telemetry.curves import FEW_RANKS
@@ -27,6 +27,8 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 10, 30, 26
 DIGIT = 6.4
 """Width of a digit of a label."""
 POINTS = 400
+MAX_IMAGES = 24
+"""Metrics with an image: a saved notebook stores every image."""
 ALONE = 2.6
 """Radius of a point without a neighbour, which no line shows."""
 # Mid-tones: at least 3:1 against white and against a dark notebook's #111.
@@ -58,6 +60,16 @@ def metric_image(sources: Sequence[Source], name: str) -> Markup:
             run = f"{source.label}: " if source.label else ""
             texts.append(run + description(store.series(name)))
     return image(name, curves_of(sources, name), "; ".join(texts))
+
+
+def metric_images(sources: Sequence[Source]) -> Markup:
+    """Return the images of the first ``MAX_IMAGES`` metrics; "" without any.
+
+    Args:
+        sources: The runs to draw.
+    """
+    images = [metric_image(sources, name) for name in shown_names(sources)[:MAX_IMAGES]]
+    return element("div", join(images, " ")) if images else Markup()
 
 
 def curves_of(sources: Sequence[Source], name: str) -> list[Curve]:

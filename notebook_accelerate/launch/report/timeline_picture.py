@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from notebook_accelerate.launch.report.markup import Markup, element, svg_drawing, svg_image, svg_text
 from notebook_accelerate.launch.report.svg_curves import INK, ticks
@@ -26,16 +26,43 @@ COLUMNS = (824, 412, 206, 103, 52)
 """Columns of a lane, the first number that leads to less than ``MAX_BYTES``."""
 SAMPLES = 4
 """Times in a column at which a track is looked at; the category seen most often colours the column."""
-# Mid-tones, legible on light and dark backgrounds.
-COLOURS = {
-    "forward": "#3b82d6", "backward": "#8a63d2", "optimizer": "#2a9a68", "loader": "#d9662b", "collective": "#1b98a6",
-    "wait": "#d6455d", "kernel": "#6f8f2f", "memory": "#a0703c", "runtime": "#7d8590", "op": "#7f96b8",
-    "python": "#9a9a9a", "checkpoint": "#c4881c", "logging": "#c25a9b", "step": "#808080",
-}  # fmt: skip
 PHASES = ("forward", "backward", "optimizer", "loader", "collective", "checkpoint", "logging", "wait")
 """Categories that say what an operation is a part of; they are drawn instead of the operations below them."""
-TITLES = {"op": "operation", "loader": "data loading", "kernel": "GPU kernel", "memory": "copy", "python": "Python"}
-"""What the legend says instead of a category."""
+
+
+class CategoryLook(NamedTuple):
+    """How the events of a category are shown.
+
+    Attributes:
+        title: What legends say.
+        picture: The colour in pictures, a mid-tone that is legible on light and dark backgrounds.
+        light: The colour in the live timeline in a light theme, below dark text.
+        dark: The same in a dark theme, below light text.
+    """
+
+    title: str
+    picture: str
+    light: str
+    dark: str
+
+
+LOOKS = {
+    "forward": CategoryLook("forward", "#3b82d6", "#8fb9f2", "#2f5f9e"),
+    "backward": CategoryLook("backward", "#8a63d2", "#bda8ee", "#6247a6"),
+    "optimizer": CategoryLook("optimizer", "#2a9a68", "#86cda6", "#2a7250"),
+    "loader": CategoryLook("data loading", "#d9662b", "#f4b387", "#9c5526"),
+    "collective": CategoryLook("collective", "#1b98a6", "#7fcbd4", "#1f6f79"),
+    "wait": CategoryLook("wait", "#d6455d", "#ee8d99", "#a3384a"),
+    "kernel": CategoryLook("GPU kernel", "#6f8f2f", "#b4cf78", "#55702a"),
+    "memory": CategoryLook("copy", "#a0703c", "#dab78d", "#7a5a35"),
+    "runtime": CategoryLook("CUDA call", "#7d8590", "#c6cbd2", "#4f5761"),
+    "op": CategoryLook("operation", "#7f96b8", "#b1c1d8", "#43546d"),
+    "python": CategoryLook("Python", "#9a9a9a", "#d6d2c8", "#5a5750"),
+    "checkpoint": CategoryLook("checkpoint", "#c4881c", "#ecc86c", "#866317"),
+    "logging": CategoryLook("logging", "#c25a9b", "#e8a5cd", "#8a4a76"),
+    "step": CategoryLook("step", "#808080", "#d9dce1", "#3a4048"),
+}
+"""By category, in the order of legends."""
 
 
 @dataclass
@@ -155,7 +182,7 @@ def _lane(timeline: Timeline, tracks: Sequence[Track], top: float, columns: int,
     for category in sorted(set(seen.tolist()) - {-1}):
         name = timeline.categories[category]
         used.append(name)
-        yield _runs(seen == category, top, LANE - 2, COLOURS.get(name, "#7f7f7f"))
+        yield _runs(seen == category, top, LANE - 2, LOOKS[name].picture)
 
 
 def _runs(columns: np.ndarray, top: float, height: float, colour: str) -> Markup:
@@ -217,16 +244,15 @@ def _waits(timeline: Timeline, row: _RankRow, top: float, columns: int, used: li
     waited = np.cumsum(np.where(np.arange(len(edges)) % 2, 0.0, np.diff(edges, prepend=0.0)))
     bounds = np.interp(np.linspace(0.0, timeline.span, columns + 1), edges, waited)
     used.append("wait")
-    yield _runs(np.diff(bounds) > timeline.span / columns / 2, top + LANE - 6, 4, COLOURS["wait"])
+    yield _runs(np.diff(bounds) > timeline.span / columns / 2, top + LANE - 6, 4, LOOKS["wait"].picture)
 
 
 def _legend(used: Sequence[str], note: str) -> Iterator[Markup]:
     x = float(LABEL)
-    for name in [name for name in COLOURS if name in used]:
-        text = TITLES.get(name, name)
-        yield element("rect", x=x, y=8, width=9, height=9, rx=2, fill=COLOURS[name])
-        yield svg_text(x + 13, 16, text, INK)
-        x += 25 + 6.2 * len(text)
+    for look in [look for name, look in LOOKS.items() if name in used]:
+        yield element("rect", x=x, y=8, width=9, height=9, rx=2, fill=look.picture)
+        yield svg_text(x + 13, 16, look.title, INK)
+        x += 25 + 6.2 * len(look.title)
     if note:
         yield svg_text(WIDTH - RIGHT, 16, note, INK, "end")
 

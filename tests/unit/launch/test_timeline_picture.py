@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from notebook_accelerate.launch.report.timeline_picture import COLOURS, MAX_RANKS, timeline_svg
+from notebook_accelerate.launch.report.timeline_picture import LOOKS, MAX_RANKS, timeline_svg
 from notebook_accelerate.profiling.timeline import Timeline
 from tests.support.timelines import training
 
@@ -26,7 +26,7 @@ def _words(timeline: Timeline) -> list[str]:
 def _path(timeline: Timeline, category: str, index: int) -> str:
     """Return the path of a category in the lane that is the index-th with it."""
     nodes = [node for node in _svg(timeline_svg(timeline)).iter() if node.tag.endswith("path")]
-    return [node.attrib["d"] for node in nodes if node.attrib["fill"] == COLOURS[category]][index]
+    return [node.attrib["d"] for node in nodes if node.attrib["fill"] == LOOKS[category].picture][index]
 
 
 def _width(path: str) -> float:
@@ -43,7 +43,7 @@ def test_the_slow_rank_loads_longest_and_does_not_wait() -> None:
     timeline = training(ranks=3, steps=2, slow=1)
     widths = [_width(_path(timeline, "loader", rank)) for rank in range(3)]
     assert widths[1] > 5 * max(widths[0], widths[2])
-    waits = [node for node in _svg(timeline_svg(timeline)).iter() if node.attrib.get("fill") == COLOURS["wait"]]
+    waits = [node for node in _svg(timeline_svg(timeline)).iter() if node.attrib.get("fill") == LOOKS["wait"].picture]
     assert len([node for node in waits if node.tag.endswith("path") and node.attrib["d"]]) == 2
 
 
