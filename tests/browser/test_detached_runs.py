@@ -103,7 +103,8 @@ for number in range(10):
     notebook_launcher(train, (0.5 + number / 3, 200, 0.0), num_processes=1, start_method="fork", cpu=True,
                       save="kept", name=f"rate-{number}", panel=False)
 """.replace("cpu=True,", "config=notebook_accelerate.LaunchConfig(cpu=True),")
-    page = opened([TRAIN.format(state=str(state)), launches, "RunsTable(notebook_accelerate.runs('kept').open())"])
+    tables = ["RunsTable(notebook_accelerate.runs('kept').open())", "notebook_accelerate.runs('kept')"]
+    page = opened([TRAIN.format(state=str(state)), launches, *tables])
     page.run(1)
     page.idle()
     page.run(2)
@@ -113,3 +114,12 @@ for number in range(10):
     page.wait_for("() => document.querySelectorAll('.na-live .na-chip').length === 10")
     assert page.page.locator(".na-chip i.na-dashed").count() == 2, "there are eight colours"
     page.shot(f"{app}-ten-runs", CARD)
+
+    # The table of the folder reads the summaries, and opens the runs for their curves.
+    page.run(3)
+    page.wait_for("() => document.querySelectorAll('.na-live').length === 2")
+    shown = "[...document.querySelectorAll('.na-live')].at(-1)"
+    chips = f"[...{shown}.querySelectorAll('.na-chip')].map((chip) => chip.innerText).join()"
+    page.wait_for(f"() => {chips} === 'rate-0,rate-1,rate-2,rate-3,rate-4,rate-5,rate-6,rate-7,rate-8,rate-9'")
+    page.page.get_by_role("button", name="Open the panel of rate-7").click()
+    page.wait_for(f"() => {shown}.querySelector('.na-opened-run .na-head')?.innerText.includes('rate-7')")

@@ -4,7 +4,7 @@
  * folded, all: [row, ...]}, ...]}; a row is [key, cells, {tone, order, actions}]. A `delta` (see feed.js) has `order`, the
  * keys of all groups, if they have changed, and groups of {key, title, order: [key, ...], rows: [new row, ...],
  * changes: [[key, place, value, ...], ...]}; a place is the index of a cell, "tone", "order" or "actions".
- * A cell is a text, [state], or {text, badge, state, colour, meter}. Text is set as text, never as markup.
+ * A cell is a text, [state], or an object with attributes of `Cell`. Text is set as text, never as markup.
  */
 class Row {
   constructor(view, key, cells) {
@@ -22,16 +22,18 @@ class Row {
     if (typeof place === "number") { this.cells[place] = value; this.paint(place, value); return; }
     this[place] = value;
     if (place === "tone") this.node.className = value.replace(/\S+/g, "na-$&");
-    else if (place === "actions") showButtons(this.buttons, value, (id) => this.view.model.send({ kind: "action", key: this.key, action: id }));
-    if (place === "actions") [...this.buttons.children].forEach((button) => button.setAttribute("aria-label", button.title));
+    if (place !== "actions") return;
+    showButtons(this.buttons, value, (id) => this.view.model.send({ kind: "action", key: this.key, action: id }));
+    for (const button of this.buttons.children) button.setAttribute("aria-label", button.title);
   }
   paint(index, cell) {
     const node = this.nodes[index], dotted = this.view.columns[index][1] === "run";
-    const { text, badge, state, meter, colour = dotted ? -1 : undefined } = described(cell);
-    if (this.view.sortable) node.title = text;  // it is cut in a narrow column
+    const { text, badge, state, part, meter, colour = dotted ? -1 : undefined, title = this.view.sortable ? text : "" } = described(cell);
+    if (title || node.title) node.title = title;  // narrow columns of a table that is sorted cut their texts
     if (typeof cell === "string" && colour === undefined && !node.firstElementChild) { setText(node, cell); return; }
     node.replaceChildren(
       ...(colour === undefined ? [] : [make("i", { class: "na-run-colour", "data-colour": colour })]),
+      ...(part === undefined ? [] : [make("span", { class: "na-swatch", style: `background:var(--na-part-${part})` })]),
       ...(meter === undefined ? [] : [make("span", { class: "na-meter" }, make("i", { style: `width:${100 * meter}%` }))]),
       state ? make("span", { class: `na-state na-state-${state.replaceAll(" ", "-")}` }, capitalized(text)) : text,
       ...(badge ? [make("span", { class: "na-badge" }, badge)] : []));
