@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from datetime import timedelta
 from enum import Enum
@@ -154,15 +154,16 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: 
         config: The launch.
         hidden: Whether to hide secrets: values of variables, and credentials in URLs.
     """
+    code = shown_code if hidden else _whole_code
     given = config.non_default()
     in_config = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
     names = ["LaunchConfig"] if in_config else []
     names += ["RayCluster"] if isinstance(given.get("on"), RayCluster) else []
     imports = [f"from notebook_accelerate import {', '.join([*names, 'notebook_launcher'])}", *_imports(in_config)]
     call = [function, *([arguments] if arguments and arguments != "()" else [])]
-    call += [f"{name}={shown_code(name, value) if hidden else code_of(value)}" for name, value in given.items()]
+    call += [f"{name}={code(name, value)}" for name, value in given.items()]
     if in_config:
-        values = [f"{name}={_multiline(value)}" for name, value in in_config.items()]
+        values = [f"{name}={_multiline(name, value, code)}" for name, value in in_config.items()]
         call.append(f"config=LaunchConfig({', '.join(values)})")
     return "\n".join([*imports, "", _call(f"{RUN_VARIABLE} = notebook_launcher", call)])
 
@@ -207,11 +208,15 @@ def _argument_code(value: Any, namespace: Mapping[str, Any]) -> str:
     return next((name for name, found in namespace.items() if found is value and not name.startswith("_")), "")
 
 
-def _multiline(value: Any) -> str:
+def _whole_code(_: str, value: object) -> str:
+    return code_of(value)
+
+
+def _multiline(name: str, value: Any, code: Callable[[str, Any], str]) -> str:
     """Return the code of a value; a dict has one entry per line."""
     if not isinstance(value, dict):
-        return code_of(value)
-    entries = "".join(f"        {code_of(name)}: {code_of(entry)},\n" for name, entry in value.items())
+        return code(name, value)
+    entries = "".join(f"        {code_of(key)}: {code(key, entry)},\n" for key, entry in value.items())
     return f"{{\n{entries}    }}"
 
 

@@ -256,6 +256,14 @@ def test_the_copied_text_is_the_cell() -> None:
     assert "num_processes=2" in panel.widget.texts["cell"]
 
 
+def test_the_shown_cell_hides_credentials_of_the_training_options_and_the_copied_one_has_them() -> None:
+    address = "https://user:hunter2@example.org/logs"
+    panel = _panel(training=TrainingOptions(project_config=ProjectConfiguration(logging_dir=address)))
+    assert address in panel.widget.code
+    assert "https://***@example.org/logs" in panel.widget.texts["cell"]
+    assert "hunter2" not in panel.html + panel.text + panel.widget.texts["cell"]
+
+
 # ---- configuration files
 
 
