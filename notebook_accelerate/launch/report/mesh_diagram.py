@@ -98,7 +98,8 @@ _PARTS = {"parameters": 1, "gradients": 0, "optimizer state": 3}
 
 def _table_row(row: ShardingRow) -> Row:
     part = _PARTS.get(row.kind, -1)
-    kind, share = Cell(text=row.kind, part=part), Cell(text=percent(row.share), part=part, meter=row.share)
+    kind = Cell(text=row.kind, part=part)
+    share = "" if row.share is None else Cell(text=percent(row.share), part=part, meter=row.share)
     return Row(cells=(row.ranks, kind, row.total, row.per_rank, share, row.layout), tone="sum" if part < 0 else "")
 
 

@@ -345,8 +345,6 @@ def _bar(time: StepTime, longest: float) -> Markup:
 
 # ---- devices
 
-DEVICE_HEAD = ["rank", "device", "model", "use", "allocated", "reserved", "peak", "in use on the device", "uuid"]
-_NODE_HEAD = ["node", "devices", "model", "mean use", "allocated", "reserved", "highest peak", "in use on the devices"]
 _DEVICES = "Devices: allocated, reserved and peak count the rank's own memory; use and in use count all processes"
 UUID_CHARS = 8
 """Characters of an identity that distinguish the devices of a machine."""
@@ -357,44 +355,49 @@ def device_table(ranks: Ranks) -> Table:
 
     Columns without any known value are left out, such as the current figures after the end of the run.
     """
-    rows = [_NODE_HEAD, *_device_nodes(ranks)] if len(ranks) > MANY else [DEVICE_HEAD, *_devices(ranks)]
+    rows = _node_devices(ranks) if len(ranks) > MANY else _devices(ranks)
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"–"}]
     return table_of("devices", list(zip(*columns, strict=True)), caption=_DEVICES)
 
 
 def _devices(ranks: Ranks) -> Rows:
-    rows = []
+    rows = [["rank", "device", "model", "use", "allocated", "reserved", "peak", "in use on the device", "uuid"]]
     for rank in ranks:
         for device in rank.devices:
-            sizes = [byte_size(size if rank.active else None) for size in (device.allocated, device.reserved)]
-            used = byte_size(device.used if rank.active else None)
-            use = use_text(device.percent if rank.active else None)
             uuid = device.uuid[:UUID_CHARS] or "–"
-            peak = byte_size(device.peak)
-            rows.append([str(rank.rank), device.device, _model(device), use, *sizes, peak, used, uuid])
+            rows.append([str(rank.rank), device.device, *_device_figures([device], [rank]), uuid])
     return rows
 
 
-def _device_nodes(ranks: Ranks) -> Rows:
-    groups, rows = by_node(ranks), []
-    for members in groups.values():
-        held = [device for rank in members for device in rank.devices]
-        if not held:
-            continue
-        live = [device for rank in members if rank.active for device in rank.devices]
-        distinct = list({device.uuid or index: device for index, device in enumerate(live)}.values())
-        percents = [device.percent for device in distinct if device.percent is not None]
-        rows.append([
-            node_title(members, several=len(groups) > 1),
-            str(len({device.uuid or index for index, device in enumerate(held)})),
-            ", ".join(dict.fromkeys(map(_model, held))),
-            use_text(sum(percents) / len(percents) if percents else None),
-            byte_size(sum_known(device.allocated for device in live)),
-            byte_size(sum_known(device.reserved for device in live)),
-            byte_size(max(device.peak for device in held)),
-            byte_size(sum_known(device.used for device in distinct)),
-        ])  # fmt: skip
+def _node_devices(ranks: Ranks) -> Rows:
+    rows = [["node", "devices", "model", "mean use", "allocated", "reserved", "highest peak", "in use on the devices"]]
+    nodes = by_node(ranks)
+    for members in nodes.values():
+        if held := [device for rank in members for device in rank.devices]:
+            count = str(len({device.uuid or index for index, device in enumerate(held)}))
+            rows.append([node_title(members, several=len(nodes) > 1), count, *_device_figures(held, members)])
     return rows
+
+
+def _device_figures(held: Sequence[RankDevice], ranks: Ranks) -> list[str]:
+    """Return model, use, allocated, reserved and peak memory, and the memory in use; a shared device is used once.
+
+    Args:
+        held: Devices of the ranks.
+        ranks: The ranks. The current figures are those of the active ones.
+    """
+    active = [rank for rank in ranks if rank.active]
+    live = held if len(active) == len(ranks) else [device for rank in active for device in rank.devices]
+    distinct = list({device.uuid or index: device for index, device in enumerate(live)}.values())
+    percents = [device.percent for device in distinct if device.percent is not None]
+    return [
+        ", ".join(dict.fromkeys(map(_model, held))),
+        use_text(sum(percents) / len(percents) if percents else None),
+        byte_size(sum_known(device.allocated for device in live)),
+        byte_size(sum_known(device.reserved for device in live)),
+        byte_size(max(device.peak for device in held)),
+        byte_size(sum_known(device.used for device in distinct)),
+    ]
 
 
 def _model(device: RankDevice) -> str:

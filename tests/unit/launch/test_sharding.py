@@ -79,6 +79,8 @@ def test_what_is_not_known_is_said() -> None:
     (one,) = mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
     unknown = {0: replace(one, held={**one.held, KINDS[2]: ShardSizes(None, None)})}
     rows = mesh_diagram.sharding_rows(unknown)
+    _, table = mesh_diagram.sharding(unknown, inline=False)
+    assert [table.rows[index].cells[4] for index in (2, 3)] == ["", ""]
     assert (rows[2].total, rows[2].per_rank, rows[2].share) == ("unknown", "unknown", None)
     assert (rows[3].total, rows[3].share) == ("unknown", None)
     ET.fromstring(mesh_diagram.svg(unknown, mesh_diagram.PAPER))
