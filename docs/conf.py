@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pydoc
 import re
 import shutil
 import sys
@@ -16,6 +18,7 @@ from sphinx.util.nodes import make_refnode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import notebook_accelerate
+from notebook_accelerate.config.settings import settings_of
 
 DOCS = Path(__file__).resolve().parent
 
@@ -98,6 +101,14 @@ def _without_arguments(app: Sphinx, what: str, _name: str, _object: object, _opt
     del lines[begin:end]
 
 
+def _with_variable(_app: Sphinx, what: str, name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Add the variable and the default of a setting to the text of its field."""
+    owner, _, field_name = name.rpartition(".")
+    cls = pydoc.locate(owner) if what == "attribute" else None
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls) and field_name in settings_of(cls):
+        lines += ["", settings_of(cls)[field_name].source.strip(), ""]
+
+
 def _by_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Link a name in a docstring to the one class or function of that name in the reference."""
     entries = env.domains["py"].objects.items() if node.get("refdomain") == "py" else ()
@@ -177,6 +188,7 @@ def setup(app: Sphinx) -> None:
     app.connect("missing-reference", _by_short_name)
     app.connect("autodoc-process-signature", _without_constructor)
     app.connect("autodoc-process-docstring", _without_arguments, priority=100)
+    app.connect("autodoc-process-docstring", _with_variable, priority=100)
     app.connect("source-read", _link_tutorials)
     app.connect("build-finished", _write_short_addresses)
     app.connect("build-finished", _correct_links_of_sources)

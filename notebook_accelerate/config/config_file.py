@@ -37,7 +37,6 @@ from notebook_accelerate.config.settings import (
     MIXED_PRECISIONS,
     RDZV_BACKENDS,
     Answers,
-    Question,
     Section,
     Setting,
     metadata,
@@ -70,7 +69,9 @@ class BaseConfig:
             launch="mixed_precision",
             choices=MIXED_PRECISIONS,
             closed=True,
-            question=Question("Which precision?", "no", place=4),
+            ask="Which precision?",
+            answer="no",
+            place=4,
         )
     )
     """Precision of the computation."""
@@ -79,7 +80,9 @@ class BaseConfig:
             launch="cpu",
             option="cpu",
             switch=True,
-            question=Question("Train on the CPU only?", lambda answers: not answers["devices"], place=2),
+            ask="Train on the CPU only?",
+            answer=lambda answers: not answers["devices"],
+            place=2,
         )
     )
     """Train on the CPU, without the default configuration file."""
@@ -210,31 +213,33 @@ class ClusterConfig(BaseConfig):
     """Configuration of a training on one or several machines."""
 
     num_processes: int = setting(
-        -1, launch="num_processes", question=Question("How many processes on all machines?", _all_devices, place=3)
+        -1, launch="num_processes", ask="How many processes on all machines?", answer=_all_devices, place=3
     )
     """Number of processes on all machines; without it, one per device."""
     machine_rank: int = setting(
-        0, launch="node_rank", question=Question("Which is this one, counted from 0?", 0, when=_several, place=1)
+        0, launch="node_rank", ask="Which is this one, counted from 0?", answer=0, when=_several, place=1
     )
     """Index of this machine, from 0."""
-    num_machines: int = setting(1, launch="num_nodes", question=Question("How many machines train together?", 1))
+    num_machines: int = setting(1, launch="num_nodes", ask="How many machines train together?", answer=1)
     """Number of machines."""
     gpu_ids: str | None = setting()
     """Numbers of the GPUs to use, separated by commas, or all."""
     main_process_ip: str | None = setting(
-        launch="master_addr",
-        question=Question("What is the address of machine 0?", "127.0.0.1", when=_several, place=1),
+        launch="master_addr", ask="What is the address of machine 0?", answer="127.0.0.1", when=_several, place=1
     )
     """Address of the machine with index 0."""
     main_process_port: int | None = setting(
-        launch="use_port", question=Question("Which of its ports is free?", 29500, when=_several, place=1)
+        launch="use_port", ask="Which of its ports is free?", answer=29500, when=_several, place=1
     )
     """Port of the process group on that machine."""
     rdzv_backend: str | None = setting(
         "static",
         launch="rdzv_backend",
         choices=RDZV_BACKENDS,
-        question=Question("How do they find each other?", "static", when=_several, place=1),
+        ask="How do they find each other?",
+        answer="static",
+        when=_several,
+        place=1,
     )
     """How machines find each other: static, by their index, or c10d, in the order they join."""
     same_network: bool | None = setting(False, switch=True)

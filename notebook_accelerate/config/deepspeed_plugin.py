@@ -22,7 +22,7 @@ from notebook_accelerate.config.deepspeed_config import (
 )
 from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
 from notebook_accelerate.config.plain_values import check_one_of
-from notebook_accelerate.config.settings import Answers, Question, Section, fill_unset, from_environment, setting
+from notebook_accelerate.config.settings import Answers, Section, fill_unset, from_environment, setting
 
 if TYPE_CHECKING:
     import torch
@@ -71,33 +71,39 @@ class DeepSpeedPlugin:
     hf_ds_config: Any = setting(
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         option="deepspeed_config_file",
-        question=Question("JSON file of DeepSpeed (empty: none)?"),
+        ask="JSON file of DeepSpeed (empty: none)?",
     )
     """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig``; default: derived from the other fields."""
     gradient_accumulation_steps: int | None = setting(
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         read=_number_or_auto(int),
-        question=Question("Batches per step?", 1, when=_without_file, place=1),
+        ask="Batches per step?",
+        answer=1,
+        when=_without_file,
+        place=1,
     )
     """Batches per optimizer step; default: the ``Accelerator``'s."""
     gradient_clipping: float | None = setting(
         variable="ACCELERATE_GRADIENT_CLIPPING",
         read=_number_or_auto(float),
-        question=Question("Norm of gradients?", 1.0, when=_without_file, place=1),
+        ask="Norm of gradients?",
+        answer=1.0,
+        when=_without_file,
+        place=1,
     )
     """Largest norm of gradients; default: the argument of ``clip_grad_norm_``."""
     zero_stage: int | None = setting(
-        unset=2, choices=(0, 1, 2, 3), question=Question("Which stage of ZeRO?", 2, when=_without_file)
+        unset=2, choices=(0, 1, 2, 3), ask="Which stage of ZeRO?", answer=2, when=_without_file
     )
     """Stage of ZeRO: 0, 1, 2 or 3."""
     is_train_batch_min: bool = True
     """Whether the smallest of several loaders' batch sizes is used (False: the largest)."""
     offload_optimizer_device: str | None = setting(
-        unset="none", choices=_DEVICES, question=Question("Optimizer offloaded to?", "none", when=_without_file)
+        unset="none", choices=_DEVICES, ask="Optimizer offloaded to?", answer="none", when=_without_file
     )
     """Where the optimizer's state is kept: none, cpu or nvme."""
     offload_param_device: str | None = setting(
-        unset="none", choices=_DEVICES, question=Question("Parameters offloaded to?", "none", when=_without_file)
+        unset="none", choices=_DEVICES, ask="Parameters offloaded to?", answer="none", when=_without_file
     )
     """Where parameters are kept, with stage 3: none, cpu or nvme."""
     offload_optimizer_nvme_path: str | None = setting()

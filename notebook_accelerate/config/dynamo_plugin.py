@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from notebook_accelerate.config.enums import DynamoBackend
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 from notebook_accelerate.config.plain_values import check_one_of
-from notebook_accelerate.config.settings import Question, Section, fill_unset, from_environment, setting
+from notebook_accelerate.config.settings import Section, fill_unset, from_environment, setting
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -35,7 +35,9 @@ class TorchDynamoPlugin(KwargsHandler):
         choices=tuple(DynamoBackend),
         closed=True,
         preset="no",
-        question=Question("Which back end?", "inductor", ()),
+        ask="Which back end?",
+        answer="inductor",
+        answers=(),
     )
     """The compiler; NO: no compilation."""
     mode: str | None = setting(unset="default", choices=_MODES, closed=True, preset="default")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.config.plain_values import check_one_of
-from notebook_accelerate.config.settings import Question, Section, fill_unset, from_environment, setting
+from notebook_accelerate.config.settings import Section, fill_unset, from_environment, setting
 
 if TYPE_CHECKING:
     import torch
@@ -43,25 +43,25 @@ class FullyShardedDataParallelPlugin:
     settings: ClassVar[Section] = Section("fsdp_config", "fsdp_", "FSDP_", switch="ACCELERATE_USE_FSDP")
 
     fsdp_version: int | None = setting(
-        unset=1, preset=1, choices=(1, 2), closed=True, question=Question("Which version of FSDP?", 2)
+        unset=1, preset=1, choices=(1, 2), closed=True, ask="Which version of FSDP?", answer=2
     )
     """1 or 2."""
     sharding_strategy: str | ShardingStrategy | None = setting(
         unset="FULL_SHARD",
         preset="FULL_SHARD",
         choices=constants.FSDP_SHARDING_STRATEGY,
-        question=Question("What is sharded?", "FULL_SHARD", when=lambda answers: answers["fsdp_version"] == 1),
+        ask="What is sharded?",
+        answer="FULL_SHARD",
+        when=lambda answers: answers["fsdp_version"] == 1,
     )
     """FSDP 1: which tensors are sharded."""
     reshard_after_forward: str | ShardingStrategy | bool | None = setting(
         unset=True,
         read=environ.flag,
         preset="true",
-        question=Question(
-            "Shard parameters again after forward, which saves memory?",
-            True,
-            when=lambda answers: answers["fsdp_version"] == 2,
-        ),
+        ask="Shard parameters again after forward, which saves memory?",
+        answer=True,
+        when=lambda answers: answers["fsdp_version"] == 2,
     )
     """FSDP 2: whether parameters are freed after the forward. FSDP 1: another name of ``sharding_strategy``."""
     backward_prefetch: str | BackwardPrefetch | None = setting(
@@ -76,7 +76,9 @@ class FullyShardedDataParallelPlugin:
     auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
         setting(
             unset="NO_WRAP",
-            question=Question("What are its units?", "TRANSFORMER_BASED_WRAP", tuple(constants.FSDP_AUTO_WRAP_POLICY)),
+            ask="What are its units?",
+            answer="TRANSFORMER_BASED_WRAP",
+            answers=tuple(constants.FSDP_AUTO_WRAP_POLICY),
         )
     )
     """Selects the units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, or a callable for torch's FSDP."""
@@ -85,16 +87,19 @@ class FullyShardedDataParallelPlugin:
         unset=False,
         option="fsdp_offload_params",
         preset=False,
-        question=Question("Keep parameters and gradients on the CPU?", False, place=1),
+        ask="Keep parameters and gradients on the CPU?",
+        answer=False,
+        place=1,
     )
     """Whether parameters are kept in main memory."""
     ignored_modules: Iterable[torch.nn.Module] | str | None = setting(option=None)
     """Modules that are not sharded, or a regular expression of their full names."""
     state_dict_type: str | StateDictType | None = setting(
         choices=constants.FSDP_STATE_DICT_TYPE,
-        question=Question(
-            "How are checkpoints saved?", "SHARDED_STATE_DICT", tuple(constants.FSDP2_STATE_DICT_TYPE), place=2
-        ),
+        ask="How are checkpoints saved?",
+        answer="SHARDED_STATE_DICT",
+        answers=tuple(constants.FSDP2_STATE_DICT_TYPE),
+        place=2,
     )
     """FULL_STATE_DICT, LOCAL_STATE_DICT (FSDP 1) or SHARDED_STATE_DICT.
 
@@ -118,7 +123,7 @@ class FullyShardedDataParallelPlugin:
     forward_prefetch: bool | None = setting(unset=False, preset=False)
     """FSDP 1: whether the next unit is gathered before the forward of the present one."""
     activation_checkpointing: bool | None = setting(
-        unset=False, preset=False, question=Question("Recompute activations in backward?", False, place=1)
+        unset=False, preset=False, ask="Recompute activations in backward?", answer=False, place=1
     )
     """Whether the activations of units are computed again in the backward."""
     activation_checkpointing_offload: bool | None = setting(unset=False, preset=False)
@@ -128,10 +133,8 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: list[str] | None = setting(
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         option="fsdp_transformer_layer_cls_to_wrap",
-        question=Question(
-            "Classes of the layers, separated by commas (empty: as the model says)?",
-            when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
-        ),
+        ask="Classes of the layers, separated by commas (empty: as the model says)?",
+        when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
     )
     """Classes that become units, each on its own; separated by commas in variables and options.
 

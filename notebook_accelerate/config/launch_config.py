@@ -48,15 +48,15 @@ class LaunchConfig:
     form_groups = ("", _LIMITS, _OUTPUT, _MACHINES)  # the order of their folds
 
     num_processes: int | None = setting()
-    """Ranks that this notebook starts; None: one per accelerator, or one where there is none."""
+    """Ranks that this notebook starts; None: one per accelerator, or one rank without accelerators."""
     mixed_precision: str = setting("no", choices=MIXED_PRECISIONS)
-    """Precision of every ``Accelerator()`` in the ranks that sets none of its own: no, fp16, bf16 or fp8."""
+    """Precision of every ``Accelerator()`` in the ranks that does not set one: no, fp16, bf16 or fp8."""
     use_port: str | int = setting("29500", group=_MACHINES)
-    """Port of the process group's rendezvous; on one machine another free one is used when it is taken; 0: any."""
+    """Port of the process group's rendezvous. If it is taken on a single machine, another one is used; 0: any."""
     master_addr: str = setting("127.0.0.1", group=_MACHINES)
     """Address of the machine with rank 0."""
     node_rank: int = setting(0, group=_MACHINES)
-    """Index of this notebook among ``num_nodes``; with c10d, 0 means the order in which the notebooks join."""
+    """Index of this notebook among ``num_nodes``; with c10d, 0: numbered in the order of joining."""
     num_nodes: int = setting(1, group=_MACHINES)
     """Notebooks that run this cell together, on one machine or several; each starts its own ranks."""
     rdzv_backend: str = setting("static", choices=RDZV_BACKENDS, group=_MACHINES)
@@ -79,7 +79,7 @@ class LaunchConfig:
     log_line_prefix_template: str | None = setting(group=_OUTPUT)
     """Label of every line, with ${role_name}, ${rank} and ${local_rank}; None: "[rank N] "."""
     block: bool = setting(True)
-    """Whether the call returns when the run has ended (True) or has started (False)."""
+    """Whether the call waits for the end of the run (True) or returns after its start (False)."""
     start_method: str = setting("auto", choices=START_METHODS)
     """auto, inline (this process), fork (from the kernel), zygote (from a clean server process) or spawn."""
     panel: bool | str = setting("auto", choices=("auto", True, False), group=_OUTPUT)
@@ -106,11 +106,11 @@ class LaunchConfig:
     counts the ranks on the whole cluster. The variable NOTEBOOK_ACCELERATE_ON replaces None.
     """
     accelerator: Mapping[str, Any] | None = setting(group=None, parameter=False)
-    """Arguments for every ``Accelerator()`` in the ranks, where the function passes none: plugins, handlers, ..."""
+    """Default arguments for every ``Accelerator()`` in the ranks: plugins, handlers, ..."""
     as_accelerate: bool = setting(False, group=_OUTPUT, parameter=False)
     """Whether the ranks serve this package to other libraries as ``accelerate``; see ``as_accelerate``."""
     report_from: Sequence[str] = setting(REPORT_SOURCES, group=_OUTPUT, parameter=False)
-    """Libraries whose losses, steps, progress and scalars the ranks report to the run, beside the Accelerator's own."""
+    """Libraries whose losses, steps, progress and scalars the ranks report, in addition to the Accelerator's."""
     name: str | None = setting(group=_OUTPUT)
     """Name of the run: letters, digits and . _ -; None: the function's name and the run's number."""
     save: str | os.PathLike[str] | None = setting(group=_OUTPUT)
@@ -124,14 +124,14 @@ class LaunchConfig:
     The run is kept in ``save`` or, without it, in a folder of the user; `attach` opens it in any later kernel.
     """
     automatic_metrics: bool = setting(True, group=_OUTPUT, parameter=False)
-    """Whether panels show curves of what is not logged: the loss given to ``backward``, learning rate, memory, ..."""
+    """Whether panels show automatic curves: the loss given to ``backward``, learning rate, memory, ..."""
     output: str = setting("cell", choices=OUTPUTS, group=_OUTPUT)
     """Where the text that ranks write is shown: cell (under the launch, and in the panel) or panel (there only).
 
     Figures and other displays stay under the launch.
     """
     tags: Sequence[str] = setting((), group=_OUTPUT)
-    """Words by which the table of runs finds this run."""
+    """Words to find this run in the table of runs."""
 
     def __post_init__(self) -> None:
         check_one_of("start_method", self.start_method, START_METHODS)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
-from notebook_accelerate.config.settings import Question, Section, fill_unset, setting
+from notebook_accelerate.config.settings import Section, fill_unset, setting
 
 _PREFIX = "MEGATRON_LM_"
 
@@ -32,9 +32,9 @@ class MegatronLMPlugin:
         "megatron_lm_config", "megatron_lm_", _PREFIX, switch="ACCELERATE_USE_MEGATRON_LM"
     )
 
-    tp_degree: int | None = setting(unset=1, preset=1, question=Question("Ranks that split each layer?", 1))
+    tp_degree: int | None = setting(unset=1, preset=1, ask="Ranks that split each layer?", answer=1)
     """Number of ranks over which each layer's tensors are split."""
-    pp_degree: int | None = setting(unset=1, preset=1, question=Question("Stages of the pipeline?", 1))
+    pp_degree: int | None = setting(unset=1, preset=1, ask="Stages of the pipeline?", answer=1)
     """Number of ranks over which the layers are distributed."""
     use_custom_fsdp: bool | None = setting(variable=None, preset=False)
     """Accepted for compatibility; has no effect."""
@@ -76,9 +76,9 @@ class MegatronLMPlugin:
     """Whether the loss is the mean over the tokens of the window, not of its micro-batches."""
     use_rotary_position_embeddings: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether positions are rotary embeddings; None: as the model has them."""
-    num_micro_batches: int | None = setting(unset=1, question=Question("Micro-batches per step?", 1))
+    num_micro_batches: int | None = setting(unset=1, ask="Micro-batches per step?", answer=1)
     """Batches of a window, which are in the pipeline one after the other."""
-    gradient_clipping: float | None = setting(unset=1.0, preset=1.0, question=Question("Norm of gradients?", 1.0))
+    gradient_clipping: float | None = setting(unset=1.0, preset=1.0, ask="Norm of gradients?", answer=1.0)
     """Largest norm of gradients."""
     sequence_parallelism: bool | None = setting(unset=False, parse=environ.flag_text)
     """Whether norms and dropouts are split over the tensor-parallel ranks."""

@@ -4,7 +4,7 @@
     class Plugin:
         settings: ClassVar[Section] = Section("plugin_config", option="plugin_", variable="PLUGIN_")
 
-        depth: int | None = setting(unset=1, question=Question("How deep?", 2))
+        depth: int | None = setting(unset=1, ask="How deep?", answer=2)
         \"\"\"Number of layers.\"\"\"
 
 If `depth` is None, it is read from the variable PLUGIN_DEPTH. It is the option ``--plugin_depth`` of ``launch`` and the
@@ -55,25 +55,6 @@ class Section:
         return self.variable.removesuffix(self.option.upper())
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question of the command ``config``.
-
-    Attributes:
-        text: The question.
-        default: The answer of an empty line; a function of the answers so far, or a value.
-        choices: The allowed answers; None: the setting's choices.
-        when: Whether to ask, from the answers so far by option.
-        place: Questions of a section are asked by place, and in the order of the fields.
-    """
-
-    text: str
-    default: Any = None
-    choices: tuple[Any, ...] | None = None
-    when: Callable[[Answers], bool] = lambda _: True
-    place: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """The names, choices and conversions of one field.
@@ -94,7 +75,11 @@ class Setting:
         parse: Converts the option's text; None: as ``kind``.
         switch: Whether the option has no text.
         closed: Whether the command line refuses values that are not among ``choices``.
-        question: The question of ``config``; None: it asks none.
+        ask: The question of ``config``; "": it does not ask.
+        answer: The answer of an empty line; a function of the answers so far, or a value.
+        answers: The allowed answers; None: ``choices``.
+        when: Whether to ask, from the answers so far by option.
+        place: Questions of a section are asked by place, and in the order of the fields.
         parameter: Whether ``notebook_launcher`` has a parameter of this name (fields of ``LaunchConfig``).
     """
 
@@ -113,7 +98,11 @@ class Setting:
     parse: Callable[[str], Any] | None = None
     switch: bool = False
     closed: bool = False
-    question: Question | None = None
+    ask: str = ""
+    answer: Any = None
+    answers: tuple[Any, ...] | None = None
+    when: Callable[[Answers], bool] = lambda _: True
+    place: int = 0
     parameter: bool = True
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from notebook_accelerate.config import config_file
 from notebook_accelerate.config.config_file import ClusterConfig, SageMakerConfig, section_settings
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.environ import parse_flag
-from notebook_accelerate.config.settings import Answers, Question, Setting
+from notebook_accelerate.config.settings import Answers, Setting
 from notebook_accelerate.hardware import device_table
 
 _FILE = "Path of the file, YAML or .json; without it, the default one."
@@ -82,19 +82,19 @@ def get_cluster_input(read: Callable[[str], str]) -> ClusterConfig:
 
     def ask(section: str) -> None:
         for known in _asked(section):
-            assert known.question is not None
-            if known.question.when(answers):
-                answer = _ask(known, known.question, answers, read)
+            if known.when(answers):
+                answer = _ask(known, answers, read)
                 answers[str(known.option)] = answer
                 if answer is not None and answer != "":
                     where = contents.setdefault(section, {}) if section else contents
                     where[str(known.option) if section else known.name] = answer
 
     ask("")
-    strategy = _ask(Setting(choices=("none", *_STRATEGIES)), Question("How is the model split?", "none"), answers, read)
+    how = Setting(ask="How is the model split?", answer="none", choices=("none", *_STRATEGIES))
+    strategy = _ask(how, answers, read)
     if strategy in _STRATEGIES:
         ask(f"{strategy}_config")
-    if _ask(Setting(), Question("Compile models with torch.compile?", False), answers, read):
+    if _ask(Setting(ask="Compile models with torch.compile?", answer=False), answers, read):
         ask("dynamo_config")
     contents["distributed_type"] = _STRATEGIES.get(strategy) or _plain_type(answers, machine)
     found: ClusterConfig = ClusterConfig.from_dict(contents)
@@ -139,19 +139,18 @@ def _write(config: ClusterConfig | SageMakerConfig, path: str | None) -> Path:
 
 def _asked(section: str) -> list[Setting]:
     """Return the settings of a section that the command asks for, in the order of the questions."""
-    asked = [(known.question.place, known) for _, known in section_settings(section) if known.question is not None]
-    return [known for _, known in sorted(asked, key=itemgetter(0))]
+    return sorted((known for _, known in section_settings(section) if known.ask), key=attrgetter("place"))
 
 
-def _ask(known: Setting, question: Question, answers: Answers, read: Callable[[str], str]) -> Any:
+def _ask(known: Setting, answers: Answers, read: Callable[[str], str]) -> Any:
     """Ask until the answer is allowed, and return it."""
-    default = question.default(answers) if callable(question.default) else question.default
-    choices = question.choices or tuple(known.choices)
+    default = known.answer(answers) if callable(known.answer) else known.answer
+    choices = tuple(known.choices) if known.answers is None else known.answers
     allowed = f" ({'/'.join(map(str, choices))})" if choices else ""
     shown = "yes" if default is True else "no" if default is False else default
     convert = parse_flag if isinstance(default, bool) else known.kind
     while True:
-        line = read(f"{question.text}{allowed}{'' if shown in (None, '') else f' [{shown}]'}: ").strip()
+        line = read(f"{known.ask}{allowed}{'' if shown in (None, '') else f' [{shown}]'}: ").strip()
         if not line:
             return default
         try:

@@ -16,7 +16,7 @@ from notebook_accelerate.config.settings import help_texts
 from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
 from tests.parity.random_programs.plans import APART
 from tests.parity.surface import compare
-from tests.support import pages
+from tests.support import pages, settings_page
 
 REFERENCE = "\n".join(path.read_text() for path in sorted((pages.DOCS / "api").glob("*.md")))
 ENTRIES = set(re.findall(r"^\.\. auto(?:class|function|data):: ([\w.]+)$", REFERENCE, re.MULTILINE))
@@ -108,6 +108,10 @@ def test_the_guide_of_launches_lists_every_option() -> None:
     options = {*inspect.signature(notebook_accelerate.notebook_launcher).parameters} - {"function"}
     options |= {field.name for field in dataclasses.fields(notebook_accelerate.LaunchConfig)}
     assert [name for name in sorted(options) if f"`{name}`" not in guide] == []
+
+
+def test_the_page_of_settings_is_written_from_their_table() -> None:
+    assert settings_page.PAGE.read_text() == settings_page.text(), "run: python -m tests.support.settings_page"
 
 
 def test_numbers_of_other_machines_differ() -> None:
