@@ -1,4 +1,7 @@
-/* Colours and numbers as text, for curves and the tables beside them. */
+/* Colours and numbers as text, for curves and the tables with their runs.
+ *
+ * Images in reports have the same hues in mid-tones (COLOURS in svg_curves.py), because they cannot follow the theme.
+ */
 const PALETTE = {
   light: ["#2563c9", "#c9541a", "#1c8558", "#8f47bd", "#9a6a06", "#0f7f8d", "#c23a73", "#5f6672"],
   dark: ["#6aa5f8", "#f29560", "#5cc795", "#c796ea", "#dbb04f", "#52c3d1", "#f083ad", "#a7aebb"],

@@ -114,7 +114,14 @@ class Source:
 
     def store_of(self, name: str) -> Store:
         """Return the store of a metric: a metric that was logged hides an automatic one of its name."""
-        return self.store if not self.automatic or self.store.ranks_of(name) else self.store.automatic
+        return self._find(name)[0]
+
+    def _find(self, name: str) -> tuple[Store, list[int]]:
+        """Return the store of a metric, and the ranks that it has points of."""
+        ranks = self.store.ranks_of(name)
+        if ranks or not self.automatic:
+            return self.store, ranks
+        return self.store.automatic, self.store.automatic.ranks_of(name)
 
     def series(self, names: Sequence[str], few: int) -> Iterator[Series]:
         """Yield the curves of these metrics, those without points left out.
@@ -125,8 +132,7 @@ class Source:
                 ranks are drawn over it: readers cannot distinguish more curves.
         """
         for name in names:
-            store = self.store_of(name)
-            ranks = store.ranks_of(name)
+            store, ranks = self._find(name)
             if self.ranks and len(ranks) > few:
                 yield Series(store, self.origin, name, ENVELOPE, ENVELOPE_LABEL)
                 ranks = [rank for rank in self.chosen if rank in ranks][: few // 2]

@@ -31,7 +31,8 @@ MAX_IMAGES = 24
 """Metrics with an image: a saved notebook stores every image."""
 ALONE = 2.6
 """Radius of a point without a neighbour, which no line shows."""
-# Mid-tones: at least 3:1 against white and against a dark notebook's #111.
+# Mid-tones: at least 3:1 against white and against a dark notebook's #111. An image cannot follow the theme; the live
+# plot can, and has the same hues in tones for each theme (PALETTE in ``widgets/static/looks.js``).
 COLOURS = ("#3b82d6", "#d9662b", "#2a9a68", "#a85fd0", "#c4881c", "#1b98a6", "#d64f86", "#7f7f7f")
 INK, GRID = "#7a7a7a", "#808080"
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import numpy as np
 
 from notebook_accelerate.launch.report.curves import Source
+from notebook_accelerate.launch.report.svg_curves import COLOURS
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.widgets.panel_elements import asset
 from notebook_accelerate.widgets.plot import MAX_METRICS, MAX_NEW_POINTS, MAX_SERIES_POINTS, Plot
 
 
@@ -158,3 +161,8 @@ def test_overlaid_runs_have_a_curve_each() -> None:
     plot = Plot([Source(store, 100.0, f"run {index}", ranks=False) for index, store in enumerate(stores)])
     plot.update(0.0)
     assert set(_points(plot.full)) == {("loss", "run 0"), ("loss", "run 1")}
+
+
+def test_images_and_live_plots_repeat_their_colours_after_as_many_curves() -> None:
+    palettes = re.findall(r"^  (?:light|dark): \[(.+)\],$", asset("looks.js"), re.MULTILINE)
+    assert [len(palette.split(",")) for palette in palettes] == [len(COLOURS)] * 2
