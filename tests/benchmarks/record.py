@@ -25,14 +25,14 @@ SHARES = ("%", "×")
 _HEAD = """\
 # Benchmarks
 
-Times and memory, measured in turns here and in Accelerate, or in what the figure names. Each figure is a median; the
-quartiles are those of the ratio, or of the figure itself where there is no peer. A ratio below 1 is faster, or smaller.
-The goal is what the project aims at; not every goal is met.
+Times and memory of this package and of Accelerate, or of the peer that the figure names, measured alternately. Each
+figure is a median. The quartiles belong to the ratio, or to the figure itself if there is no peer. A ratio below 1 is
+faster or smaller. The goal is the value that the project aims at; not every goal is met.
 
-`make bench` measures all rows, `make bench ROWS=launch` an area or a row, and names every ratio that is more than 1.3
-times the one written here. `make bench-record` also writes this table.
+`make bench` measures all rows, and `make bench ROWS=launch` measures one area or row. Both list every ratio that is
+more than 1.3 times the ratio in this table. `make bench-record` also writes the table.
 
-The machine, when a row was last measured: {machine}
+The machine on which a row was last measured: {machine}
 
 | area | row | figure | here | peer | ratio | quartiles | goal | date |
 |---|---|---|---|---|---|---|---|---|

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 _BY_REASON: dict[str, list[str]] = {
-    "torch's batched PowerSGD stops with an AssertionError when compression starts; here it is repaired": [
+    "torch's batched PowerSGD stops with an AssertionError when compression starts; this is fixed here": [
         "features, 2 ranks: _communication_hook('BATCHED_POWER_SGD')",
     ],
     "a tracker that fails does not stop the training here; Accelerate raises its error": [
         "trackers.trackers_that_fail_to_log",
     ],
-    "values that TensorBoard's table does not take are recorded as text here; Accelerate raises": [
+    "values that TensorBoard's table does not accept are recorded as text here; Accelerate raises an error": [
         "trackers.tensorboard_configurations_that_it_does_not_take",
     ],
-    "Accelerate closes trackers again, and keeps those of an earlier init_trackers, which log everything twice": [
+    "Accelerate closes trackers twice, and keeps the trackers of an earlier init_trackers, so everything is logged twice": [
         "trackers: _ended_twice()",
         "trackers: _again()",
     ],
-    "Accelerate ignores ACCELERATE_USE_CPU where a PartialState is created first: every rank is alone": [
+    "Accelerate ignores ACCELERATE_USE_CPU if a PartialState is created first: every rank then trains alone": [
         "documentation.prompts_are_split_where_no_device_is_named",
     ],
-    "the tracker of ranks without trackers takes every call here; Accelerate's has no images, name or run": [
+    "on ranks without trackers, get_tracker returns an object that accepts every call here; Accelerate's lacks images, name and run": [
         "trackers: raised(lambda: Accelerator().get_tracker('tensorboard'))",
         "trackers, 2 ranks: type(_started(Kept('x')).get_tracker('kept')).__name__",
         "trackers, 2 ranks: raised(lambda: type(_started(Kept('x')).get_tracker('absent')).__name__)",
@@ -28,7 +28,7 @@ _BY_REASON: dict[str, list[str]] = {
         "documentation.tracker_of_the_guide_on_two_ranks",
         "features, 2 ranks: _tracked()",
     ],
-    "prepared optimizers and schedulers have all attributes of the wrapped ones here": [
+    "prepared optimizers and schedulers have all attributes of the wrapped objects here": [
         "protocols.optimizer_private_attributes",
         "protocols.scheduler_attributes",
     ],
@@ -41,20 +41,20 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate drops tensors that are logged to DVCLive": [
         "trackers.dvclive_keeps_values",
     ],
-    "Accelerate takes the names of hooks and ignores them; here they are replaced by members of the enum": [
+    "Accelerate accepts the names of hooks but ignores them; here they are converted to members of the enum": [
         "handlers: DistributedDataParallelKwargs(comm_hook='bf16')",
         "handlers: DistributedDataParallelKwargs(comm_wrapper='bf16', comm_state_option={'matrix_approximation_rank': 2})",
     ],
-    "Accelerate demands Transformer Engine for a recipe of MS-AMP": [
+    "Accelerate requires Transformer Engine for an MS-AMP recipe": [
         "handlers: FP8RecipeKwargs(backend='MSAMP')",
     ],
-    "Accelerate does not notice that MS-AMP is not installed before a model is prepared": [
+    "Accelerate does not notice until a model is prepared that MS-AMP is not installed": [
         "handlers: Accelerator(mixed_precision='fp8', kwargs_handlers=[MSAMPRecipeKwargs()])",
     ],
-    "dicts of dtypes are policies of FSDP 1, too; Accelerate takes them in FSDP 2 only": [
+    "dicts of dtypes are accepted as policies in FSDP 1, too; Accelerate accepts them in FSDP 2 only": [
         "handlers: _fsdp(mixed_precision_policy={'param_dtype': torch.bfloat16, 'reduce_dtype': torch.float32})",
     ],
-    "Accelerate takes a text as a list of letters, and keeps the space after a comma": [
+    "Accelerate treats a string as a list of letters, and keeps the space after a comma": [
         "handlers: _fsdp(transformer_cls_names_to_wrap='A,B')",
         "handlers: _with({'FSDP_TRANSFORMER_CLS_TO_WRAP': 'A, B', 'FSDP_AUTO_WRAP_POLICY': 'TRANSFORMER_BASED_WRAP'}, _fsdp)",
     ],
@@ -63,13 +63,13 @@ _BY_REASON: dict[str, list[str]] = {
         "handlers: _fsdp(sync_module_states=True)",
         "handlers: _with(_FSDP_ENVIRONMENT, _fsdp)",
     ],
-    "losses are computed from float32 outputs in FSDP 2, as in every other strategy; Accelerate's are bf16 or fp16": [
+    "losses are computed from float32 outputs in FSDP 2, as in every other strategy; Accelerate's outputs are bf16 or fp16": [
         "handlers: _fsdp(mixed_precision_policy='fp16', fsdp_version=2)",
     ],
-    "compilation in regions keeps the model's class and the names of its parameters": [
+    "compilation of regions keeps the model's class and the names of its parameters": [
         "handlers.type_of_compiled_regions",
     ],
-    "no policy is a valid policy": [
+    "the absence of a policy is valid": [
         "handlers: FullyShardedDataParallelPlugin().validate_mixed_precision_policy()",
     ],
     "Accelerate's to_json returns None": [
@@ -78,10 +78,10 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate ignores the documented variable": [
         "handlers: _with({'PARALLELISM_CONFIG_SP_SEQ_LENGTH': '16'}, DeepSpeedSequenceParallelConfig)",
     ],
-    "Accelerate trains fp16 without scaled losses on the CPU": [
+    "Accelerate trains in fp16 without scaling losses on the CPU": [
         "training.fp16_on_a_cpu",
     ],
-    "pipelines of one process, and stages for any device, work here": [
+    "pipelines of one process and stages on any device work here": [
         "training: raised(lambda: prepare_pippy(model()))",
         "training: generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_processes=2)",
         "training: generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_processes=1)",
@@ -90,56 +90,56 @@ _BY_REASON: dict[str, list[str]] = {
         "training: notebook_launcher(_nothing, num_processes=1)",
         "training: notebook_launcher(_nothing, (1,), num_processes=1, mixed_precision='bf16')",
     ],
-    "Accelerate runs one process where there is no GPU, whatever num_processes is": [
+    "Accelerate runs one process if there is no GPU, whatever num_processes is": [
         "guides.a_notebook_launches_two_processes",
     ],
-    "Accelerate does not launch from a kernel that has an Accelerator; ranks start without its state here": [
+    "Accelerate does not launch from a kernel that has an Accelerator; here, ranks start without its state": [
         "guides.a_notebook_with_an_accelerator_launches_nothing",
     ],
-    "without num_processes a launch uses all devices here; Accelerate raises": [
+    "without num_processes, a launch uses all devices here; Accelerate raises an error": [
         "guides: notebook_launcher(_nothing)",
     ],
-    "the other processes wait for ever, or lose their connection, where the first one fails in Accelerate": [
+    "if the first process fails in Accelerate, the other processes wait forever or lose their connection": [
         "guides.an_error_of_the_process_that_goes_first",
     ],
-    "Accelerate ignores a hook that cannot wrap others": [
+    "Accelerate ignores a hook that cannot wrap other hooks": [
         "guides, 2 ranks: _hooked('FP16', 'POWER_SGD')",
     ],
-    "Accelerate's guide of TPUs names a member that its DistributedType has lost": [
+    "Accelerate's TPU guide names a member that DistributedType no longer has": [
         "guides: utils.DistributedType.TPU",
     ],
-    "Accelerate clips gradients of DeepSpeed at 1.0 where nothing names a norm; here clip_grad_norm_ decides": [
+    "Accelerate clips DeepSpeed's gradients at 1.0 if no norm is set; here clip_grad_norm_ decides": [
         "deepspeed.clipping_that_nothing_names",
     ],
-    "stage 3 of DeepSpeed gathers the weights that are saved, unless that is switched off": [
+    "DeepSpeed's stage 3 gathers the weights to save them, unless this is switched off": [
         "deepspeed.an_open_file_without_fields",
     ],
-    "DeepSpeed's engines are prepared without a loader, and several at once": [
+    "DeepSpeed engines can be prepared without a loader, and several in one call": [
         "deepspeed.a_model_without_a_loader",
         "deepspeed.two_models_at_once",
     ],
-    "hooks of save_state get a folder of the checkpoint's name that is moved when it is complete: take its place from save_state's argument": [
+    "save_state passes its hooks a folder with the checkpoint's name that is moved when it is complete: use the argument of save_state for the final place": [
         "checkpoints: _folder_of_a_hook(lambda folder: folder.absolute() == Path('out').absolute())",
     ],
-    "Accelerate runs the code in files that load_custom_state reads; here it reads plain data: torch.load(file, weights_only=False) for trusted ones": [
+    "Accelerate executes code in files that load_custom_state reads; here it reads plain data only. Use torch.load(file, weights_only=False) for trusted files": [
         "checkpoints: _object_in_a_custom_state()",
     ],
     "Accelerate's save_model drops tensors that overlap others in memory": [
         "checkpoints: _overlapping()",
     ],
-    "Accelerate numbers new checkpoints from 0 after loading the newest, and fails when it saves": [
+    "after loading the newest checkpoint, Accelerate numbers new ones from 0, and fails when it saves": [
         "checkpoints.projects_reopened",
     ],
-    "Accelerate fails with IndexError; no objects give an empty tuple here": [
+    "without objects, prepare returns an empty tuple here; Accelerate fails with an IndexError": [
         "preparing: Accelerator().prepare()",
     ],
-    "Accelerate joins ranks on GPUs only; CPU ranks are joined here, too": [
+    "Accelerate joins uneven inputs on GPUs only; here it works on CPU ranks, too": [
         "preparing.join_uneven_inputs_sets_even_batches",
     ],
-    "Accelerate counts a metric once per rank: ReduceLROnPlateau loses its patience as many times sooner": [
+    "Accelerate counts a metric once per rank, so ReduceLROnPlateau runs out of patience earlier by that factor": [
         "preparing.a_plateau_on_two_ranks",
     ],
-    "with several ranks on the CPU, Accelerate's device is cpu:0, which no parameter's device equals; here it is cpu": [
+    "with several ranks on the CPU, Accelerate's device is cpu:0, which differs from the device of every parameter; here it is cpu": [
         "preparing.the_device_of_two_ranks_on_the_cpu",
     ],
     "Accelerate ignores keep_torch_compile=False for a model that was compiled by hand and prepared on several ranks": [
@@ -148,61 +148,61 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate refuses AcceleratorState() before an Accelerator; here it reads the environment": [
         "preparing.reset_states_have_no_values",
     ],
-    "Accelerate calls a forward that is a plain function with the model as an additional argument and fails": [
+    "if a forward is a plain function, Accelerate passes it the model as an additional argument and fails": [
         "protocols.forward_replaced_by_the_user",
     ],
-    "Accelerate takes a new dataset, sampler or batch size of a prepared loader and ignores it; torch's error here": [
+    "Accelerate accepts a new dataset, sampler or batch size for a prepared loader but ignores it; here torch's error is raised": [
         "protocols.loader_set_attribute",
     ],
     "Accelerate drops the loss that the optimizer's step returns": [
         "protocols.optimizer_closure",
     ],
-    "Accelerate drops a tensor that is a part of another one, and its values are lost": [
+    "Accelerate drops a tensor that is part of another one, and loses its values": [
         "utilities: _cleaned(lambda t: {'b': t, 'a': t[:1], 'c': t.clone()})",
     ],
-    "Accelerate takes floats in get_max_memory only": [
+    "Accelerate accepts floats in get_max_memory only": [
         "utilities: utils.convert_file_size_to_int(1.5)",
         "utilities: utils.convert_file_size_to_int(2.0e9)",
     ],
-    "Accelerate looks at the first item only, and fails where that is no tensor": [
+    "Accelerate checks the first item only, and fails if it is not a tensor": [
         "utilities: utils.find_batch_size([1, ones(2, 2)])",
     ],
-    "an empty variable is a variable that is not set": [
+    "an empty environment variable counts as unset": [
         "utilities: _with({'FLAG': ''}, lambda: utils.parse_flag_from_env('FLAG'))",
     ],
-    "Accelerate fails with TypeError on values that are not text": [
+    "Accelerate fails with a TypeError on values that are not strings": [
         "utilities: utils.convert_dict_to_env_variables({'A': 1, 'B': 'x y'})",
     ],
-    "Accelerate fails with FileNotFoundError on a machine without nvidia-smi": [
+    "Accelerate fails with a FileNotFoundError on a machine without nvidia-smi": [
         "utilities: utils.get_gpu_info()",
     ],
-    "Accelerate fails with an assertion of torch on a machine without GPUs": [
+    "Accelerate fails with an AssertionError from torch on a machine without GPUs": [
         "utilities: utils.check_cuda_fp8_capability()",
     ],
-    "Accelerate knows TPUs through torch_xla alone; here torch_tpu, too": [
+    "Accelerate supports TPUs through torch_xla only; here torch_tpu is supported, too": [
         "utilities: 'MULTI_TPU' in accelerate_dataclasses.DistributedType.__members__",
     ],
     "Accelerate reports CUDA on a machine without devices": [
         "utilities: utils.get_current_device_type()",
     ],
-    "Accelerate calls a function that huggingface_hub has removed": [
+    "Accelerate calls a function that was removed from huggingface_hub": [
         "utilities: utils.shard_checkpoint(STATES, max_shard_size=50)",
         "utilities: utils.shard_checkpoint(STATES)",
         "utilities: utils.shard_checkpoint(STATES, max_shard_size=1, weights_name='w.bin')",
     ],
-    "Accelerate does not load the arrays of NumPy 2.4, whose names it does not allow": [
+    "Accelerate does not load arrays of NumPy 2.4, because it does not allow their type names": [
         "utilities: _loaded()",
     ],
-    "Accelerate returns None without an index; here a new index": [
+    "without an index, Accelerate returns None; here a new index is returned": [
         "utilities: utils.offload_weight(ones(2, 2), 'w', '.'), files()",
     ],
-    "Accelerate ignores a reduction that it does not know": [
+    "Accelerate ignores an unknown reduction": [
         "collectives.reduce_with_an_unknown_reduction",
     ],
-    "names of precisions are taken in any case here": [
+    "names of precisions are case-insensitive here": [
         "collectives: Accelerator(mixed_precision='BF16').mixed_precision",
     ],
-    "settings that fail in the first step are refused at once here": [
+    "settings that would fail in the first step are refused immediately here": [
         "collectives: Accelerator(rng_types=['nonsense'])",
         "collectives: Accelerator(gradient_accumulation_steps=0)",
         "handlers: DistributedDataParallelKwargs(comm_hook='nonsense')",
@@ -222,7 +222,7 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate sums with reduction='none'": [
         "collectives, 2 ranks: _reduced('none')",
     ],
-    "Accelerate gathers the letters of a text and the keys of a dict, and fails on None; here each rank's object": [
+    "Accelerate gathers the letters of a string and the keys of a dict, and fails on None; here each rank's object is gathered": [
         "collectives, 2 ranks: utils.gather_object({'rank': _rank()})",
         "collectives, 2 ranks: utils.gather_object('text')",
         "collectives, 2 ranks: utils.gather_object(None)",
@@ -230,7 +230,7 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate's strict=True accepts a checkpoint that lacks weights": [
         "bigmodels.missing_keys",
     ],
-    "Accelerate ignores dtype without a device map, against its documentation": [
+    "Accelerate ignores dtype without a device map, contrary to its documentation": [
         "bigmodels.checkpoints_in_another_dtype",
     ],
     "Accelerate counts the entries of a device map, not its devices": [
@@ -239,46 +239,46 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate does not write the files of a model that is offloaded as one module": [
         "bigmodels: _run(dispatch_model(model(), {'': 'disk'}, offload_dir='off'))",
     ],
-    "Accelerate's strict=True fails with AttributeError where it should list the unexpected keys": [
+    "Accelerate's strict=True fails with an AttributeError instead of listing the unexpected keys": [
         "bigmodels.unexpected_keys_of_a_dispatched_model",
     ],
     "Accelerate fails on a defaultdict": [
         "utilities: utils.recursively_apply(lambda t: t + 1, collections.defaultdict(list, a=ones(1)))",
     ],
-    "Accelerate fails where Transformer Engine is not installed": [
+    "Accelerate fails if Transformer Engine is not installed": [
         "utilities: utils.has_transformer_engine_layers(model())",
     ],
-    "Accelerate writes JSON whatever the suffix is": [
+    "Accelerate writes JSON regardless of the suffix": [
         "utilities: utils.write_basic_config(save_location='config.yml'), Path('config.yml').read_text()",
     ],
-    "the pass after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)": [
+    "the epoch after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)": [
         "loaders.skipping_a_shuffled_loader",
     ],
-    "Accelerate skips the batches of a loaded state again in the next epoch, which is not complete": [
+    "Accelerate skips the batches of a loaded state again in the next epoch, which is then incomplete": [
         "loaders.stateful_epoch_after_a_resumed_one",
     ],
-    "Accelerate resumes a shuffled pass in another order: samples are read twice, others never": [
+    "Accelerate resumes a shuffled epoch in another order: some samples are read twice, others never": [
         "loaders.stateful_resuming_a_shuffled_pass",
         "features, 2 ranks: _checkpoints('4')",
         "features, 2 ranks: _checkpoints('3')",
     ],
-    "Accelerate does not notice that a pass was left early": [
+    "Accelerate does not notice that a loop over a loader was left early": [
         "loaders.leaving_a_pass_early",
     ],
     "Accelerate does not count the samples of divided streams, and gathers padding as results": [
         "loaders.remainders_of_streams",
         "loaders.results_of_a_stream_that_is_not_dispatched",
     ],
-    "Accelerate cuts results by the length that a stream announces, also if it is wrong": [
+    "Accelerate truncates results to the length that a stream announces, even if it is wrong": [
         "loaders.results_of_a_stream_with_a_wrong_length",
     ],
-    "Accelerate cuts results of the last batch if batches differ in size": [
+    "Accelerate truncates results of the last batch if batches differ in size": [
         "loaders.results_of_batches_of_several_sizes",
     ],
-    "Accelerate cuts results of the last batch if a batch sampler has dropped an incomplete one": [
+    "Accelerate truncates results of the last batch if a batch sampler dropped an incomplete one": [
         "loaders.results_of_a_batch_sampler_that_drops",
     ],
-    "Accelerate cuts results by the length of the dataset, also if the sampler is shorter": [
+    "Accelerate truncates results to the length of the dataset, even if the sampler is shorter": [
         "loaders.results_of_a_sampler_that_is_shorter_than_the_dataset",
     ],
     "Accelerate fails on dispatched loaders without a batch": [
@@ -287,26 +287,26 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate gathers padding as results after skip_first_batches": [
         "loaders.results_of_skipped_batches",
     ],
-    "Accelerate reads samples twice, and others never, with a seedable sampler on ranks that were seeded differently": [
+    "with a seedable sampler on ranks that were seeded differently, Accelerate reads some samples twice and others never": [
         "loaders.results_of_ranks_that_were_seeded_apart",
     ],
     "Accelerate splits batches of one sample, and ranks get empty batches": [
         "loaders.batches_of_one_sample_that_are_split",
     ],
-    "Accelerate counts batches that a rank does not get, with split_batches and uneven ones": [
+    "with split_batches and uneven batches, Accelerate counts batches that a rank does not receive": [
         "loaders.lengths_of_split_batches_that_are_uneven",
         "loaders: _shares(4, 9, split_batches=True, even_batches=False)",
     ],
-    "Accelerate fails on texts in dispatched batches; here lists with one entry per sample are divided": [
+    "Accelerate fails on strings in dispatched batches; here lists with one entry per sample are divided": [
         "loaders.texts_of_dispatched_batches",
     ],
     "Accelerate draws the order of a dispatched loader on rank 0 only, and the ranks' random numbers differ from then on": [
         "loaders.random_numbers_of_a_shuffled_dispatched_loader",
     ],
-    "Accelerate drops the generator of a dispatched loader, which shuffles in another order than torch and draws from torch's generator": [
+    "Accelerate drops the generator of a dispatched loader, which then draws from torch's generator and shuffles in a different order from torch": [
         "loaders.random_numbers_of_a_dispatched_loader_with_a_generator",
     ],
-    "the copy by skip_first_batches draws no random numbers here: a resumed training continues with the saved ones": [
+    "skip_first_batches draws no random numbers here, so a resumed training continues with the saved ones": [
         "loaders.random_numbers_of_the_rest_of_a_pass",
     ],
     "Accelerate reports a negative length beyond the end": [

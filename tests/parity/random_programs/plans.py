@@ -215,20 +215,20 @@ class Apart:
 
 
 _METRICS, _NUMBERS = ("metrics",), ("random states",)
-_ORDER = "Accelerate resumes a shuffled pass in another order: samples are read twice, others never"
-_DRAWS = "the copy by skip_first_batches draws no random numbers here: a resumed training continues with the saved ones"
-_EPOCHS = "the pass after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)"
+_ORDER = "Accelerate resumes a shuffled epoch in another order: some samples are read twice, others never"
+_DRAWS = "skip_first_batches draws no random numbers here, so a resumed training continues with the saved ones"
+_EPOCHS = "the epoch after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)"
 _OTHERS = (
     "Accelerate draws the order of a dispatched loader on rank 0 only, "
     "and the ranks' random numbers differ from then on"
 )
 APART = (
     Apart(
-        "Accelerate cuts results by the length of the dataset, also if the sampler is shorter",
+        "Accelerate truncates results to the length of the dataset, even if the sampler is shorter",
         "start", lambda p: p.order == "short", _METRICS,
     ),
     Apart(
-        "Accelerate cuts results of the last batch if a batch sampler has dropped an incomplete one",
+        "Accelerate truncates results of the last batch if a batch sampler dropped an incomplete one",
         "start", lambda p: p.order == "batches" and p.drop_last and not p.is_dispatched, _METRICS,
     ),
     Apart(
@@ -244,8 +244,8 @@ APART = (
         "start", lambda p: p.is_dispatched and p.order == "batches" and p.drop_last,
     ),
     Apart(
-        "Accelerate drops the generator of a dispatched loader, which shuffles in another order than torch and draws "
-        "from torch's generator",
+        "Accelerate drops the generator of a dispatched loader, which then draws from torch's generator and shuffles "
+        "in a different order from torch",
         "start", lambda p: p.is_dispatched and p.order == "generator",
     ),
     Apart(
@@ -257,8 +257,8 @@ APART = (
         "start", lambda p: p.is_dispatched and p.drop_last and p.rows // p.batch_size < p.ranks,
     ),
     Apart(
-        "Accelerate with a seedable sampler divides orders of other samplers that ranks draw differently: samples are "
-        "read twice, others never",
+        "with use_seedable_sampler, Accelerate divides the orders of other samplers although ranks draw them "
+        "differently: some samples are read twice, others never",
         "start", lambda p: p.seedable and p.order in ("weighted", "short") and p.has_different_numbers,
     ),
     Apart(
