@@ -23,17 +23,17 @@ _BLOCK = re.compile(r"^.*?\.?\d+(?=\.|$)")
 
 
 class AlignDevicesHook(ModelHook):
-    """Moves a module's inputs, and its weights if they are offloaded, to the device where it computes.
+    """Moves a module's inputs to the device where it computes, and its weights if they are offloaded.
 
     Args:
-        execution_device: Where the module computes; None leaves inputs and weights where they are.
-        offload: Offload the weights between forwards; `Prefetcher` reads them ahead.
-        io_same_device: Move the output to the device of the input.
-        weights_map: The offloaded weights by name; None: a copy on the CPU is kept.
-        offload_buffers: Offload buffers too.
-        place_submodules: Handle the tensors of all submodules, not only the module's own.
-        skip_keys: Keyword arguments that are not moved.
-        tied_params_map: Copies of tied parameters by address and device, shared between hooks.
+        execution_device: The device that the module computes on; None means that nothing is moved.
+        offload: Whether to offload the weights between forward passes. `Prefetcher` reads them ahead.
+        io_same_device: Whether to move the output to the device of the input.
+        weights_map: The offloaded weights by name; None means that a copy is kept on the CPU.
+        offload_buffers: Whether to offload buffers, too.
+        place_submodules: Whether to handle the tensors of all submodules, instead of only the module's own.
+        skip_keys: The keyword arguments that are not moved.
+        tied_params_map: The copies of tied parameters by address and device, which hooks share.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class AlignDevicesHook(ModelHook):
         self.input_device: Any = None
         self.original_devices: dict[str, torch.device] = {}
         self.block = ""
-        """Name of the module, which says what block it is in: weights are read ahead by blocks."""
+        """The name of the module, which identifies its block, because weights are read ahead block by block."""
         self.gradients = GradientSink()
-        """Takes the gradients of weights that are released before backward."""
+        """Receives the gradients of weights that are released before the backward pass."""
         self._device: torch.device | None = None
         self.pass_prefetchers: tuple[Prefetcher, ...] = ()
-        """The prefetchers for which each forward of the module begins a pass."""
+        """The prefetchers for which each forward pass of the module starts a new pass."""
         self._prefetcher: Prefetcher | None = None
         self._unit: Unit | None = None
-        self._planned: tuple[Any, Any] = (None, None)  # the prefetcher's source and device
+        self._planned: tuple[Any, Any] = (None, None)  # The prefetcher's source and device.
         self._slots: list[tuple[dict[str, Any], str, str, Any]] = []
         self._reused: dict[str, tuple[Any, Any]] = {}
 
@@ -110,8 +110,8 @@ class AlignDevicesHook(ModelHook):
         self._plan_ahead()
 
     def _plan_ahead(self) -> None:
-        """Register the weights to be read ahead, where they are in files or are copied to an accelerator."""
-        # "is None": 0 is an accelerator.
+        """Register the weights for reading ahead if they are in files or are copied to an accelerator."""
+        # Compare with None, because 0 is an accelerator.
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
         loader, prefix = unprefixed(self.weights_map)
         if not isinstance(loader, OffloadedWeightsLoader) or not self._slots:
@@ -137,7 +137,7 @@ class AlignDevicesHook(ModelHook):
                     set_module_tensor_to_device(module, name, device, value=value)
         return module
 
-    # ---- a forward
+    # ---- a forward pass
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load the weights and move the inputs."""
@@ -173,12 +173,12 @@ class AlignDevicesHook(ModelHook):
                 own[key] = self._load_weight(name, placeholder, value)
 
     def _is_planned(self) -> bool:
-        """Return whether the plan is still valid: peft, for instance, assigns merged weights to `weights_map`."""
+        """Return whether the plan is still valid. For example, peft assigns merged weights to `weights_map`."""
         weights, device = self._planned
         return weights is self.weights_map and device is self.execution_device
 
     def _load_weight(self, name: str, placeholder: Any, value: torch.Tensor) -> Any:
-        """Return a weight as its module holds it; it is kept for the next forward if it shares the weight's memory."""
+        """Return a weight in the form that its module expects, kept for the next pass if it shares the memory."""
         device = self.execution_device if self.execution_device is not None else value.device
         moved = value.detach().to(device=device, dtype=placeholder.dtype if value.is_floating_point() else None)
         is_parameter = isinstance(placeholder, torch.nn.Parameter)
@@ -188,7 +188,7 @@ class AlignDevicesHook(ModelHook):
         return loaded
 
     def _is_in_memory(self, name: str) -> bool:
-        """Return whether a weight is in memory; others may be mapped from their file anew on each access."""
+        """Return whether a weight is in memory, instead of being mapped from its file again on each access."""
         weights, prefix = unprefixed(self.weights_map)
         if isinstance(weights, OffloadedWeightsLoader):
             return prefix + name in weights.state_dict
@@ -205,7 +205,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def _release_weights(self) -> None:
-        held = [own[key] for own, key, _, _ in self._slots if key in own]  # the forward may have deleted a weight
+        held = [own[key] for own, key, _, _ in self._slots if key in own]  # The forward pass may have deleted a weight.
         for own, key, _, placeholder in self._slots:
             own[key] = placeholder
         if self._prefetcher is not None and self._unit is not None:
@@ -213,10 +213,10 @@ class AlignDevicesHook(ModelHook):
 
     @contextmanager
     def loading_for(self, device: torch.device | None) -> Iterator[None]:
-        """Load the weights for another use than a forward, without disturbing the reading ahead for the next one.
+        """Load the weights for a purpose other than a forward pass, without disturbing the plan for reading ahead.
 
         Args:
-            device: Where they are loaded to; None: where the module computes.
+            device: The device to load them to; None means the device that the module computes on.
         """
         usual = self.execution_device, self._planned
         self.execution_device, self._planned = usual[0] if device is None else device, (None, None)
@@ -232,12 +232,12 @@ def _break_graph(function: Any, *arguments: Any) -> Any:
 
 
 def _untraced(function: Any, *arguments: Any) -> Any:
-    """Call a function that torch.compile must not trace; torch._dynamo is not imported unless a model is compiled."""
+    """Call a function that torch.compile must not trace, without importing torch._dynamo unless a model is compiled."""
     return _break_graph(function, *arguments) if torch.compiler.is_compiling() else function(*arguments)
 
 
 def _all_on(values: Any, device: torch.device) -> bool:
-    """Return, fast, whether nothing in the values is to be moved: then a module gets the very objects of its caller."""
+    """Return whether nothing needs to be moved, in which case the module receives the caller's own objects."""
     for value in values:
         if value is None or type(value) in (int, float, bool, str):
             continue
@@ -255,7 +255,7 @@ def _all_on(values: Any, device: torch.device) -> bool:
 
 
 def block_of(name: str) -> str:
-    """Return the name of the repeated block that contains a module: ``h.3`` for ``h.3.mlp.fc``."""
+    """Return the name of the repeated block that contains a module, such as ``h.3`` for ``h.3.mlp.fc``."""
     match = _BLOCK.match(name)
     return match.group() if match else name
 
@@ -270,13 +270,13 @@ def attach_execution_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Attach hooks to all modules inside a module that move their inputs to one device.
+    """Attach hooks that move inputs to one device to all modules inside a module.
 
     Args:
         module: The module.
         execution_device: The device.
-        skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose submodules need no hook.
+        skip_keys: The keyword arguments that are not moved.
+        preload_module_classes: The classes whose submodules need no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
     if not hasattr(module, "_hf_hook") and any(True for _ in named_module_tensors(module, recurse=True)):
@@ -304,13 +304,13 @@ def attach_align_device_hook(
 
     Args:
         module: The module.
-        execution_device: Where all of them compute.
-        offload: Offload their weights between forwards.
+        execution_device: The device that all of these modules compute on.
+        offload: Whether to offload their weights between forward passes.
         weights_map: The weights by name.
-        offload_buffers: Offload buffers too.
-        module_name: The module's name in `weights_map`.
-        skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
+        offload_buffers: Whether to offload buffers, too.
+        module_name: The name of the module in `weights_map`.
+        skip_keys: The keyword arguments that are not moved.
+        preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
         tied_params_map: See `AlignDevicesHook`.
     """
     loads_submodules = offload and type(module).__name__ in as_names(preload_module_classes)
@@ -351,12 +351,12 @@ def attach_align_device_hook_on_blocks(
 
     Args:
         module: The model.
-        execution_device: Where each block computes, by name; or one device for all.
-        offload: Whether each block's weights are offloaded, by name; or one value for all.
+        execution_device: The device that each block computes on, by name, or one device for all.
+        offload: Whether each block's weights are offloaded, by name, or one value for all.
         weights_map: The weights by name.
-        offload_buffers: Offload buffers too.
-        module_name: Name of `module` in these mappings.
-        skip_keys: Keyword arguments that are not moved.
+        offload_buffers: Whether to offload buffers, too.
+        module_name: The name of `module` in these mappings.
+        skip_keys: The keyword arguments that are not moved.
         preload_module_classes: See `attach_align_device_hook`.
         tied_params_map: See `AlignDevicesHook`.
     """
@@ -391,7 +391,7 @@ def _attach_to_block(
         )
         add_hook_to_module(module, hook, append=True)
     else:
-        if outermost:  # first, so that a pass begins before the model's own weights are loaded
+        if outermost:  # This hook comes first, so that a pass starts before the model's own weights are loaded.
             add_hook_to_module(module, AlignDevicesHook(io_same_device=True, **shared), append=True)
         attach_align_device_hook(module, device, True, weights, buffers, name, preload_module_classes=preload, **shared)
         if not hasattr(module, "_hf_hook"):

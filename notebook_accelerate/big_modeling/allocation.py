@@ -13,18 +13,19 @@ _IS_WAITING, _IS_PLACED = 1, 2
 
 
 class Allocation:
-    """Assigns a tree's modules to devices in order; the last device, without limit, is the disk.
+    """Assigns the modules of a tree to devices in order. The last device is the disk, which has no limit.
 
-    Entries are modules and single tensors, by number: modules have their index in the tree, tensors the numbers after
+    Entries are modules and single tensors, and have numbers: modules have their index in the tree, and tensors the
+        numbers after
     the last module. Lists hold the properties of each number, so that a step takes about a microsecond.
 
     Args:
         tree: The model's modules.
-        totals: Bytes of each module, and tied parameters.
-        limits: Bytes by device, in the order in which devices are filled.
-        no_split: Names of classes that are not split among devices.
-        verbose: Print every decision.
-        fallback: Search for a module that fits, where a device would stay empty.
+        totals: The size of each module in bytes, and the tied parameters.
+        limits: The limit of each device in bytes, in the order that devices are filled in.
+        no_split: The names of classes that are not split among devices.
+        verbose: Whether to print every decision.
+        fallback: Whether to search for a module that fits if a device would stay empty.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Allocation:
                 self._place(entry)
 
     def _place_run(self) -> None:
-        """Place entries on the current device while they fit: the usual case, in a fast loop."""
+        """Place entries on the current device while they fit, in a fast loop for this common case."""
         todo, sizes, state, placed = self._waiting, self._sizes, self._state, self._device_of
         device = self._device()
         if device == "disk":
@@ -142,7 +143,7 @@ class Allocation:
         self._assign(entry)
 
     def _split_ties(self, entry: int, room: Any) -> bool:
-        """Split the modules that share parameters with an entry, until the parts that do would fit."""
+        """Split the modules that share parameters with an entry, until the parts that share them would fit."""
         divided: dict[int, list[int]] = {}
         while self._size_with_ties(entry, ties := self._tied_with(entry, divided)) > room:
             others = {other: parts for other in ties.values() if (parts := self._parts_of(other))}
@@ -152,7 +153,7 @@ class Allocation:
             }
             if not sizes:
                 return False
-            # The first that is enough; if none is, the one that saves most.
+            # Split the first module that makes enough room, or else the one that saves most.
             enough = (other for other, size in sizes.items() if size <= room)
             chosen = next(enough, min(sizes, key=lambda other: sizes[other]))
             divided[chosen] = others[chosen]
@@ -164,7 +165,7 @@ class Allocation:
         return True
 
     def _size_with_ties(self, entry: int, ties: Mapping[str, int]) -> Any:
-        """Return the bytes of an entry and the entries tied to it; totals count a shared parameter once already."""
+        """Return the size of an entry and the entries tied to it. Totals already count a shared parameter once."""
         return self._sizes[entry] + sum(self._sizes[other] for other in set(ties.values()))
 
     def _next_device(self, entry: int) -> None:
@@ -176,7 +177,7 @@ class Allocation:
         self._push([entry])
 
     def _fill_empty_device(self, entry: int) -> bool:
-        """Place the first module, breadth first, that fits the empty device."""
+        """Place the first module in breadth-first order that fits the empty device."""
         limit = self.limits[self._device()]
         if self._device() in self._main:
             limit -= self._layers[0]
@@ -193,7 +194,7 @@ class Allocation:
         return False
 
     def _isolate(self, found: int) -> None:
-        """Split the modules around a module, until it is an entry of its own."""
+        """Split the modules around a module until it is a separate entry."""
         while self._state[found] != _IS_WAITING:
             outer = self.tree.parents[found]
             while self._state[outer] != _IS_WAITING:
@@ -214,7 +215,7 @@ class Allocation:
         self._push(parts)
 
     def _replace(self, entry: int, parts: Sequence[int]) -> None:
-        """Replace a waiting entry by its parts."""
+        """Replace a waiting entry with its parts."""
         place = len(self._waiting) - 1 - self._waiting[::-1].index(entry)
         self._waiting[place : place + 1] = list(reversed(parts))
         self._state[entry] = 0
@@ -222,7 +223,7 @@ class Allocation:
             self._state[part] = _IS_WAITING
 
     def _parts_of(self, entry: int) -> list[int]:
-        """Return the parts an entry can be split into; none for layers, tensors and classes that are not split."""
+        """Return the parts of an entry. Layers, tensors and classes that are not split have no parts."""
         if entry >= self._modules or self.tree.ends[entry] == entry + 1:
             return []
         return [] if type(self.tree.modules[entry]).__name__ in self._no_split else self._parts(entry)
@@ -238,7 +239,7 @@ class Allocation:
         return found + [self._tensor(node, key, end) for key, value in module._buffers.items() if value is not None]
 
     def _tensor(self, node: int, key: str, after: int) -> int:
-        """Return the number of a tensor, the same each time that its module is split."""
+        """Return the number of a tensor, which is the same each time that its module is split."""
         name = full_name(self.tree.names[node], key)
         if (known := self._numbers.get(name)) is not None:
             return known
@@ -270,7 +271,7 @@ class Allocation:
         return self._devices[self._current]
 
     def _room(self, entry: int) -> Any:
-        """Return the bytes left on the current device; None for the disk, which has no limit."""
+        """Return the bytes left on the current device, or None for the disk, which has no limit."""
         device = self._devices[self._current]
         if device == "disk":
             return None
@@ -281,7 +282,7 @@ class Allocation:
         return room
 
     def _large_tensors(self, top: Sequence[int]) -> dict[int, Any]:
-        """Return the model's own tensors larger than all layers: memory is reserved for them until the first split."""
+        """Return the model's own tensors larger than any layer, for which memory is reserved until the first split."""
         tensors = {entry: self._sizes[entry] for entry in top if entry >= self._modules}
         largest = max(tensors.values(), default=0)
         return {entry: size for entry, size in tensors.items() if size == largest and size > self._layers[0]}
@@ -297,16 +298,16 @@ class Allocation:
         return max((max(self._own[node : self.tree.ends[node]]) for node in self.offloaded), default=0)
 
     def _largest_from(self) -> list[Any]:
-        """Return, by index, the bytes of the largest layer from there on; computed once, so that placing is linear."""
+        """Return the size of the largest layer from each index on. It is computed once, to make placing linear."""
         ends, modules, no_split, sizes = self.tree.ends, self.tree.modules, self._no_split, self._sizes
         own: list[Any] = [
             size if end == index + 1 else 0 for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
-        own[0] = 0  # the model itself is always split
+        own[0] = 0  # The model itself is always split.
         own.append(0)
         index = 1
         while no_split and index < self._modules:
-            if type(modules[index]).__name__ in no_split:  # modules inside it are no layers
+            if type(modules[index]).__name__ in no_split:  # The modules inside it are not layers.
                 own[index : ends[index]] = [sizes[index], *[0] * (ends[index] - index - 1)]
                 index = ends[index]
             else:
@@ -329,7 +330,7 @@ class Allocation:
 
         Args:
             entry: The entry.
-            divided: Waiting entries to replace by their parts.
+            divided: Waiting entries to replace with their parts.
 
         Returns:
             The entries, by the parameter's name in each.
@@ -367,7 +368,7 @@ class Allocation:
         node = 0
         while node < self._modules:
             device = devices[node]
-            # A single entry keeps its own name: Accelerate joins from two on.
+            # A single entry keeps its own name, because Accelerate joins only two or more entries.
             if device is not None and device is not MIXED and (counts[node] > 1 or placed[node] is not None):
                 found[self._names[node]] = device
                 node = ends[node]
@@ -380,7 +381,7 @@ class Allocation:
         return found
 
     def _devices_of_nodes(self) -> tuple[list[Any], list[int]]:
-        """Return the device of each module's entries (MIXED: several, None: no entry) and their number."""
+        """Return the device of each module's entries (MIXED if several, None if no entries) and their number."""
         placed, parents = self._device_of, self.tree.parents
         devices = placed[: self._modules]
         counts = [0 if device is None else 1 for device in devices]
@@ -404,7 +405,7 @@ MIXED = object()
 
 
 def _groups_by_prefix(tied: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:
-    """Return, for each module, the tied groups that have names inside and outside of it."""
+    """Return the tied groups of each module that have names both inside and outside of it."""
     found: dict[str, list[Sequence[str]]] = defaultdict(list)
     for group in tied:
         members: dict[str, int] = defaultdict(int)

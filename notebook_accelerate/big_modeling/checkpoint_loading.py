@@ -1,4 +1,4 @@
-"""Loads checkpoints into models, one tensor at a time, directly to its device."""
+"""Load checkpoints into models, one tensor at a time and directly to its device."""
 
 from __future__ import annotations
 
@@ -47,17 +47,18 @@ _LOG = logging.getLogger(__name__)
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read one file of weights.
+    """Read a file of weights.
 
     Args:
-        checkpoint_file: safetensors, or torch's format (read with `weights_only=True`); a path or URL.
-        device_map: Device by module name; tensors on "disk", and all without a map, are loaded to the CPU.
+        checkpoint_file: The path or URL of a file in safetensors' or torch's format (read with `weights_only=True`).
+        device_map: The device of each module by name. Tensors on "disk", and all tensors without a map, are loaded to
+            the CPU.
 
     Returns:
         The named tensors.
 
     Raises:
-        CheckpointError: The file is broken, or contains more than data.
+        CheckpointError: The file is broken, or contains more than plain data.
     """
     sources = Shard(weights_on_disk(path_of(checkpoint_file))).sources()
 
@@ -73,7 +74,7 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
 
     Args:
         model: The model.
-        index: Dtype and shape, or file, by name.
+        index: The dtype and shape, or the file, of each weight by name.
         offload_folder: The folder.
     """
     if not index:
@@ -97,7 +98,7 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, each tensor directly to its device; one tensor is loaded at a time.
+    """Load a checkpoint into a model, one tensor at a time and directly to its device.
 
     On the CPU, empty weights become mappings of a safetensors file, which must not change while the model is used.
 
@@ -106,27 +107,27 @@ def load_checkpoint_in_model(
     files are written to the folder.
 
     Args:
-        model: The model, on any device; the meta device too.
-        checkpoint: A file, an index, or a folder that contains one of either. URLs (s3://, gs://, ...) are downloaded
+        model: The model on any device, including the meta device.
+        checkpoint: A file, an index, or a folder that contains one of them. URLs (s3://, gs://, ...) are downloaded
             first, once per machine, and kept in ``$HF_HOME/accelerate/remote``.
-        device_map: Device by module name; None: the model's device, or the CPU for tensors on the meta device.
-        offload_folder: Folder for modules on "disk".
-        dtype: Dtype that floating weights are converted to; None: the model's.
-        offload_state_dict: Accepted for compatibility: weights for the CPU are never in memory twice.
-        offload_buffers: Offload buffers of modules on disk too.
-        keep_in_fp32_modules: Parts of names of modules that stay in float32.
-        offload_8bit_bnb: Quantize the offloaded weights of bitsandbytes' 8-bit layers, and keep them in 8 bits with
-            their scales.
-        strict: Raise if names are missing or unexpected, before anything is loaded, instead of warning.
-        full_state_dict: The checkpoint contains full tensors; False: distributed tensors, as `torch.save` writes
-            them, for a model with distributed tensors.
-        broadcast_from_rank0: Only rank 0 reads the files; every rank must call this.
+        device_map: The device of each module by name; None means the model's device, or the CPU for meta tensors.
+        offload_folder: The folder for modules on "disk".
+        dtype: The dtype that floating-point weights are converted to; None means the model's dtype.
+        offload_state_dict: Accepted for compatibility. Weights for the CPU are never in memory twice.
+        offload_buffers: Whether to offload the buffers of modules on disk, too.
+        keep_in_fp32_modules: Parts of the names of modules that stay in float32.
+        offload_8bit_bnb: Whether to quantize the offloaded weights of bitsandbytes' 8-bit layers, and keep them in 8
+            bits with their scales.
+        strict: Whether to raise before anything is loaded if names are missing or unexpected, instead of warning.
+        full_state_dict: Whether the checkpoint contains full tensors. If False, it contains distributed tensors, as
+            `torch.save` writes them, for a model with distributed tensors.
+        broadcast_from_rank0: Whether only rank 0 reads the files; every rank must call this.
 
     Raises:
         ValueError: The checkpoint contains no weights, the map lacks some or exceeds a device's free memory, or
-            `offload_folder` is required.
-        CheckpointMismatchError: Shapes differ; with `strict`, names too.
-        CheckpointError: A file is broken, contains more than data, or is outside its folder.
+            `offload_folder` is missing.
+        CheckpointMismatchError: Shapes differ or, with `strict`, names differ.
+        CheckpointError: A file is broken, contains more than plain data, or is outside its folder.
     """
     if device_map is not None:
         check_device_map(model, device_map)
@@ -147,7 +148,7 @@ def load_checkpoint_in_model(
 
 
 class _Loading:
-    """The loading of one checkpoint into one model."""
+    """Loads one checkpoint into one model."""
 
     def __init__(
         self, model: torch.nn.Module, checkpoint: Any, device_map: Mapping[str, Any] | None, folder: Any, dtype: Any,
@@ -168,7 +169,7 @@ class _Loading:
             Path(folder).mkdir(parents=True, exist_ok=True)
 
     def check_shapes(self, sources: dict[str, Source]) -> None:
-        """Compare the shapes of all tensors."""
+        """Compare the shapes of all tensors with the model's."""
         mismatches = [
             f"{name}: {tuple(source.shape)} in the checkpoint, {tuple(self._tensors[name].shape)} in the model"
             for name, source in sources.items()
@@ -178,11 +179,11 @@ class _Loading:
             lines = "\n  ".join(mismatches[:10])
             raise CheckpointMismatchError(
                 f"size mismatch for {len(mismatches)} tensor{'s' * (len(mismatches) > 1)}; nothing of their file was "
-                f"loaded:\n  {lines}\nThis checkpoint is another model's."
+                f"loaded:\n  {lines}\nThis checkpoint belongs to another model."
             )
 
     def _bytes_to_allocate(self, sources: dict[str, Source]) -> dict[torch.device, int]:
-        """Return the bytes that loading allocates by device; mapped, overwritten and offloaded tensors need none."""
+        """Return the bytes that loading allocates on each device, without mapped, overwritten and offloaded tensors."""
         found: dict[torch.device, int] = {}
         for name, source in sources.items():
             target = device_of(name, self._map)
@@ -196,7 +197,7 @@ class _Loading:
         return found
 
     def load_all(self) -> None:
-        """Check the files, then load them in order; if one is broken, report what was loaded before."""
+        """Check the files, then load them in order. If one is broken, report how much was loaded before it."""
         shards = find_shards(self._checkpoint, self._state)
         known: dict[str, Source] = {}
         for shard in shards:
@@ -212,8 +213,8 @@ class _Loading:
                 if not self._loaded:
                     raise
                 raise type(error)(
-                    f"{error} The model is loaded in part: {count} of {len(shards)} files, and {len(self._loaded)} of "
-                    f"{len(self._state)} tensors. Create the model again before you use it."
+                    f"{error} The model is only partly loaded: {count} of {len(shards)} files, and "
+                    f"{len(self._loaded)} of {len(self._state)} tensors. Create the model again before you use it."
                 ) from error
 
     def _load(self, shard: Shard) -> None:
@@ -263,14 +264,14 @@ class _Loading:
         if self._fits(old, source, torch.device(device), dtype):
             source.read_into(old.detach())
         else:
-            # On the CPU: nothing is read before its first use, and the memory is the page cache's.
+            # On the CPU, map the file: nothing is read before its first use, and the memory belongs to the page cache.
             maps = isinstance(source, FileSource) and torch.device(device).type == "cpu"
             value = source.map(read_ahead=False) if maps else source.load(torch.device(device))
             set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
 
     def _dtype_of(self, name: str, source: Source) -> torch.dtype | None:
         if not source.dtype.is_floating_point or name.endswith(".SCB"):
-            return None  # scales of 8-bit weights: bitsandbytes keeps them in float32
+            return None  # bitsandbytes keeps the scales of 8-bit weights in float32.
         if self._dtype is not None and any(part in name.split(".") for part in self._kept):
             return torch.float32
         return self._dtype
@@ -298,7 +299,7 @@ class _Loading:
         set_module_tensor_to_device(self._model, name, "meta", value=placeholder, dtype=dtype)
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Compare the names of all files, before anything is loaded."""
+        """Compare the names in all files with the model's before anything is loaded."""
         given = set(names)
         scales = {name_of_scales(name) for name in given if is_offloadable(self._model, name)}
         covered = given | scales | {name for group in self._tied if given & set(group) for name in group}
@@ -348,21 +349,22 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, usually from `init_empty_weights`.
-        checkpoint: A file, an index, or a folder that contains one of either.
-        device_map: Device by module name, or a strategy to make one: "auto", "balanced", "balanced_low_0" or
-            "sequential"; None: only load.
-        max_memory: Limits by device, in bytes or as "10GB", of a strategy's map; a given map is checked against them.
-        no_split_module_classes: Names of classes that are not divided among devices.
-        offload_folder: Folder for modules on "disk".
-        offload_buffers: Offload buffers too.
-        dtype: Dtype that floating weights are converted to.
+        checkpoint: A file, an index, or a folder that contains one of them.
+        device_map: The device of each module by name, or a strategy for creating a map: "auto", "balanced",
+            "balanced_low_0" or "sequential". None means that the model is only loaded.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". A given map is checked against the
+            limits.
+        no_split_module_classes: The names of classes that are not divided among devices.
+        offload_folder: The folder for modules on "disk".
+        offload_buffers: Whether to offload buffers, too.
+        dtype: The dtype that floating-point weights are converted to.
         offload_state_dict: See `load_checkpoint_in_model`.
-        skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
-        force_hooks: Attach hooks even if the model is on one device.
-        strict: Raise if names are missing or unexpected.
+        skip_keys: The keyword arguments that are not moved.
+        preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
+        force_hooks: Whether to attach hooks even if the model is on one device.
+        strict: Whether to raise if names are missing or unexpected.
         full_state_dict: See `load_checkpoint_in_model`.
-        broadcast_from_rank0: Only rank 0 reads the files; every rank must call this.
+        broadcast_from_rank0: Whether only rank 0 reads the files; every rank must call this.
 
     Returns:
         The model.
@@ -399,7 +401,7 @@ def _check_device_map_limits(
     check_limits(sizes, get_max_memory(max_memory))
 
 
-# ---- on several ranks: read by one and broadcast, or read by each and sharded
+# ---- loading on several ranks: one rank reads and broadcasts, or each rank reads its shards
 
 
 def load_on_ranks(
@@ -413,19 +415,19 @@ def load_on_ranks(
     """Load a checkpoint, one file at a time; every rank must call this.
 
     Args:
-        model: The model: replicated, or with distributed tensors; on the meta device too.
-        checkpoint: A file, an index, or a folder; only rank 0 needs it if it broadcasts.
-        check: Raises if the tensors of a file are not the model's.
-        check_names: The same for the names of all files, before the first is loaded.
-        full_state_dict: The files contain full tensors; False: distributed ones, in files of each rank.
-        broadcast_from_rank0: Only rank 0 reads.
+        model: The model, replicated or with distributed tensors. It may be on the meta device.
+        checkpoint: A file, an index, or a folder. If rank 0 broadcasts, only rank 0 needs it.
+        check: A function that raises if the tensors of a file do not fit the model.
+        check_names: A function that does the same for the names in all files, before the first file is loaded.
+        full_state_dict: Whether the files contain full tensors. If False, each rank has files with distributed tensors.
+        broadcast_from_rank0: Whether only rank 0 reads.
 
     Returns:
         The names of all tensors in the files.
 
     Raises:
-        CheckpointError: The files are broken, or another model's; raised on every rank.
-        ValueError: The checkpoint contains no weights; raised on every rank.
+        CheckpointError: The files are broken, or belong to another model. Every rank raises this.
+        ValueError: The checkpoint contains no weights. Every rank raises this.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -449,7 +451,8 @@ def load_on_ranks(
             loaded = {name: source.load(torch.device("cpu")) for name, source in sources.items()}
             if not full_state_dict:
                 _check_divided(model, loaded)
-            part.update((uncompiled_name(name), tensor) for name, tensor in loaded.items())  # as torch names them
+            # Use the names that torch expects.
+            part.update((uncompiled_name(name), tensor) for name, tensor in loaded.items())
             return list(sources)
 
         names += _on_all_ranks(read, reads, broadcasts)
@@ -459,12 +462,12 @@ def load_on_ranks(
 
 
 def _check_divided(model: torch.nn.Module, part: dict[str, Any]) -> None:
-    """Check that the files contain distributed tensors for a model's distributed ones."""
+    """Check that the files contain distributed tensors wherever the model has them."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in part and hasattr(parameter, "device_mesh") and not hasattr(part[name], "device_mesh"):
             raise ValueError(
-                f"full_state_dict=False needs files with distributed tensors, and {name} is a full tensor there; pass "
-                "full_state_dict=True, and each rank loads its shard of it"
+                f"full_state_dict=False needs files with distributed tensors, but {name} is a full tensor; pass "
+                "full_state_dict=True, so that each rank loads its shard of it"
             )
 
 

@@ -1,4 +1,4 @@
-"""Finds the files of a checkpoint, on the disk or at a URL, and the tensors in them."""
+"""Find the files of a checkpoint on the disk or at a URL, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from notebook_accelerate.errors import BrokenCheckpointError
 
 @dataclass
 class Shard:
-    """One file of a checkpoint.
+    """A file of a checkpoint.
 
     Attributes:
         path: The file.
-        names: Names of the tensors to load, as in the file; None: all.
-        wanted: Names of the model, which tensors get if theirs differ by `torch.compile` only.
+        names: The names in the file of the tensors to load; None means all.
+        wanted: The names in the model. Tensors are renamed to these if only `torch.compile` makes the difference.
     """
 
     path: Path
@@ -38,10 +38,10 @@ class Shard:
     wanted: frozenset[str] = frozenset()
 
     def sources(self) -> dict[str, Source]:
-        """Return where each tensor of the model is read from; of a safetensors file only the header is read.
+        """Return the source of each tensor. Of a safetensors file, only the header is read.
 
         Raises:
-            CheckpointError: The file is broken, lacks tensors of the index, or contains more than data.
+            CheckpointError: The file is broken, lacks tensors of the index, or contains more than plain data.
         """
         found = self._all()
         if self.names is None:
@@ -62,7 +62,7 @@ class Shard:
     def _torch(self) -> dict[str, Source]:
         state = read_torch(self.path, mmap=True) if _is_zip(self.path) else read_torch(self.path)
         if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-            raise BrokenCheckpointError(f"{self.path} is broken: it holds no named tensors.")
+            raise BrokenCheckpointError(f"{self.path} is broken: it contains no named tensors.")
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         return {name: MemorySource(value, tensors, name) for name, value in tensors.items()}
 
@@ -76,12 +76,12 @@ def find_shards(checkpoint: str | os.PathLike[str], wanted: Iterable[str] = ()) 
     """Find the files of a checkpoint.
 
     Args:
-        checkpoint: A file of weights, an ``.index.json``, or a folder that contains one of either; or a URL of one,
+        checkpoint: A file of weights, an ``.index.json``, or a folder that contains one of them; or the URL of one,
             which is downloaded first (see `weights_on_disk`).
-        wanted: Names of the model; see `Shard`.
+        wanted: The names in the model (see `Shard`).
 
     Raises:
-        ValueError: It contains no weights.
+        ValueError: The checkpoint contains no weights.
         CheckpointError: The index lists files that are missing or outside its folder.
     """
     location = path_of(checkpoint)
@@ -120,7 +120,7 @@ def _weights_in(folder: AnyPath) -> AnyPath:
 
 
 def tensor_names(shards: Iterable[Shard]) -> set[str]:
-    """Return the names of all tensors in the model, from the indexes and headers where possible.
+    """Return the names of all tensors, from indexes and headers if possible.
 
     Args:
         shards: The files.
@@ -136,13 +136,13 @@ def tensor_names(shards: Iterable[Shard]) -> set[str]:
 
 
 def weights_on_disk(file: AnyPath) -> Path:
-    """Return the path of a file of weights, or an index with its files, on this machine's disk.
+    """Return the path on this machine's disk of a file of weights, or of an index together with its files.
 
     Files from URLs are kept in ``$HF_HOME/accelerate/remote`` (or ``~/.cache/huggingface/accelerate/remote``), because
-    models in use map them and read from them. A file that changed in its store is downloaded again.
+    models in use map them and read from them. A file that has changed in its store is downloaded again.
 
     Args:
-        file: The file; the files that an ``.index.json`` lists are in its folder.
+        file: The file. The files that an ``.index.json`` lists are in the same folder.
 
     Raises:
         CheckpointError: The store cannot be read, or the index lists files outside its folder.
@@ -164,7 +164,7 @@ def weights_on_disk(file: AnyPath) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
             for name in names:
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                with suppress(FileNotFoundError):  # `read_index` reports missing files
+                with suppress(FileNotFoundError):  # `read_index` reports missing files.
                     (file.parent / name).download(partial / name)
             partial.rename(folder)
     return folder / file.name
@@ -183,7 +183,7 @@ def _digest(*texts: str) -> str:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Exclude the other processes of the machine, which wait for the lock and then find the files downloaded."""
+    """Hold a lock against other processes on the machine, which wait for it and then find the downloaded files."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Makes, checks and cleans device maps."""
+"""Create, check and simplify device maps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMap:
-    """Assign a model's modules to devices in order: accelerators, then the CPU, then the disk.
+    """Assign a model's modules to devices in order: first accelerators, then the CPU, then the disk.
 
     Memory for the largest later layer is reserved on the first accelerator and on the CPU, where offloaded layers
     compute. Time is linear in the number of modules. Modules that share parameters are placed on one device, and shared
@@ -55,25 +55,25 @@ def infer_auto_device_map(
     again, divides it among devices, or exceeds a limit.
 
     Args:
-        model: The model, on any device; its weights should be tied already.
-        max_memory: Bytes or "10GB" by device; None: the free memory.
-        no_split_module_classes: Names of classes that are not divided among devices, such as blocks with a residual
+        model: The model on any device. Its weights should be tied already.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". None means the free memory.
+        no_split_module_classes: The names of classes that are not divided among devices, such as blocks with a residual
             connection.
-        dtype: Dtype that weights will be converted to when they are loaded.
-        special_dtypes: Dtypes of tensors by name; they take precedence over `dtype`.
-        verbose: Print every decision and a table of the devices.
-        clean_result: Join modules that share a device under their parent's name.
-        offload_buffers: Buffers are offloaded too, so the accelerators need no memory for them.
-        fallback_allocation: Where a device would stay empty, search (breadth first) for a module that fits.
+        dtype: The dtype that weights will be converted to when they are loaded.
+        special_dtypes: The dtypes of tensors by name, which have precedence over `dtype`.
+        verbose: Whether to print every decision and a table of the devices.
+        clean_result: Whether to join modules that share a device under their parent's name.
+        offload_buffers: Whether buffers are offloaded, too, so that accelerators need no memory for them.
+        fallback_allocation: Whether to search (breadth first) for a module that fits if a device would stay empty.
 
     Returns:
-        Device by module name.
+        The device of each module by name.
 
     Raises:
         ValueError: A device, a size or a dtype is not valid.
     """
     limits = get_max_memory(max_memory)
-    with uncollected():  # nothing here has cycles, and collecting a large model's objects takes longer than the map
+    with uncollected():  # Nothing here has cycles, and collecting a large model's objects takes longer than the map.
         tree = build_tree(model)
         totals = totals_of(tree, dtype, special_dtypes)
         allocation = Allocation(tree, totals, limits, no_split_module_classes, verbose, fallback_allocation)
@@ -99,18 +99,18 @@ def make_device_map(
     offload_buffers: bool = False,
     **options: Any,
 ) -> DeviceMap:
-    """Make a device map by the name of a strategy.
+    """Create a device map with a named strategy.
 
     Args:
         model: The model, on any device.
-        strategy: "auto" and "balanced" fill accelerators evenly; "balanced_low_0" puts as little as possible on the
-            first; "sequential" fills one after the other.
-        max_memory: Bytes or "10GB" by device; None: the free memory.
-        offload_buffers: Buffers are offloaded too.
-        options: `no_split_module_classes`, `dtype` and `special_dtypes` of `infer_auto_device_map`.
+        strategy: "auto" and "balanced" fill accelerators evenly, "balanced_low_0" puts as little as possible on the
+            first, and "sequential" fills one after the other.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". None means the free memory.
+        offload_buffers: Whether buffers are offloaded, too.
+        options: The arguments `no_split_module_classes`, `dtype` and `special_dtypes` of `infer_auto_device_map`.
 
     Raises:
-        ValueError: There is no strategy of that name.
+        ValueError: The strategy is unknown.
     """
     if strategy not in _STRATEGIES:
         raise ValueError(
@@ -131,7 +131,7 @@ def _table(used: Mapping[Any, Any], limits: Mapping[Any, int]) -> str:
 
 
 def _warn_of_buffers(allocation: Allocation, totals: Totals) -> None:
-    """Warn if the buffers of offloaded modules, which stay on an accelerator, fit on none."""
+    """Warn if the buffers of offloaded modules, which stay on an accelerator, do not fit on any."""
     used, limits = allocation.used, allocation.limits
     free = [limits[device] - used.get(device, 0) - allocation.reserve(device) for device in allocation.accelerators]
     needed = sum(totals.buffers[node] for node in allocation.offloaded)
@@ -147,8 +147,8 @@ def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
     """Join the entries of a device map that share a device under their parent's name.
 
     Args:
-        device_map: Device by module name; changed in place.
-        module_name: Join only entries inside this module.
+        device_map: The device of each module by name, changed in place.
+        module_name: The module whose entries are joined.
 
     Returns:
         `device_map`.
@@ -173,13 +173,13 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str 
 
     Args:
         model: The model.
-        device_map: Device by module name.
+        device_map: The device of each module by name.
 
     Raises:
-        ValueError: The map gives tensors no device, or is empty.
+        ValueError: The map does not give some tensors a device, or is empty.
     """
     modules = set(build_tree(model).names)
-    # Tensors are listed too: `infer_auto_device_map` lists those of split modules.
+    # Names of tensors are allowed, too, because `infer_auto_device_map` lists the tensors of split modules.
     unknown = [name for name in device_map if name not in modules and find_tensor(model, name) is None]
     if unknown:
         warnings.warn(
@@ -192,17 +192,17 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str 
         )
 
 
-# ---- whether devices have the memory that a map needs, before anything is moved
+# ---- checking that devices have enough memory for a map before anything is moved
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a device that are free for tensors, including those cached by torch's allocator.
+    """Return the bytes on a device that are free for tensors, including memory cached by torch's allocator.
 
     Args:
         device: The device.
 
     Returns:
-        Bytes; None if the device does not report them.
+        The number of bytes, or None if the device does not report it.
     """
     if device.type == "cpu":
         return machine_memory()[1]
@@ -214,16 +214,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict[torch.device, int]:
-    """Return the bytes a device map moves to each device, without tensors that are there or on the meta device.
+    """Return the bytes that a device map moves to each device, without tensors that are there already or on meta.
 
     Args:
         model: The model.
-        device_map: Device by module name.
+        device_map: The device of each module by name.
     """
     found: dict[torch.device, int] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         target = device_of(name, device_map)
-        # Offloaded tensors are not moved now: each forward loads them one module at a time.
+        # Offloaded tensors are not moved now, because each forward pass loads them one module at a time.
         if target is None or str(target) in ("cpu", "disk") or tensor.device.type == "meta":
             continue
         device = torch.device(target)
@@ -233,13 +233,13 @@ def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict
 
 
 def check_free_memory(needed: Mapping[torch.device, int]) -> None:
-    """Check that devices have free memory.
+    """Check that devices have enough free memory.
 
     Args:
-        needed: Bytes by device.
+        needed: The number of bytes needed on each device.
 
     Raises:
-        ValueError: A device has too little.
+        ValueError: A device has too little memory.
     """
     for device, size in needed.items():
         free = free_bytes(device)
@@ -248,19 +248,19 @@ def check_free_memory(needed: Mapping[torch.device, int]) -> None:
 
 
 def check_limits(sizes: Mapping[str, int], limits: Mapping[Any, int]) -> None:
-    """Check that a device map keeps the user's limits.
+    """Check that a device map respects the user's limits.
 
     Args:
-        sizes: Bytes that the map puts on each device, by name of the device.
-        limits: Bytes by device.
+        sizes: The number of bytes that the map puts on each device, by name of the device.
+        limits: The limit of each device in bytes.
 
     Raises:
-        ValueError: It exceeds one.
+        ValueError: The map exceeds a limit.
     """
     for device, limit in limits.items():
         size = sizes.get(str(device), 0)
         if size > limit:
-            raise ValueError(_overflow(device, size, f"may hold {readable(limit)} by max_memory"))
+            raise ValueError(_overflow(device, size, f"is limited to {readable(limit)} by max_memory"))
 
 
 def _overflow(device: Any, size: int, has: str) -> str:
@@ -270,7 +270,7 @@ def _overflow(device: Any, size: int, has: str) -> str:
     )
 
 
-# ---- how much memory of each device a model may use
+# ---- limits for the memory of each device
 
 _KINDS = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu")
 _NAMED = ("mps", "cpu", "disk")
@@ -280,8 +280,8 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int
     """Return the bytes that a model may use on each device, accelerators first, then the CPU, then the disk.
 
     Args:
-        max_memory: Bytes or "10GB" by device: numbers of accelerators, "mps", "cpu", "disk"; None: the free memory.
-            Texts in a dict are replaced by their numbers.
+        max_memory: The limit of each device (the number of an accelerator, "mps", "cpu" or "disk"), in bytes or as a
+            string such as "10GB". None means the free memory. Strings in a dict are replaced with their numbers.
 
     Raises:
         ValueError: A device or a size is not valid.
@@ -289,7 +289,7 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int
     if max_memory is None:
         return _free()
     sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
-    if isinstance(max_memory, MutableMapping):  # transformers compares the values of its dict with the result's
+    if isinstance(max_memory, MutableMapping):  # transformers compares the values of its dict with the result.
         max_memory.update({device: sizes[device] for device, size in max_memory.items() if isinstance(size, str)})
     for device in sizes:
         if not (isinstance(device, int) or device in _NAMED):
@@ -313,7 +313,7 @@ def _free() -> dict[Any, int]:
             found = {number: module.mem_get_info(number)[0] for number in range(module.device_count())}
             break
     if torch.backends.mps.is_available():
-        found["mps"] = system_memory()[1]  # shared with the CPU
+        found["mps"] = system_memory()[1]  # It is shared with the CPU.
     else:
         found["cpu"] = system_memory()[1]
     return found
@@ -327,18 +327,18 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Any] | None = None,
     low_zero: bool = False,
 ) -> dict[Any, int]:
-    """Limit each accelerator, so that `infer_auto_device_map` distributes a model evenly.
+    """Return limits for accelerators with which `infer_auto_device_map` distributes a model evenly.
 
     Args:
         model: The model, on any device.
         max_memory: See `get_max_memory`.
-        no_split_module_classes: Names of classes that are not divided among devices.
-        dtype: Dtype that weights will be converted to.
-        special_dtypes: Dtypes of tensors by name.
-        low_zero: Put as little as possible on accelerator 0, whose memory generation needs.
+        no_split_module_classes: The names of classes that are not divided among devices.
+        dtype: The dtype that weights will be converted to.
+        special_dtypes: The dtypes of tensors by name.
+        low_zero: Whether to put as little as possible on accelerator 0, because generation needs its memory.
 
     Returns:
-        Bytes by device; the last accelerator is not limited.
+        The limit of each device in bytes. The last accelerator is not limited.
     """
     limits = get_max_memory(max_memory)
     used = [device for device, size in limits.items() if device not in ("cpu", "disk") and size > 0]
@@ -359,7 +359,7 @@ def get_balanced_memory(
 
 
 def _largest_unsplit(model: torch.nn.Module, sizes: Mapping[str, Any], classes: Any) -> Any:
-    """Return the bytes of the largest class, measured by its first module."""
+    """Return the size in bytes of the largest class, measured by its first module."""
     names = as_names(classes)
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -376,15 +376,15 @@ def _mean_layer(sizes: Mapping[str, Any]) -> int:
     return int(sum(modules[name] for name in layers) / max(len(layers), 1))
 
 
-# ---- consecutive parts of about equal size
+# ---- dividing a sequence into consecutive parts of about equal size
 
 
 def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where all parts but the first begin, with the smallest possible largest part.
+    """Return the starts of all parts except the first, chosen so that the largest part is as small as possible.
 
     Args:
-        sizes: Sizes of the items; at least as many as there are parts.
-        parts: Number of parts; none is empty.
+        sizes: The sizes of the items, of which there are at least as many as parts.
+        parts: The number of parts. No part is empty.
     """
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -397,7 +397,7 @@ def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _fill_parts(sizes: Sequence[int], limit: int, parts: int) -> list[int]:
-    """Return where parts begin that are filled up to a limit; none of the last `parts` - 1 is empty."""
+    """Return the starts of parts that are filled up to a limit, leaving an item for each of the remaining parts."""
     cuts: list[int] = []
     held = 0
     for at, size in enumerate(sizes):

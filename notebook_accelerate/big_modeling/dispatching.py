@@ -1,4 +1,4 @@
-"""`dispatch_model`, `cpu_offload`, `disk_offload`: models on several devices, in memory and on disk."""
+"""`dispatch_model`, `cpu_offload` and `disk_offload`: models on several devices, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def cpu_offload(
     state_dict: dict[str, torch.Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> torch.nn.Module:
-    """Keep a model's weights on the CPU; each module's are on the device while it computes.
+    """Keep a model's weights on the CPU, and move each module's weights to the device only while it computes.
 
-    For an accelerator, weights are copied ahead of the computation (see `Prefetcher`), unless gradients are recorded:
-    then autograd keeps the weights that each module computed with.
+    For an accelerator, weights are copied ahead of the computation (see `Prefetcher`), unless gradients are recorded,
+    because autograd then keeps the weights that each module computed with.
 
     Args:
         model: The model.
-        execution_device: Where it computes; None: where its first parameter is.
-        offload_buffers: Offload buffers too.
-        state_dict: The weights on the CPU; None: the model's own.
-        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
+        execution_device: The device that the model computes on; None means the device of its first parameter.
+        offload_buffers: Whether to offload buffers, too.
+        state_dict: The weights on the CPU; None means the model's own weights.
+        preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
 
     Returns:
         The model.
@@ -71,14 +71,14 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
 ) -> torch.nn.Module:
-    """Keep a model's weights on disk; each module's are read while the previous one computes.
+    """Keep a model's weights on disk, and read each module's weights while the previous module computes.
 
     Args:
         model: The model.
-        offload_dir: The folder; if it contains an offloaded model already, its weights are used.
-        execution_device: Where it computes; None: where its first parameter is.
-        offload_buffers: Offload buffers too.
-        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
+        offload_dir: The folder. If it already contains an offloaded model, the weights in it are used.
+        execution_device: The device that the model computes on; None means the device of its first parameter.
+        offload_buffers: Whether to offload buffers, too.
+        preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
 
     Returns:
         The model.
@@ -93,7 +93,7 @@ def disk_offload(
 
 
 def _write_offloaded(model: torch.nn.Module, names: list[str], folder: str | os.PathLike[str]) -> None:
-    """Write the weights of some modules, unless the folder contains an offloaded model."""
+    """Write the weights of some modules, unless the folder already contains an offloaded model."""
     if not (Path(folder) / INDEX_NAME).is_file():
         offload_state_dict(folder, extract_submodules_state_dict(model.state_dict(), names))
 
@@ -101,7 +101,7 @@ def _write_offloaded(model: torch.nn.Module, names: list[str], folder: str | os.
 def _offload_all(
     model: torch.nn.Module, device: Any, weights: OffloadedWeightsLoader, buffers: bool, preload: Any
 ) -> torch.nn.Module:
-    """Attach the hooks of a model whose weights are all offloaded."""
+    """Attach hooks to a model whose weights are all offloaded."""
     if device is None:
         device = next(iter(model.parameters())).device
     _check_weights(model, [""], weights, buffers)
@@ -114,26 +114,26 @@ def _offload_all(
 
 
 def _check_weights(model: torch.nn.Module, names: list[str], weights: OffloadedWeightsLoader, buffers: bool) -> None:
-    """Check the offloaded weights of some modules, before hooks replace the model's own."""
+    """Check the offloaded weights of some modules before hooks replace the model's own weights."""
     tensors = dict(named_module_tensors(model, include_buffers=buffers, recurse=True, remove_non_persistent=True))
     wanted = extract_submodules_state_dict(tensors, names)
     missing = [name for name in wanted if name not in weights]
     if missing:
         raise ValueError(
-            f"The offloaded weights lack {', '.join(missing[:5])}{' and more' * (len(missing) > 5)}: they are another "
-            "model's. Pass an empty folder: offload_dir='another_folder'."
+            f"The offloaded weights lack {', '.join(missing[:5])}{' and more' * (len(missing) > 5)}: they belong to "
+            "another model. Pass an empty folder: offload_dir='another_folder'."
         )
     for name, tensor in wanted.items():
         shape = weights.index.get(name, {}).get("shape", tensor.shape)
         if tuple(shape) != tuple(tensor.shape):
             raise ValueError(
-                f"The offloaded {name} has shape {tuple(shape)}, the model's {tuple(tensor.shape)}: it is another "
-                "model's. Pass an empty folder: offload_dir='another_folder'."
+                f"The offloaded {name} has shape {tuple(shape)}, the model's {tuple(tensor.shape)}: it belongs to "
+                "another model. Pass an empty folder: offload_dir='another_folder'."
             )
 
 
 def _mark_passes(model: torch.nn.Module, weights: OffloadedWeightsLoader) -> None:
-    """Let the model's own hook mark where passes begin."""
+    """Make the model's own hook mark the start of each pass."""
     for hook in align_hooks(model):
         if hook.io_same_device:
             hook.pass_prefetchers = tuple(weights.prefetchers.values())
@@ -151,25 +151,26 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> torch.nn.Module:
-    """Move a model's modules to the devices of a device map; hooks move inputs and load offloaded weights.
+    """Move a model's modules to the devices of a device map, with hooks that move inputs and load offloaded weights.
 
     Args:
         model: The model.
-        device_map: Device by module name: numbers, names, "cpu", "disk".
-        main_device: Where offloaded modules compute; None: the first accelerator of the map, or the CPU.
-        state_dict: Weights of the modules on the CPU; None: the model's own.
-        offload_dir: Folder of the modules on disk; written unless it contains an offloaded model.
-        offload_index: Dtype and shape, or file, of each weight on disk; None: the folder's index.
-        offload_buffers: Offload buffers too.
-        skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose weights are loaded together with their submodules' weights.
-        force_hooks: Attach hooks even if the model is on one device.
+        device_map: The device of each module by name: a number, a name, "cpu" or "disk".
+        main_device: The device on which offloaded modules compute; None means the first accelerator of the map, or the
+            CPU.
+        state_dict: The weights of the modules on the CPU; None means the model's own weights.
+        offload_dir: The folder of the modules on disk. It is written unless it already contains an offloaded model.
+        offload_index: The dtype and shape, or the file, of each weight on disk; None means the folder's index.
+        offload_buffers: Whether to offload buffers, too.
+        skip_keys: The keyword arguments that are not moved.
+        preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
+        force_hooks: Whether to attach hooks even if the model is on one device.
 
     Returns:
         The model, with `hf_device_map`.
 
     Raises:
-        ValueError: The map lacks weights, exceeds an accelerator's free memory, or puts modules on disk without an
+        ValueError: The map lacks weights, exceeds the free memory of an accelerator, or puts modules on disk without an
             `offload_dir`.
         CheckpointError: The disk is full, or the folder's files are broken.
     """
@@ -187,7 +188,7 @@ def dispatch_model(
 
 
 class _Placement:
-    """Where each module of a model computes, and where the offloaded weights are."""
+    """The devices on which the modules of a model compute, and the location of the offloaded weights."""
 
     def __init__(
         self,
@@ -220,7 +221,7 @@ class _Placement:
             self.weights = OffloadedWeightsLoader(state_dict, folder, offload_index)
 
     def attach(self, offload_buffers: bool, skip_keys: Any, preload: Any) -> None:
-        """Attach the hooks, and tie again the parameters that they untied."""
+        """Attach the hooks, and tie the parameters again that the hooks have untied."""
         offloaded = set(self.offloaded)
         execution = {name: self.main if name in offloaded or str(device) == "cpu" else device
                      for name, device in self.device_map.items()}  # fmt: skip
@@ -255,7 +256,7 @@ def _tied_params_map(model: torch.nn.Module, tied: list[list[str]]) -> TiedParam
 
 
 def _guard_moves(model: Any, offloads: bool) -> None:
-    """Warn about moves that the hooks would undo; refuse those that would lose offloaded weights."""
+    """Warn about moves that the hooks would undo, and reject moves that would lose offloaded weights."""
     for name in _MOVES:
         if hasattr(model, name):
             setattr(model, name, _guarded(model, getattr(model, name), offloads))

@@ -1,4 +1,4 @@
-"""8-bit linear layers whose weights can be offloaded; importing this module needs bitsandbytes."""
+"""8-bit linear layers whose weights can be offloaded. Importing this module needs bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_
 from notebook_accelerate.big_modeling.module_tree import submodule
 from notebook_accelerate.big_modeling.offload_folder import offload_weight
 
-bitsandbytes: Any = importlib.import_module("bitsandbytes")  # its types export nothing
+bitsandbytes: Any = importlib.import_module("bitsandbytes")  # Its type hints export nothing.
 
 
 class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc] # published without types
-    """bitsandbytes' layer with int8 weights and scales as plain parameters, which hooks load and release.
+    """A layer of bitsandbytes whose int8 weights and scales are plain parameters, which hooks load and release.
 
     Args:
-        layer: The layer to replace; its bias is kept, its weights are not.
+        layer: The layer to replace. Its bias is kept, but not its weights.
     """
 
     weight: Any
@@ -38,7 +38,7 @@ class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc]
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute with the loaded weights, without keeping state that refers to them.
+        """Compute with the loaded weights without keeping state that refers to them.
 
         Args:
             x: The input, with `in_features` as its last dimension.
@@ -57,11 +57,11 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 def make_offloadable(model: torch.nn.Module, name: str) -> None:
-    """Replace an 8-bit layer of bitsandbytes by one whose weights can be offloaded; keep other layers.
+    """Replace an 8-bit layer of bitsandbytes with a layer whose weights can be offloaded; keep any other layer.
 
     Args:
-        model: The model; changed in place.
-        name: The layer's dotted name.
+        model: The model, changed in place.
+        name: The dotted name of the layer.
     """
     owner, key = submodule(model, name)
     layer = getattr(owner, key)
@@ -84,11 +84,11 @@ def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def place_8bit(model: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Quantize a weight and keep it in main memory, with its scales.
+    """Quantize a weight, and keep it in main memory with its scales.
 
     Args:
-        model: The model; the layer is made offloadable.
-        name: The weight's dotted name.
+        model: The model, whose layer is made offloadable.
+        name: The dotted name of the weight.
         weight: The weight, in floating point.
     """
     make_offloadable(model, name.rpartition(".")[0])
@@ -107,12 +107,12 @@ def offload_8bit(
     """Quantize a weight and write it, with its scales, to an offload folder.
 
     Args:
-        model: The model; the layer is made offloadable, its weight is moved to the meta device.
-        name: The weight's dotted name.
-        weight: The weight, in floating point; int8 if `scales` are given.
+        model: The model, whose layer is made offloadable and whose weight is moved to the meta device.
+        name: The dotted name of the weight.
+        weight: The weight, in floating point, or in int8 if `scales` are given.
         folder: The folder.
-        index: The folder's index; dtype and shape are added.
-        scales: Scales, if the weight is quantized already.
+        index: The index of the folder, which receives the dtype and shape.
+        scales: The scales if the weight is quantized already.
     """
     make_offloadable(model, name.rpartition(".")[0])
     if scales is None:

@@ -1,4 +1,4 @@
-"""Creates models on the meta device, without memory, or on any other device."""
+"""Create models on the meta device without memory, or on any other device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from notebook_accelerate.config import environ
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Create models whose parameters take no memory: inside the block they are on the meta device.
+    """Create models whose parameters take no memory, because they are created on the meta device inside the block.
 
     Args:
-        include_buffers: Buffers and all other tensors too. None: False, or the value of
+        include_buffers: Whether to include buffers and all other tensors. None means False, or the value of
             ACCELERATE_INIT_INCLUDE_BUFFERS. With True nothing is allocated. With False each parameter is allocated,
-            without being written, until it is moved to the meta device; this counts where the system limits the
+            without being written, until it is moved to the meta device. This matters if the system limits the
             address space of a process.
 
     Example:
@@ -32,12 +32,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of models that are built in the block on a device.
+    """Create the parameters of models on a device inside the block.
 
     Args:
         device: The device.
-        include_buffers: Buffers and all other tensors too, by `torch.device` as a context. None: False, or the value
-            of ACCELERATE_INIT_INCLUDE_BUFFERS.
+        include_buffers: Whether to include buffers and all other tensors, as `torch.device` does as a context. None
+            means False, or the value of ACCELERATE_INIT_INCLUDE_BUFFERS.
     """
     if include_buffers is None:
         include_buffers = environ.flag("ACCELERATE_INIT_INCLUDE_BUFFERS", default=False)
@@ -52,8 +52,9 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
 
 
 def _registering(register: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """Return a `Module.register_parameter` that moves to a device; a tied parameter stays one object."""
-    # By id, with a weak reference: the original must be freed at once, and a new parameter may then get its id.
+    """Return a `Module.register_parameter` that moves parameters to a device and keeps tied parameters tied."""
+    # The keys are ids, checked by weak references: the original must be freed immediately, and a new parameter may then
+    # get its id.
     moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -69,7 +70,7 @@ def _registering(register: Callable[..., None], device: torch.device) -> Callabl
 
 
 def moved_to(parameter: torch.nn.Parameter, device: Any) -> torch.nn.Parameter:
-    """Return a parameter of the same class and attributes on another device.
+    """Return a parameter with the same class and attributes on another device.
 
     Args:
         parameter: The parameter.
@@ -83,7 +84,7 @@ def like(parameter: torch.Tensor, value: torch.Tensor) -> Any:
     """Return a parameter with the class and attributes of another, and new data.
 
     Args:
-        parameter: The parameter to copy class and attributes from.
+        parameter: The parameter whose class and attributes are copied.
         value: The data.
     """
     kind: Any = type(parameter)
@@ -92,7 +93,7 @@ def like(parameter: torch.Tensor, value: torch.Tensor) -> Any:
         made.__dict__.update(parameter.__dict__)
         return made
     attributes = dict(parameter.__dict__)
-    try:  # quantized parameters take their attributes as arguments
+    try:  # The constructors of quantized parameters take their attributes as arguments.
         return kind(value, requires_grad=parameter.requires_grad, **attributes)
     except TypeError:
         made = kind(value, requires_grad=parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Estimates the memory that training and inference need per rank, without allocating any."""
+"""Estimate the memory that training and inference need per rank, without allocating any."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from notebook_accelerate.torch_internals import viewed_tensor
 OPTIMIZERS: dict[str, float] = {
     "adamw": 8, "adam": 8, "adamw_8bit": 2, "adagrad": 4, "lion": 4, "rmsprop": 4, "sgd_momentum": 4, "sgd": 0,
 }  # fmt: skip
-"""Bytes of state per trainable element; torch keeps states in the weights' dtype, here float32."""
+"""The bytes of state per trainable element. torch keeps states in the dtype of the weights, here float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes per rank, by part.
+    """An estimate of the bytes that each rank needs, by part.
 
     Attributes:
-        training: Bytes on the device: weights, gradients, optimizer, activations, buffers, and the strategy's own.
-        inference: The same for weights, buffers, activations and the strategy.
-        assumptions: What the numbers assume, one sentence each.
-        main_memory: Bytes of offloaded parts in main memory.
+        training: The bytes on the device for weights, gradients, optimizer, activations, buffers and the strategy.
+        inference: The same for weights, buffers, activations and the strategy in inference.
+        assumptions: The assumptions behind the numbers, one sentence each.
+        main_memory: The bytes of offloaded parts in main memory.
     """
 
     training: dict[str, int]
@@ -44,17 +44,17 @@ class MemoryEstimate:
 
     @property
     def training_total(self) -> int:
-        """Bytes that training needs on each rank's device."""
+        """The bytes that training needs on each rank's device."""
         return sum(self.training.values())
 
     @property
     def inference_total(self) -> int:
-        """Bytes that inference needs on each rank's device."""
+        """The bytes that inference needs on each rank's device."""
         return sum(self.inference.values())
 
     @property
     def main_memory_total(self) -> int:
-        """Bytes that training keeps in main memory for each rank."""
+        """The bytes that training keeps in main memory for each rank."""
         return sum(self.main_memory.values())
 
     def __str__(self) -> str:
@@ -86,27 +86,28 @@ def estimate_memory(
     degrees: Mapping[str, int] | None = None,
     offload: Mapping[str, str] | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory that training and inference need per rank; nothing is allocated.
+    """Estimate the memory that training and inference need per rank, without allocating it.
 
-    Activations are counted by running the model on the meta device and adding up the tensors that autograd saves.
+    Activations are counted by running the model on the meta device, and adding up the tensors that autograd saves.
 
     Args:
         model_or_config: A model on any device, a function that creates one, or a configuration of transformers.
-        dtype: Dtype of weights and gradients.
+        dtype: The dtype of weights and gradients.
         optimizer: One of `OPTIMIZERS`.
         strategy: One of `STRATEGIES`.
-        num_processes: Number of ranks.
-        batch_size: Samples per rank and step.
-        sequence_length: Tokens per sample, for models of token numbers.
-        inputs: The model's arguments instead of tokens: a tensor, a tuple, or a mapping of names; only shapes and
+        num_processes: The number of ranks.
+        batch_size: The number of samples per rank and step.
+        sequence_length: The number of tokens per sample, for models that take token numbers.
+        inputs: The model's arguments instead of tokens: a tensor, a tuple, or a mapping of names. Only shapes and
             dtypes matter.
-        degrees: Sizes of the parallel dimensions, by the names of `ParallelismConfig` without "_size": {"tp": 2}.
-            Replicas ("dp_replicate") keep full copies; all other ranks shard what the strategy shards. None: the
-            strategy's own dimension.
-        offload: Offloaded parts (weights, gradients, optimizer) and their target: {"optimizer": "cpu"}, or "disk".
+        degrees: The sizes of the parallel dimensions, by the names of `ParallelismConfig` without "_size": {"tp": 2}.
+            Replicas ("dp_replicate") keep full copies, and all other ranks shard what the strategy shards. None means
+            the strategy's own dimension.
+        offload: The target ("cpu" or "disk") of each offloaded part (weights, gradients, optimizer): {"optimizer":
+            "cpu"}.
 
     Returns:
-        Bytes by part.
+        The bytes by part.
 
     Raises:
         ValueError: A name is unknown, a number is not positive, or the degrees do not match the number of ranks.
@@ -134,7 +135,7 @@ def estimate_memory(
 
 
 def _parts(model: torch.nn.Module, layout: RankLayout, optimizer: str) -> tuple[dict[str, int], int]:
-    """Return the bytes of one rank's weights, gradients and optimizer, and of its gradients before sharding."""
+    """Return the bytes of a rank's weights, gradients and optimizer, and of its gradients before sharding."""
     own, sharding = layout.parts(model), layout.sharding
     weights = sum(each.nbytes * part for each, part in own)
     trained = sum(each.nbytes * part for each, part in own if each.requires_grad)
@@ -159,10 +160,11 @@ def _check(optimizer: str, strategy: str, num_processes: int, batch_size: int) -
 
 
 def _empty_model(source: Any) -> torch.nn.Module:
-    if isinstance(source, torch.nn.Module):  # copied without its weights
+    if isinstance(source, torch.nn.Module):  # Copy it without its weights.
         empty: dict[int, torch.Tensor] = {id(each): torch.empty_like(each, device="meta") for each in source.buffers()}
         for each in source.parameters():
-            # Not `moved_to`: the constructors of other classes (DTensor, quantized tensors) take other arguments.
+            # Don't use `moved_to`, because the constructors of other classes (DTensor, quantized tensors) take other
+            # arguments.
             empty[id(each)] = torch.nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
         return copy.deepcopy(source, empty)
     with init_on_device(torch.device("meta"), include_buffers=True):
@@ -179,7 +181,7 @@ def _empty_model(source: Any) -> torch.nn.Module:
 
 
 def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
-    """Return the bytes that autograd saves, the largest output of a module, and the reason if they are not known."""
+    """Return the bytes that autograd saves, the largest output of a module, and the reason if these are unknown."""
     if inputs is None:
         return 0, 0, "Activations are left out: pass sequence_length= or inputs= to count them."
     args, kwargs = _meta_arguments(inputs)
@@ -229,7 +231,7 @@ def _assumptions(problem: str, layout: RankLayout, optimizer: str, offloaded: Ma
     if OPTIMIZERS[optimizer]:
         lines.append(f"{optimizer} keeps {OPTIMIZERS[optimizer]:g} bytes per trained element.")
     if layout.sharding.buckets and layout.reduces:
-        lines.append("DDP copies gradients into buckets; gradient_as_bucket_view=True saves that.")
+        lines.append("DDP copies gradients into buckets; gradient_as_bucket_view=True avoids that.")
     if layout.degree("tp") > 1:
         lines.append("Tensor parallelism divides the layers of the model's plan, or every matrix without one; their "
                      "activations are counted in full.")  # fmt: skip
@@ -248,13 +250,13 @@ def _assumptions(problem: str, layout: RankLayout, optimizer: str, offloaded: Ma
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """One entry of a device map.
+    """An entry of a device map.
 
     Attributes:
-        name: The module.
-        device: Where its weights are.
-        size: Their bytes.
-        moves: Bytes that are copied to the computing device on each forward.
+        name: The name of the module.
+        device: The device of its weights.
+        size: The size of its weights in bytes.
+        moves: The bytes that are copied to the computing device in each forward pass.
     """
 
     name: str
@@ -268,8 +270,8 @@ class PlacedModel:
     """A device map with sizes.
 
     Attributes:
-        blocks: Its entries, in the model's order.
-        limits: Bytes by device, where known.
+        blocks: The entries in the model's order.
+        limits: The limits of devices in bytes, if known.
     """
 
     blocks: tuple[PlacedBlock, ...]
@@ -277,7 +279,7 @@ class PlacedModel:
 
     @property
     def moves(self) -> int:
-        """Bytes that are copied on each forward."""
+        """The bytes that are copied in each forward pass."""
         return sum(block.moves for block in self.blocks)
 
     def overfull(self) -> list[str]:
@@ -310,13 +312,13 @@ def measure_device_map(
     dtype: Any = None,
     max_memory: Mapping[Any, Any] | None = None,
 ) -> PlacedModel:
-    """Measure the entries of a device map, and what is copied on each forward.
+    """Measure the entries of a device map, and the bytes that are copied in each forward pass.
 
     Args:
         model: The model, on any device.
-        device_map: Device by module name.
-        dtype: Dtype that floating weights are converted to.
-        max_memory: Bytes by device.
+        device_map: The device of each module by name.
+        dtype: The dtype that floating-point weights are converted to.
+        max_memory: The limit of each device in bytes.
     """
     sizes = compute_module_sizes(model, dtype)
     names = {str(device) for device in device_map.values()}
@@ -330,12 +332,12 @@ def measure_device_map(
     return PlacedModel(tuple(blocks), {str(device): int(size) for device, size in (max_memory or {}).items()})
 
 
-# ---- the part of a model that one rank holds, by strategy and parallel degrees
+# ---- the part of a model that a rank has, by strategy and parallel degrees
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
-"""Parallel dimensions, as in `ParallelismConfig`."""
+"""The parallel dimensions, as in `ParallelismConfig`."""
 EXPERTS = "experts"
-"""The name of modules that expert parallelism splits; the first dimension of their parameters counts the experts."""
+"""The name of modules that expert parallelism splits. The first dimension of their parameters counts the experts."""
 OFFLOAD_TARGETS = ("cpu", "disk")
 PARTS = ("weights", "gradients", "optimizer")
 """The parts of a training's memory that can be sharded and offloaded."""
@@ -343,14 +345,14 @@ PARTS = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which parts a strategy shards over ranks.
+    """The parts that a strategy shards over ranks.
 
     Attributes:
         weights: Whether weights are sharded.
         gradients: Whether gradients are sharded.
         optimizer: Whether optimizer states are sharded.
         buckets: Whether gradients are copied into buckets for their reduction.
-        dimension: The parallel dimension of all ranks if no degrees are given; "": none.
+        dimension: The parallel dimension of all ranks if no degrees are given, or "" if there is no dimension.
     """
 
     weights: bool = False
@@ -378,12 +380,12 @@ STRATEGIES: dict[str, Sharding] = {
 
 
 class RankLayout:
-    """The ranks' parallel dimensions.
+    """The parallel dimensions of the ranks.
 
     Args:
         strategy: One of `STRATEGIES`.
-        ranks: Number of ranks.
-        degrees: Size of each of `DEGREES`; None: the strategy's sizes.
+        ranks: The number of ranks.
+        degrees: The size of each of `DEGREES`; None means the strategy's sizes.
 
     Raises:
         ValueError: A degree is unknown or not positive, or their product does not match the number of ranks.
@@ -408,21 +410,21 @@ class RankLayout:
             )
 
     def degree(self, name: str) -> int:
-        """Return the size of a dimension; 1 if it is not in `degrees`."""
+        """Return the size of a dimension, or 1 if it is not in `degrees`."""
         return self.degrees.get(name, 1)
 
     @property
     def shards(self) -> int:
-        """Number of ranks that shards are divided over: not replicas or ranks that split tensors, experts or layers."""
+        """The number of ranks that shards are divided over, without replicas and ranks that split tensors or layers."""
         return self.ranks // (self.degree("dp_replicate") * self.degree("tp") * self.degree("ep") * self.degree("pp"))
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are reduced over ranks that hold the same weights."""
+        """Whether gradients are reduced over ranks that have the same weights."""
         return self.ranks > self.degree("tp") * self.degree("ep") * self.degree("pp")
 
     def parts(self, model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, float]]:
-        """Return the parameters of the largest pipeline stage, and the fraction of each that a rank holds.
+        """Return the parameters of the largest pipeline stage, and the fraction of each that a rank has.
 
         Args:
             model: The model.
@@ -438,7 +440,7 @@ def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
     """Check which parts are offloaded, and where.
 
     Args:
-        offload: One of `OFFLOAD_TARGETS` for each of `PARTS` that is offloaded.
+        offload: One of `OFFLOAD_TARGETS` for each member of `PARTS` that is offloaded.
 
     Raises:
         ValueError: A part or a target is unknown.
@@ -453,7 +455,7 @@ def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
-    """Return the parameters that tensor parallelism divides: the model's plan, or every matrix."""
+    """Return the parameters that tensor parallelism divides, by the model's plan, or every matrix without a plan."""
     plans = (getattr(model, name, None) for name in ("tp_plan", "_tp_plan"))
     plan: Any = next((found for found in plans if isinstance(found, Mapping) and found), None)
     named = dict(model.named_parameters())
@@ -484,7 +486,7 @@ def _blocks(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]
 def _largest_stage(
     blocks: list[list[tuple[str, torch.nn.Parameter]]], stages: int
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Split blocks into stages with the smallest possible maximum size; return the largest stage."""
+    """Split blocks into stages so that the largest stage is as small as possible, and return the largest stage."""
     sizes = [sum(parameter.nbytes for _, parameter in block) for block in blocks]
     if not blocks:
         return []

@@ -1,4 +1,4 @@
-"""Hooks around a module's forward: attaching and detaching them, layerwise casting, whole models on the CPU."""
+"""Hooks around a module's forward method: attaching and detaching them, layerwise casting, models on the CPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModelHook:
-    """Functions to call before and after a module's forward, and when the hook is attached and detached.
+    """Methods that are called before and after a module's forward pass, and when the hook is attached or detached.
 
-    A subclass replaces those that it needs. Attach it by `add_hook_to_module`.
+    A subclass overrides the methods that it needs. Attach a hook with `add_hook_to_module`.
 
     Attributes:
-        no_grad: Compute the module without gradients.
+        no_grad: Whether the module computes without gradients.
     """
 
     no_grad = False
@@ -41,32 +41,32 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run before the forward.
+        """Run before the forward pass.
 
         Args:
             module: The module.
-            args: Positional arguments of its forward.
-            kwargs: Keyword arguments of its forward.
+            args: The positional arguments of its forward method.
+            kwargs: The keyword arguments of its forward method.
 
         Returns:
-            The arguments to call the forward with.
+            The arguments to pass to the forward method.
         """
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Run after the forward.
+        """Run after the forward pass.
 
         Args:
             module: The module.
-            output: What its forward returned.
+            output: The result of its forward method.
 
         Returns:
-            The output to return in its place.
+            The output to return instead.
         """
         return output
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Undo `init_hook`, when the hook is removed.
+        """Undo `init_hook` when the hook is removed.
 
         Args:
             module: The module.
@@ -88,37 +88,37 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Call every hook's `init_hook`."""
+        """Call the `init_hook` of each hook."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Call every hook's `pre_forward` with the arguments of the previous one."""
+        """Call the `pre_forward` of each hook with the arguments that the previous hook returned."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Call every hook's `post_forward` with the output of the previous one."""
+        """Call the `post_forward` of each hook with the output that the previous hook returned."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Call every hook's `detach_hook`."""
+        """Call the `detach_hook` of each hook."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
 def add_hook_to_module(module: Any, hook: ModelHook, append: bool = False) -> torch.nn.Module:
-    """Attach a hook to a module: replace its `forward` by one that also calls the hook.
+    """Attach a hook to a module by replacing its `forward` with a method that also calls the hook.
 
     Args:
         module: The module.
-        hook: The hook; it replaces the module's hook.
-        append: Keep the module's hook, and call the new one after it.
+        hook: The hook, which replaces the module's current hook.
+        append: Whether to keep the module's current hook, and call the new one after it.
 
     Returns:
         The module.
@@ -138,7 +138,7 @@ def add_hook_to_module(module: Any, hook: ModelHook, append: bool = False) -> to
 
 
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    # Reads the hook from the module, not from a closure: a copy of the module calls the copy's hook.
+    # Read the hook from the module instead of a closure, so that a copy of the module calls the copy's hook.
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if hook.no_grad:
@@ -154,7 +154,7 @@ def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Modu
 
     Args:
         module: The module.
-        recurse: Detach the hooks of its submodules too.
+        recurse: Whether to detach the hooks of its submodules, too.
 
     Returns:
         The module.
@@ -164,7 +164,7 @@ def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Modu
         module._hf_hook.detach_hook(module)
         del module._hf_hook
     if "_old_forward" in state:
-        # The class's own forward needs no attribute; a forward that was set on the module is set again.
+        # A forward method of the class needs no attribute. One that was set on the module must be set again.
         bound = getattr(module._old_forward, "__func__", None) is getattr(type(module), "forward", None)
         if bound:
             state.pop("forward", None)
@@ -192,9 +192,9 @@ class LayerwiseCastingHook(ModelHook):
     """Keeps a module's weights in one dtype and computes in another.
 
     Args:
-        storage_dtype: Dtype between forwards, for instance float8_e4m3fn.
-        compute_dtype: Dtype during the forward.
-        non_blocking: Do not wait for the conversions.
+        storage_dtype: The dtype between forward passes, for example float8_e4m3fn.
+        compute_dtype: The dtype during the forward pass.
+        non_blocking: Whether to return without waiting for the conversions.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
@@ -217,11 +217,11 @@ class LayerwiseCastingHook(ModelHook):
         return output
 
 
-# ---- gradients of offloaded weights, which are released after their forward
+# ---- gradients of offloaded weights, which are released after their forward pass
 
 
 class GradientSink:
-    """Takes the gradients of a module's offloaded weights as backward computes them."""
+    """Receives the gradients of a module's offloaded weights as the backward pass computes them."""
 
     def __init__(self) -> None:
         self._prefix = ""
@@ -232,17 +232,17 @@ class GradientSink:
         """Start or stop collecting.
 
         Args:
-            store: Where gradients go; None: they are dropped.
-            prefix: The module's name.
+            store: The dict that receives the gradients, or None to drop them.
+            prefix: The name of the module.
         """
         self._store, self._prefix = store, prefix
 
     def watch(self, name: str, parameter: Any) -> Any:
-        """Take a parameter's gradient from it as soon as it is complete.
+        """Move a parameter's gradient out of it as soon as the gradient is complete.
 
         Args:
-            name: Its name in the module.
-            parameter: The module's parameter or buffer during this forward.
+            name: The name of the parameter in the module.
+            parameter: The module's parameter or buffer during this forward pass.
 
         Returns:
             The parameter.
@@ -265,7 +265,7 @@ class GradientSink:
             return
         assert gradient is not None
         key = full_name(self._prefix, name)
-        # Summed on the CPU: the device has no memory for them.
+        # Sum gradients on the CPU, because the device has no memory for them.
         here = gradient.to("cpu")
         self._store[key] = self._store[key] + here if key in self._store else here
 
@@ -274,7 +274,7 @@ def align_hooks(module: Any) -> list[Any]:
     """List a module's hooks that load offloaded weights.
 
     Args:
-        module: The module; its submodules' hooks are not listed.
+        module: The module. The hooks of its submodules are not listed.
     """
     found, hooks = [], [getattr(module, "_hf_hook", None)]
     while hooks:
@@ -288,16 +288,17 @@ def align_hooks(module: Any) -> list[Any]:
 
 @contextmanager
 def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect the gradients of a model's offloaded weights, summed on the CPU over all backward passes inside.
+    """Collect the gradients of a model's offloaded weights, summed on the CPU over all backward passes in the block.
 
-    Offloaded weights are in their module during its forward only, so their gradients cannot be in ``parameter.grad``.
-    Other weights (adapters, for instance) have theirs there. The gradients take as much main memory as the weights.
+    Offloaded weights are in their module only during its forward pass, so their gradients cannot be in
+    ``parameter.grad``. The gradients of other weights, such as adapters, are there. The gradients take as much main
+    memory as the weights.
 
     Args:
         model: A model from `cpu_offload`, `disk_offload`, `dispatch_model` or `load_checkpoint_and_dispatch`.
 
     Yields:
-        The gradients by parameter name; a tied parameter has a part of its gradient under each of its names.
+        The gradients by parameter name. A tied parameter has a part of its gradient under each of its names.
 
     Example:
         with offloaded_gradients(model) as gradients:
@@ -315,15 +316,15 @@ def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tens
             hook.gradients.collect(None)
 
 
-# ---- whole models on the CPU, until they compute
+# ---- whole models that stay on the CPU until they compute
 
 
 class CpuOffload(ModelHook):
-    """Keeps a model on the CPU until it computes, and on the device from then on, until `offload` is called.
+    """Keeps a model on the CPU until it computes, and then on the device until `offload` is called.
 
     Args:
-        execution_device: Where it computes; None: the process's device.
-        prev_module_hook: The hook of the previous model in a pipeline, which is offloaded when this one computes.
+        execution_device: The device that it computes on; None means the device of the process.
+        prev_module_hook: The hook of the previous model in a pipeline, which is offloaded when this model computes.
     """
 
     def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
@@ -346,11 +347,11 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """The user's handle of a `CpuOffload`.
+    """The user's handle for a `CpuOffload`.
 
     Args:
         model: The model.
-        hook: Its hook.
+        hook: The model's hook.
     """
 
     def __init__(self, model: torch.nn.Module, hook: CpuOffload) -> None:
@@ -371,12 +372,12 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[torch.nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the CPU until it computes, and on the device from then on: for loops and pipelines.
+    """Keep a model on the CPU until it computes, and then on the device. This is useful for loops and pipelines.
 
     Args:
         model: The model.
-        execution_device: Where it computes; None: the process's device.
-        prev_module_hook: The hook of the previous model, which is offloaded when this one computes.
+        execution_device: The device that it computes on; None means the device of the process.
+        prev_module_hook: The hook of the previous model, which is offloaded when this model computes.
 
     Returns:
         The model, and a hook with `offload` and `remove`.
@@ -391,7 +392,7 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
     torch.nn.Linear,
 )  # fmt: skip
-"""Layers that `attach_layerwise_casting_hooks` casts; normalizations are small and need their precision."""
+"""The layers that `attach_layerwise_casting_hooks` casts. Normalizations are small and need their precision."""
 
 
 def attach_layerwise_casting_hooks(
@@ -402,15 +403,15 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[torch.nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of linear layers and convolutions in one dtype and compute in another.
+    """Keep the weights of linear layers and convolutions in one dtype, and compute in another.
 
     Args:
         module: The model.
-        storage_dtype: Dtype between forwards, for instance float8_e4m3fn.
-        compute_dtype: Dtype during forwards.
-        skip_modules_pattern: Regular expressions; modules whose names match are not cast.
-        skip_modules_classes: Classes that are not cast, with all submodules.
-        non_blocking: Do not wait for the conversions.
+        storage_dtype: The dtype between forward passes, for example float8_e4m3fn.
+        compute_dtype: The dtype during forward passes.
+        skip_modules_pattern: Regular expressions for the names of modules that are not cast.
+        skip_modules_classes: Classes that are not cast, including all of their submodules.
+        non_blocking: Whether to return without waiting for the conversions.
     """
     _cast(module, "", as_names(skip_modules_pattern), skip_modules_classes or (),
           (storage_dtype, compute_dtype, non_blocking))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Replaces, moves and reads single tensors of modules, offloaded ones too."""
+"""Replace, move and read single tensors of modules, including offloaded ones."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,  # noqa: ARG001
 ) -> None:
-    """Move one tensor of a module to a device, or replace it by a new value there.
+    """Move a tensor of a module to a device, or replace it with a new value there.
 
     Args:
         module: The module.
-        tensor_name: Dotted name of a parameter or buffer.
+        tensor_name: The dotted name of a parameter or buffer.
         device: The target device.
-        value: New data of the same shape; required if the tensor is on the meta device.
-        dtype: Dtype of the new data; None: the tensor's. Integer data keep theirs.
-        fp16_statistics: Scales of an 8-bit weight (bitsandbytes).
-        tied_params_map: Existing copies by address of the original and by device; they are shared.
-        non_blocking: Do not wait for the copy.
-        clear_cache: Accepted for compatibility; no caches need to be emptied.
+        value: New data of the same shape, which is required if the tensor is on the meta device.
+        dtype: The dtype of the new data; None means the tensor's dtype. Integers keep their dtype.
+        fp16_statistics: The scales of an 8-bit weight (bitsandbytes).
+        tied_params_map: Existing copies to share, by the address of the original and by device.
+        non_blocking: Whether to return without waiting for the copy.
+        clear_cache: Accepted for compatibility. No caches need to be emptied.
 
     Raises:
-        ValueError: The module has no such tensor, a value is required, or `value` has another shape.
+        ValueError: The module does not have this tensor, a value is required, or `value` has another shape.
     """
     module, name = submodule(module, tensor_name)
     owner: Any = module._parameters if name in module._parameters else module._buffers
@@ -102,7 +102,7 @@ def _moved(source: torch.Tensor, device: torch.device, tied: TiedParams | None, 
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are the same; a device without an index has index 0.
+    """Return whether two devices are the same. A device without an index counts as index 0.
 
     Args:
         first_device: A device.
@@ -116,7 +116,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def has_offloaded_params(module: torch.nn.Module) -> bool:
-    """Return whether any of a module's hooks loads its own weights for each forward.
+    """Return whether any hook of a module loads the module's own weights for each forward pass.
 
     Args:
         module: The module.
@@ -126,11 +126,11 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def align_module_device(module: torch.nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
-    """Move a module's own parameters to a device for the time of a context; offloaded ones are loaded.
+    """Move a module's own parameters to a device inside the block, loading offloaded ones.
 
     Args:
         module: The module, without its submodules.
-        execution_device: The device; None: that of its hook, or where the parameters are.
+        execution_device: The device; None means the hook's device, or the current device of the parameters.
     """
     if has_offloaded_params(module):
         with _loaded(module, execution_device):
@@ -155,7 +155,7 @@ def _loaded(module: torch.nn.Module, device: torch.device | None) -> Iterator[No
             if hook.offload:
                 stack.enter_context(hook.loading_for(device))
                 stack.callback(hook.post_forward, module, None)
-                with torch.inference_mode(mode=False):  # the weights can outlive this mode
+                with torch.inference_mode(mode=False):  # The weights can outlive this mode.
                     hook.pre_forward(module)
         yield
 
@@ -170,9 +170,9 @@ def get_state_dict_from_offload(
 
     Args:
         module: The module.
-        module_name: Dotted name of one of its tensors; the module's prefix is taken from it.
-        state_dict: The state dict, by dotted name; changed in place.
-        device_to_put_offload: Device of the tensors.
+        module_name: The dotted name of one of its tensors, which starts with the module's prefix.
+        state_dict: The state dict by dotted name, changed in place.
+        device_to_put_offload: The device of the tensors.
 
     Returns:
         `state_dict`.
@@ -187,13 +187,13 @@ def get_state_dict_from_offload(
 
 
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of a dispatched model on the CPU, offloaded tensors included.
+    """Return the state dict of a dispatched model on the CPU, including offloaded tensors.
 
     Args:
         model: The model.
 
     Raises:
-        ValueError: Tensors are on the meta device, and no hook loads them.
+        ValueError: Tensors are on the meta device, but no hook loads them.
     """
     found: dict[str, torch.Tensor] = {}
     on_meta: list[str] = []
@@ -216,40 +216,40 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
 
 
 def _loaded_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's own persistent tensors; if its hook loads those of its submodules, too, all of them."""
+    """Return a module's own persistent tensors, and its submodules' if its hook loads these, too."""
     if any(hook.offload and hook.place_submodules for hook in align_hooks(module)):
         return {key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return dict(named_module_tensors(module, remove_non_persistent=True))
 
 
 def name_of_scales(name: str) -> str:
-    """Return the name of the scales of the 8-bit weight ``name``; for other tensors, ``name`` itself."""
+    """Return the name of the scales of the 8-bit weight ``name``, or ``name`` itself for other tensors."""
     return f"{name.removesuffix('weight')}SCB" if name.endswith("weight") else name
 
 
-# ---- tied parameters: one parameter under several names
+# ---- tied parameters, which are one parameter under several names
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:  # noqa: ARG001
     """Find tied parameters.
 
     Args:
-        model: The model, before it is dispatched: hooks untie what they offload.
-        kwargs: Ignored; Accelerate accepts them.
+        model: The model before it is dispatched, because hooks untie the parameters that they offload.
+        kwargs: Ignored. Accelerate accepts them, too.
 
     Returns:
-        One sorted list of names per tied parameter, in the order of the first names.
+        One sorted list of names for each tied parameter, in the order of the first names.
     """
     return sorted(sorted(group) for group in tied_parameters(model))
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Tie parameters again, for instance after they were loaded.
+    """Tie parameters again, for example after they have been loaded.
 
     Args:
         model: The model.
-        tied_params: The earlier result of `find_tied_parameters`. Each group gets its first tensor that is not on the
-            meta device, or its first tensor if all are.
+        tied_params: The result of an earlier `find_tied_parameters`. Each group gets its first tensor that is not on
+            the meta device, or its first tensor if all are.
     """
     for group in tied_params:
         owners = [submodule(model, name) for name in group]
@@ -280,11 +280,11 @@ def _has_output_embeddings(model: Any) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn where a device map divides a tied parameter among devices.
+    """Warn if a device map puts a tied parameter on several devices.
 
     Args:
         tied_params: The result of `find_tied_parameters`.
-        device_map: Device by module name.
+        device_map: The device of each module by name.
     """
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
@@ -297,7 +297,7 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a name in a device map: that of the innermost module listed there; None without one."""
+    """Return the device that a device map gives to a name or to its innermost listed module, or None."""
     return next((device_map[outer] for outer in reversed(prefixes(name)) if outer in device_map), None)
 
 
@@ -310,13 +310,13 @@ def get_module_size_with_ties(
     """Add the modules that must be on the same device because they share parameters.
 
     Args:
-        tied_params: Names of shared parameters elsewhere.
-        module_size: Bytes of the module itself.
-        module_sizes: Bytes by name.
+        tied_params: The names of shared parameters in other modules.
+        module_size: The size of the module itself in bytes.
+        module_sizes: The sizes in bytes by name.
         modules_to_treat: The named modules to choose from.
 
     Returns:
-        Total bytes, with shared parameters counted once; names and modules of the added modules.
+        The total size in bytes, with shared parameters counted once, and the names and objects of the added modules.
     """
     treated = dict(modules_to_treat)
     total, names = module_size, []

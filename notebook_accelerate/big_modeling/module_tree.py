@@ -1,4 +1,4 @@
-"""A model's modules and tensors: listed by name, with their sizes and dtypes. The model may be on the meta device."""
+"""List a model's modules and tensors by name, with their sizes and dtypes. The model may be on the meta device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from notebook_accelerate.torch_internals import non_persistent_buffers, uncompil
 
 @dataclass
 class ModuleTree:
-    """A model's modules in depth-first order; a shared module is listed once per name.
+    """A model's modules in depth-first order. A shared module is listed once for each name.
 
     Attributes:
-        names: Dotted names; the model's own is "".
+        names: The dotted names. The name of the model itself is "".
         modules: The modules.
-        parents: Indices of their parents; -1 for the model.
-        ends: Index after the last descendant of each: ``names[i + 1:ends[i]]`` are the descendants of ``names[i]``.
+        parents: The indices of their parents; -1 for the model.
+        ends: The index after the last descendant of each: ``names[i + 1:ends[i]]`` are the descendants of ``names[i]``.
     """
 
     names: list[str] = field(default_factory=list)
@@ -39,11 +39,11 @@ def build_tree(model: torch.nn.Module) -> ModuleTree:
         model: The model, on any device.
 
     Returns:
-        Its modules, in time linear in their number (`named_modules` takes a step per module and level).
+        The modules. The time is linear in their number, whereas `named_modules` takes a step for each module and level.
     """
     tree = ModuleTree([""], [model], [-1], [1])
     names, modules, parents, ends = tree.names, tree.modules, tree.parents, tree.ends
-    # One iterator per level: a module without children costs four appends, and no call.
+    # With one iterator per level, a module without children costs four appends and no call.
     levels = [("", 0, iter(model._modules.items()))]
     while levels:
         prefix, parent, children = levels[-1]
@@ -70,7 +70,7 @@ def full_name(prefix: str, name: str) -> str:
 
 
 def prefixes(name: str) -> list[str]:
-    """List a dotted name's prefixes, the shortest first, and the name itself: "", "a", "a.b"."""
+    """List the prefixes of a dotted name from the shortest to the name itself: "", "a", "a.b"."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
@@ -80,27 +80,27 @@ def submodule(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]
 
     Args:
         module: The module that the name is relative to.
-        name: For instance ``layers.0.weight``.
+        name: The name, for example ``layers.0.weight``.
 
     Returns:
         The module that contains the tensor, and the last part of the name.
 
     Raises:
-        AttributeError: There is no such module.
+        AttributeError: The module does not exist.
     """
     path, _, last = name.rpartition(".")
     return module.get_submodule(path), last
 
 
 def fit_compiled_names(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Rename tensors to a model's names where only the modules that `torch.compile` adds are different.
+    """Rename tensors to a model's names if they differ only by the modules that `torch.compile` adds.
 
     Args:
-        names: Names in a file, of a model that was compiled or not, as a whole or in parts.
-        wanted: The model's names.
+        names: The names in a file of a model, which may have been compiled as a whole or in parts.
+        wanted: The names in the model.
 
     Returns:
-        The new name of each tensor. Names that already match, or match nothing, are unchanged.
+        The new name of each tensor. Names that already match, or do not match any name, are unchanged.
     """
     exact = set(wanted)
     by_plain = {uncompiled_name(name): name for name in exact}
@@ -108,7 +108,7 @@ def fit_compiled_names(names: Iterable[str], wanted: Iterable[str]) -> dict[str,
 
 
 def find_tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    """Return the tensor of a dotted name; None if there is none."""
+    """Return the tensor with a dotted name, or None if it does not exist."""
     try:
         owner, key = submodule(module, name)
     except AttributeError:
@@ -117,7 +117,7 @@ def find_tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-# ---- sizes, from shapes and dtypes
+# ---- sizes, computed from shapes and dtypes
 
 _BYTES_OF_CUSTOM = {"fp8": 1, "int4": 0.5, "int2": 0.25}
 _FACTORS = {
@@ -135,13 +135,13 @@ Sizes = dict[str, Any]
 
 
 def dtype_byte_size(dtype: Any) -> int | float:
-    """Return the bytes that one element of a dtype takes.
+    """Return the number of bytes that an element of a dtype takes.
 
     Args:
         dtype: A torch dtype, or one of `CustomDtype`.
 
     Returns:
-        Bytes; below 1 for packed dtypes, and 1/8 for bool, as in Accelerate.
+        The number of bytes, which is less than 1 for packed dtypes, and 1/8 for bool as in Accelerate.
 
     Raises:
         ValueError: `dtype` is not a dtype.
@@ -156,11 +156,11 @@ def dtype_of(dtype: Any) -> torch.dtype:
     """Convert "float16", "torch.float16" or a dtype to a dtype.
 
     Raises:
-        ValueError: torch has no dtype of that name.
+        ValueError: torch does not have a dtype with this name.
     """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise ValueError(f'{dtype!r} is not a valid dtype; pass for instance torch.float16 or "float16"')
+        raise ValueError(f'{dtype!r} is not a valid dtype; pass for example torch.float16 or "float16"')
     return found
 
 
@@ -168,7 +168,8 @@ def convert_file_size_to_int(size: float | str) -> int:
     """Convert a size to bytes.
 
     Args:
-        size: Bytes, or a number with a unit: "10GB" (powers of 1000), "5MiB" (powers of 1024), "8Gb" (bits).
+        size: The number of bytes, or a number with a unit: "10GB" (powers of 1000), "5MiB" (powers of 1024), "8Gb"
+            (bits).
 
     Raises:
         ValueError: `size` is not a size, or negative.
@@ -192,9 +193,9 @@ def named_module_tensors(
 
     Args:
         module: The module.
-        include_buffers: Include buffers.
-        recurse: Include submodules.
-        remove_non_persistent: Omit buffers that are not in the state dict.
+        include_buffers: Whether to include buffers.
+        recurse: Whether to include submodules.
+        remove_non_persistent: Whether to omit buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -207,8 +208,8 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
 
     Args:
         module: The module.
-        recurse: Include submodules.
-        fqns: Return dotted names if `recurse` is True.
+        recurse: Whether to include submodules.
+        fqns: Whether to return dotted names if `recurse` is True.
     """
     if not recurse:
         return non_persistent_buffers(module)
@@ -220,13 +221,13 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
 
 @dataclass
 class Totals:
-    """Bytes of a tree's modules.
+    """The sizes of the modules in a tree.
 
     Attributes:
-        all: Bytes of each module.
-        buffers: Bytes of its buffers alone.
-        tied: Names of tied parameters in the tree's order, group by group.
-        measure: Returns the bytes of a named tensor.
+        all: The size of each module in bytes.
+        buffers: The size of each module's buffers in bytes.
+        tied: The names of tied parameters in the tree's order, group by group.
+        measure: A function that returns the size of a named tensor in bytes.
     """
 
     all: list[Any]
@@ -260,7 +261,7 @@ def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, 
                     buffers[index] += measure(full_name(tree.names[index], key), buffer)
     with_buffers = any(buffers)
     for sums in (every, buffers) if with_buffers else (every,):
-        for index in range(len(sums) - 1, 0, -1):  # children come after their parents
+        for index in range(len(sums) - 1, 0, -1):  # Children come after their parents.
             sums[tree.parents[index]] += sums[index]
     if with_buffers:
         every = [size + buffer for size, buffer in zip(every, buffers, strict=True)]
@@ -268,7 +269,7 @@ def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, 
 
 
 class _PerElement(dict[torch.dtype, Any]):
-    """Bytes of one element by dtype; at most the target dtype's bytes for floating dtypes."""
+    """The size of an element by dtype, which is at most the target dtype's size for floating-point dtypes."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -281,7 +282,7 @@ class _PerElement(dict[torch.dtype, Any]):
 
 
 def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
-    """Return a function (name, tensor) -> bytes."""
+    """Return a function that returns the size in bytes of a tensor, given its name and the tensor."""
     per_element = _PerElement(dtype)
     exact = {name: dtype_byte_size(value) for name, value in (special or {}).items()}
 
@@ -292,7 +293,7 @@ def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
 
 
 def tied_parameters(model: torch.nn.Module) -> list[list[str]]:
-    """Return the names of a model's tied parameters in its order, group by group."""
+    """Return the names of a model's tied parameters in the model's order, group by group."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -305,16 +306,16 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Any] | None = None,
     buffers_only: bool = False,
 ) -> Sizes:
-    """Compute the bytes of every module and tensor of a model; a tied tensor counts once, at its first name.
+    """Compute the size of each module and tensor of a model. A tied tensor counts once, under its first name.
 
     Args:
         model: The model, on any device.
-        dtype: What floating tensors will be converted to; larger ones count as this.
-        special_dtypes: Dtypes of tensors by name; they take precedence over `dtype`.
-        buffers_only: Count buffers alone.
+        dtype: The dtype that floating-point tensors will be converted to. Larger ones count with its size.
+        special_dtypes: The dtypes of tensors by name, which have precedence over `dtype`.
+        buffers_only: Whether to count only buffers.
 
     Returns:
-        Bytes by dotted name; the whole model's name is "".
+        The sizes in bytes by dotted name. The name of the whole model is "".
     """
     measure = _measure(dtype, special_dtypes)
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
@@ -329,7 +330,7 @@ def compute_module_sizes(
 def compute_module_total_buffer_size(
     model: torch.nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None
 ) -> Any:
-    """Compute the bytes of all buffers of a model; for the arguments see `compute_module_sizes`."""
+    """Compute the size of all buffers of a model in bytes. For the arguments, see `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
@@ -347,15 +348,15 @@ def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, Any], no_split_module_classes: Any
 ) -> tuple[Any, list[str]]:
-    """Find the largest layer: a module without children, or of a class that is not split.
+    """Find the largest layer, which is a module that has no children or whose class is not split.
 
     Args:
-        modules: Named modules and parameters to search.
-        module_sizes: Bytes by name.
-        no_split_module_classes: Class names.
+        modules: The named modules and parameters to search.
+        module_sizes: The sizes in bytes by name.
+        no_split_module_classes: The names of classes that are not split.
 
     Returns:
-        Its bytes, and the names of all layers of that size.
+        The size of the layer in bytes, and the names of all layers that have this size.
     """
     largest: Any = 0
     names: list[str] = []
@@ -375,20 +376,20 @@ def get_max_layer_size(
 
 
 def as_names(classes: Any) -> Sequence[str]:
-    """Return class names as a sequence; `classes` may be None or one name."""
+    """Return class names as a sequence. `classes` may be None or a single name."""
     if classes is None:
         return ()
     return (classes,) if isinstance(classes, str) else tuple(classes)
 
 
 def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, list[str]]]:
-    """Compute a model's bytes and its largest layer.
+    """Compute the size of a model and its largest layer.
 
     Args:
-        model: The model; its `_no_split_modules` (transformers) are not split.
+        model: The model, whose `_no_split_modules` (transformers) are not split.
 
     Returns:
-        Bytes of the model; bytes and names of the largest layers.
+        The size of the model in bytes, and the size and names of its largest layers.
     """
     sizes = compute_module_sizes(model)
     classes = getattr(model, "_no_split_modules", None) or []
@@ -397,7 +398,7 @@ def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, lis
 
 
 def readable(size: float) -> str:
-    """Format a number of bytes: 1536 → "1.54 KB" (powers of 1000, as in device maps' "10GB")."""
+    """Format a number of bytes in powers of 1000, as in a device map's "10GB": 1536 becomes "1.54 KB"."""
     if size < 1000:
         return f"{size:.0f} B"
     power = min(int(math.log10(size) // 3), 4)

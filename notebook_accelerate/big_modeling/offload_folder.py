@@ -1,4 +1,4 @@
-"""Reads and writes Accelerate's offload folders: one ``.dat`` file per tensor, and ``index.json``."""
+"""Read and write Accelerate's offload folders, which have one ``.dat`` file per tensor and an ``index.json``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ INDEX_NAME = "index.json"
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write one tensor to a file.
+    """Write a tensor to a file.
 
     Args:
         weight: The tensor.
-        weight_name: Its name: the file is ``{weight_name}.dat``.
+        weight_name: The name of the tensor. The file is ``{weight_name}.dat``.
         offload_folder: The folder.
-        index: The index to add its dtype and shape to; None: a new one.
+        index: The index that receives its dtype and shape; None creates a new one.
 
     Returns:
-        The index; `save_offload_index` writes it.
+        The index, which `save_offload_index` writes.
 
     Raises:
-        CheckpointError: The file could not be written, for instance because the disk is full.
+        CheckpointError: The file could not be written, for example because the disk is full.
     """
     index = {} if index is None else index
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -56,11 +56,11 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Map a tensor's file into memory; it is read on first access, and writes do not reach the file.
+    """Map a tensor's file into memory. It is read on first access, and writes do not reach the file.
 
     Args:
         weight_file: The ``.dat`` file.
-        weight_info: Its "dtype" and "shape".
+        weight_info: The "dtype" and "shape" of the tensor.
 
     Raises:
         BrokenCheckpointError: The file is missing, or has another size.
@@ -81,7 +81,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
     """Add tensors to the index of a folder.
 
     Args:
-        index: Dtype and shape by name; an empty one writes nothing.
+        index: The dtype and shape of each tensor by name. If it is empty, nothing is written.
         offload_folder: The folder.
     """
     if not index:
@@ -97,7 +97,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     """Write named tensors to a folder, one file each, and the index.
 
     Args:
-        save_dir: The folder; created if it does not exist.
+        save_dir: The folder, which is created if it does not exist.
         state_dict: The tensors.
 
     Raises:
@@ -111,11 +111,11 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A view of a mapping for one module: names without the module's prefix.
+    """A view of a mapping for one module, with names without the module's prefix.
 
     Args:
         dataset: The mapping.
-        prefix: The module's name and a dot.
+        prefix: The name of the module, followed by a dot.
     """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
@@ -138,11 +138,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     Args:
         state_dict: Tensors in memory.
         save_folder: An offload folder with its ``index.json``.
-        index: An index to use instead of the folder's; entries with "safetensors_file" are in such a file.
-        device: Device of tensors from safetensors files; None: the CPU.
+        index: An index to use instead of the folder's. An entry with "safetensors_file" refers to a safetensors file.
+        device: The device of tensors from safetensors files; None means the CPU.
 
     Raises:
-        ValueError: None of the first three is given.
+        ValueError: None of the first three arguments is given.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
 
     def source(self, key: str) -> Source:
-        """Return where a tensor is read from, in the dtype that it has there.
+        """Return the source of a tensor, with the dtype that it has there.
 
         Args:
-            key: Its name.
+            key: The name of the tensor.
 
         Raises:
             BrokenCheckpointError: The tensor's file is missing, or has another size.
@@ -209,7 +209,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 def unprefixed(weights: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the mapping below prefixed views, and the prefix of names in it."""
+    """Return the mapping inside prefixed views, and the prefix of names in it."""
     prefix = ""
     while isinstance(weights, PrefixedDataset):
         prefix = weights.prefix + prefix
@@ -224,7 +224,7 @@ def extract_submodules_state_dict(
 
     Args:
         state_dict: Named tensors.
-        submodule_names: Names of modules or tensors.
+        submodule_names: The names of modules or tensors.
     """
     found: dict[str, torch.Tensor] = {}
     for outer in submodule_names:

@@ -1,17 +1,17 @@
-"""Reads offloaded weights ahead of the computation.
+"""Read offloaded weights ahead of the computation.
 
-The first pass through a model records the order of its modules. A thread reads their weights ahead in that order, while
-all that were read or are in use fit into a window. Two passes in another order make a new plan; until then, modules
-themselves read the weights that were not read ahead.
+The first pass through a model records the order of its modules. A thread then reads their weights ahead in this order,
+while all weights that have been read or are in use fit into a window. Two passes in another order lead to a new plan;
+until then, modules themselves read the weights that were not read ahead.
 
-Users can keep a weight, or anything that shares its memory (a view, an array, a graph), without limit of time:
+Users can keep a weight, or anything that shares its memory (a view, an array, a graph), for any length of time:
 
 - Each read allocates or maps new memory. It is complete before `fetch` can take its tensors from `_ready`.
-- `fetch` takes the tensors of a step once, and only for the unit that they were read for.
-- After that nothing in this package writes to them: `release` drops references, and no memory is filled a second time.
+- `fetch` uses the tensors of a step once, and only for the unit that they were read for.
+- Afterwards, nothing in this package writes to them: `release` drops references, and memory is never filled twice.
 
-So only the holder of a weight changes its memory. Only torch's allocator reuses it, after the last reference to its
-storage is gone, and on an accelerator after the computations that were queued with it.
+Therefore only the holder of a weight changes its memory. Only torch's allocator reuses it, after the last reference to
+its storage is gone, and on an accelerator after the computations that were queued with it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from notebook_accelerate.hardware.detection import machine_memory
 _LOG = logging.getLogger(__name__)
 
 _WINDOW = 2
-"""How many of the largest blocks the window holds: one computes while the next is read."""
+"""How many blocks of the largest size fit into the window: one block computes while the next is read."""
 _IDLE = 0.25
-"""Seconds without anything to read after which the thread ends; the next forward starts another."""
+"""Seconds without anything to read after which the thread exits. The next forward pass starts a new one."""
 _EXIT_SECONDS = 2.0
-"""How long an exiting interpreter waits for a read."""
+"""How many seconds an exiting interpreter waits for a read."""
 
 
 @dataclass
 class _Read:
-    """The tensors of a step, the event that ends their transfer, and the versions of their sources."""
+    """The tensors of a step, the event after their transfer, and the versions of their sources."""
 
     unit: Unit
     tensors: list[Any]
@@ -54,17 +54,17 @@ class _Read:
     versions: list[Any]
 
     def is_current(self) -> bool:
-        """Return whether the sources are the same as at the read."""
+        """Return whether the sources have not changed since they were read."""
         return self.versions == _versions(self.unit)
 
 
 class Prefetcher:
-    """Reads the weights of units ahead, in the order of the last pass.
+    """Reads the weights of units ahead in the order of the last pass.
 
-    A step counts the uses of units over all passes: step modulo the length of a pass is a position in its order.
+    Steps count the uses of units over all passes: a step modulo the length of a pass is a position in its order.
 
     Args:
-        device: Where the weights are computed with.
+        device: The device that computes with the weights.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class Prefetcher:
         self._begin()
 
     def __reduce__(self) -> tuple[type[Prefetcher], tuple[torch.device]]:
-        """Copy only the device: the copy makes its own plan."""
+        """Copy only the device, because the copy makes its own plan."""
         return Prefetcher, (self.device,)
 
     def _begin(self) -> None:
@@ -92,25 +92,25 @@ class Prefetcher:
         self._ready: dict[int, _Read] = {}
         self._in_use: list[Unit] = []
         self._leaving: deque[tuple[Any, int]] = deque()
-        self._held = 0  # bytes that are being read, ready, or in use
+        self._held = 0  # The bytes that are being read, are ready, or are in use.
 
-    # ---- what hooks call
+    # ---- the methods that hooks call
 
     def begin_pass(self) -> None:
-        """Mark the begin of a pass through the model."""
+        """Mark the start of a pass through the model."""
         self._check_process()
         self._passes_are_marked = True
         with self._changed:
-            self._held -= sum(unit.nbytes for unit in self._in_use)  # after an error in the last forward
+            self._held -= sum(unit.nbytes for unit in self._in_use)  # These are left after an error in the last pass.
             self._in_use.clear()
             self._end_pass()
             if self._plan and (late := self._next_use % len(self._plan)):
                 self._seek(self._next_use + len(self._plan) - late)
 
     def fetch(self, unit: Unit) -> list[Any]:
-        """Return a unit's tensors on the device, ready to compute with; wait until they are read."""
+        """Return a unit's tensors on the device, ready for the computation, after waiting until they are read."""
         if torch.is_grad_enabled():
-            return self._load(unit)  # autograd keeps all weights: a window would limit nothing
+            return self._load(unit)  # Autograd keeps all weights, so a window would not limit anything.
         self._check_process()
         with self._changed:
             step = self._record(unit)
@@ -133,8 +133,8 @@ class Prefetcher:
         """Make room for other units.
 
         Args:
-            unit: The unit, after its forward.
-            tensors: The tensors that the module held; the list is emptied.
+            unit: The unit after its forward pass.
+            tensors: The tensors that the module had. The list is emptied.
         """
         self._check_process()
         with self._changed:
@@ -149,21 +149,21 @@ class Prefetcher:
         self._start_thread()
 
     def _load(self, unit: Unit) -> list[Any]:
-        """Return a unit's tensors, read now; on the CPU their files are read as the computation needs them."""
+        """Read a unit's tensors now, and return them. On the CPU, files are read as the computation needs them."""
         with torch.inference_mode(mode=False):
             return [slot.as_held(slot.source.load(self.device)) for slot in unit.slots]
 
     def _check_process(self) -> None:
-        """Begin anew in a fork: the reading thread is not in it, and could have been in the middle of a read."""
+        """Start again in a fork, which has no reading thread, and whose state may be from the middle of a read."""
         if self._process != os.getpid():
             self._begin()
 
     # ---- the order
 
     def _record(self, unit: Unit) -> int | None:
-        """Add a unit to the order of this pass, and return its step; None if it is not in the plan."""
+        """Add a unit to the order of this pass, and return its step, or None if it is not in the plan."""
         if not self._passes_are_marked and len(self._order) > 1 and unit is self._order[0]:
-            self._end_pass()  # without the model's own hook, a pass ends where its first unit is used again
+            self._end_pass()  # Without the model's own hook, a pass ends when its first unit is used again.
         self._order.append(unit)
         order, begin = self._plan, self._next_use
         for step in range(begin, begin + len(order)):
@@ -174,7 +174,7 @@ class Prefetcher:
         return None
 
     def _end_pass(self) -> None:
-        """Plan for the first order that was recorded, and for any other that was recorded twice."""
+        """Make a plan for the first order that was recorded, and for any other order that was recorded twice."""
         order, self._order = self._order, []
         if order:
             if not self._plan or (order == self._last_order and order != self._plan):
@@ -183,20 +183,20 @@ class Prefetcher:
 
     def _make_plan(self, order: list[Unit]) -> None:
         self._transfer.prepare(order)
-        step = self._next_use + len(self._plan) + 1  # behind every step of the previous plan
+        step = self._next_use + len(self._plan) + 1  # This is after every step of the previous plan.
         self._seek(step + -step % len(order))
         self._plan, self._window = order, _window_bytes(order)
         self._start_thread()
 
     def _seek(self, step: int) -> None:
-        """Continue from a later step: drop what was read ahead and is not needed."""
+        """Continue from a later step, and drop weights that were read ahead but are not needed."""
         for other in [other for other in self._ready if other < step]:
             self._held -= self._ready.pop(other).unit.nbytes
         self._next_use, self._next_read = step, max(step, self._next_read)
         self._changed.notify_all()
 
     def _take(self, step: int) -> _Read | None:
-        """Return what was read ahead for a step; None if it is to be read now."""
+        """Return the weights that were read ahead for a step, or None if they must be read now."""
         self._next_use = step + 1
         self._next_read = max(self._next_read, self._next_use)
         if step == self._reading:
@@ -209,7 +209,7 @@ class Prefetcher:
         return read
 
     def _make_room(self, unit: Unit) -> list[Any]:
-        """Count a unit as held, and return the events after which the device has room for it."""
+        """Count a unit's bytes as held, and return the events after which the device has room for it."""
         self._held += unit.nbytes
         leaving, events = sum(nbytes for _, nbytes in self._leaving), []
         while self._leaving and self._held + leaving > self._window:
@@ -221,14 +221,14 @@ class Prefetcher:
     # ---- the thread
 
     def _start_thread(self) -> None:
-        thread = self._thread  # which sets this to None when it ends
+        thread = self._thread  # The thread sets this to None when it exits.
         if thread is None or not thread.is_alive():
             self._thread = threading.Thread(target=self._read_ahead, name="weights-ahead", daemon=True)
             self._thread.start()
             _prefetchers.add(self)
 
     def end_thread(self) -> None:
-        """End the reading thread; called when the interpreter exits."""
+        """Stop the reading thread. This is called when the interpreter exits."""
         with self._changed:
             self._exiting = True
             self._changed.notify_all()
@@ -249,7 +249,7 @@ class Prefetcher:
                 after = self._make_room(unit)
             try:
                 read = self._read(unit, after)
-            except BaseException:  # noqa: BLE001 - raised where the computation reads the unit itself
+            except BaseException:  # noqa: BLE001 - it is raised again when the computation reads the unit itself
                 read = None
             self._finish_read(step, unit, read)
 
@@ -259,12 +259,12 @@ class Prefetcher:
         return self._held + self._plan[self._next_read % len(self._plan)].nbytes <= self._window
 
     def _read(self, unit: Unit, after: Sequence[Any]) -> _Read:
-        versions = _versions(unit)  # before the read: a later change makes it out of date
+        versions = _versions(unit)  # Get these before reading, so that a later change makes the read out of date.
         tensors, done = self._transfer.read(unit, after)
         return _Read(unit, tensors, done, versions)
 
     def _finish_read(self, step: int, unit: Unit, read: _Read | None) -> None:
-        """Publish what was read, unless it failed or the computation has moved behind it."""
+        """Publish the weights that were read, unless reading failed or the computation is already past them."""
         with self._changed:
             self._reading = None
             if read is None or step < self._next_use - 1:
@@ -280,7 +280,7 @@ def _versions(unit: Unit) -> list[Any]:
 
 
 def _window_bytes(order: Sequence[Unit]) -> int:
-    """Return the size of the window: the largest block times `_WINDOW`, and at least the largest unit."""
+    """Return the size of the window, which is `_WINDOW` times the largest block, but at least the largest unit."""
     sizes: dict[str, int] = {}
     for unit in {id(unit): unit for unit in order}.values():
         sizes[unit.block] = sizes.get(unit.block, 0) + unit.nbytes
@@ -292,39 +292,39 @@ _prefetchers: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """End the reading threads: one that is inside torch when the interpreter exits terminates the process."""
+    """Stop the reading threads: if one is inside torch when the interpreter exits, the process crashes."""
     for prefetcher in list(_prefetchers):
         prefetcher.end_thread()
 
 
-# ---- transfers: mapped or read on the CPU, copied on a separate stream to an accelerator
+# ---- transfers: weights are mapped or read on the CPU, or copied to an accelerator on a separate stream
 
 
 @dataclass(eq=False)
 class Slot:
-    """One offloaded tensor of a module.
+    """An offloaded tensor of a module.
 
     Attributes:
-        placeholder: The tensor on the meta device that is in the module between forwards.
-        source: Where the weight is read from.
+        placeholder: The tensor on the meta device that is in the module between forward passes.
+        source: The source of the weight.
     """
 
     placeholder: Any
     source: Source
 
     def as_held(self, tensor: torch.Tensor) -> Any:
-        """Return a loaded tensor as its module holds it: a parameter like the placeholder, or a buffer as it is."""
+        """Return a loaded tensor in the form its module expects: a parameter like the placeholder, or a buffer."""
         return like(self.placeholder, tensor) if isinstance(self.placeholder, torch.nn.Parameter) else tensor
 
 
 @dataclass(eq=False)
 class Unit:
-    """The offloaded tensors of one module, loaded and released together.
+    """The offloaded tensors of one module, which are loaded and released together.
 
     Attributes:
         slots: The tensors.
-        block: Name of the repeated block that contains the module; the window is counted in blocks.
-        nbytes: Their bytes.
+        block: The name of the repeated block that contains the module. The window is counted in blocks.
+        nbytes: The size of the tensors in bytes.
     """
 
     slots: list[Slot]
@@ -336,36 +336,36 @@ class Unit:
 
 
 class CpuTransfer:
-    """Maps large tensors from their files, and reads the others."""
+    """Maps large tensors from their files, and reads all others."""
 
     def __init__(self) -> None:
         self._leaving: deque[Any] = deque()
 
     def prepare(self, order: Sequence[Unit]) -> None:
-        """Do nothing: no memory is kept between reads."""
+        """Do nothing, because no memory is kept between reads."""
 
     def read(self, unit: Unit, after: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return a unit's tensors, each in new memory, and None: they are complete."""
-        # Dropped in the reading thread: if no one else has these mappings, ending them takes about 20 ms per GB.
+        """Return a unit's tensors, each in new memory, and None because they are complete already."""
+        # Drop these in the reading thread: if nothing else refers to the mappings, unmapping takes about 20 ms per GB.
         self._leaving.clear()
-        with torch.inference_mode(mode=False):  # tensors made under inference mode cannot be assigned outside of it
+        with torch.inference_mode(mode=False):  # Inference tensors cannot be assigned outside of inference mode.
             tensors = [slot.source.map() if slot.source.mappable else slot.source.read() for slot in unit.slots]
             return [slot.as_held(tensor) for slot, tensor in zip(unit.slots, tensors, strict=True)], None
 
     def before_use(self, tensors: Sequence[torch.Tensor], done: Any) -> None:
-        """Do nothing: `read` returns complete tensors."""
+        """Do nothing, because `read` returns complete tensors."""
 
     def after_use(self, tensors: list[torch.Tensor]) -> None:
-        """Drop a unit's tensors: mapped ones at the next `read`."""
+        """Drop a unit's tensors. Mapped ones are dropped at the next `read`."""
         self._leaving.extend(tensors)
 
 
 class StreamTransfer:
-    """Copies from pinned memory on a stream of its own; weights on disk are read into pinned memory first.
+    """Copies from pinned memory on a separate stream. Weights on disk are first read into pinned memory.
 
-    The tensors come from the allocator's memory of that stream, and are recorded on the stream that computes with them:
+    The tensors are allocated on that stream, and recorded on the stream that computes with them, so that
     the allocator reuses their memory after the last reference is gone, and after the computations queued until then.
-    Only the staging memory is written again by this class, which never gives it to others.
+    This class reuses only the staging memory, which it never gives to others.
 
     Args:
         device: The accelerator.
@@ -379,7 +379,7 @@ class StreamTransfer:
         self._staging: deque[tuple[torch.Tensor, Any]] = deque()
 
     def prepare(self, order: Sequence[Unit]) -> None:
-        """Pin the weights that are in memory, and staging memory for two of the others."""
+        """Pin the weights that are in memory, and staging memory for two of the other weights."""
         with self._reading:
             self._stream = self._stream or self._backend.Stream(self._device)
             sources = [slot.source for unit in order for slot in unit.slots]
@@ -389,16 +389,16 @@ class StreamTransfer:
                 for source in sources:
                     source.pin(known)
             except RuntimeError as error:
-                _LOG.warning("Not all offloaded weights could be pinned (%s): the others take one copy more.", error)
-            self._stream.synchronize()  # copies from the staging memory that is replaced here
+                _LOG.warning("Not all offloaded weights could be pinned (%s): the others take another copy.", error)
+            self._stream.synchronize()  # Wait for copies from the staging memory that is replaced here.
             self._staging.clear()
 
     def read(self, unit: Unit, after: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return a unit's tensors, each in new memory, and the event that ends their copies.
+        """Return a unit's tensors, each in new memory, and an event after their copies.
 
         Args:
             unit: The unit.
-            after: Events of computations to wait for: their weights leave room for these.
+            after: The events of computations to wait for, whose weights make room for these tensors.
         """
         for event in after:
             event.synchronize()
@@ -415,7 +415,7 @@ class StreamTransfer:
             return tensor
         memory, copied = self._staging.popleft() if len(self._staging) == 2 else (None, None)
         if copied is not None:
-            copied.synchronize()  # the last copy from this memory, which is written again now
+            copied.synchronize()  # Wait for the last copy from this memory before writing to it again.
         if memory is None or memory.numel() < source.nbytes:
             memory = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
         stage = memory[: source.nbytes].view(source.dtype).view(source.shape)
@@ -427,27 +427,27 @@ class StreamTransfer:
         return tensor
 
     def before_use(self, tensors: Sequence[torch.Tensor], done: Any) -> None:
-        """Let the computation wait for the copies."""
+        """Make the computation wait for the copies."""
         stream = self._backend.current_stream(self._device)
         stream.wait_event(done)
         for tensor in tensors:
             tensor.record_stream(stream)
 
     def after_use(self, tensors: list[torch.Tensor]) -> Any:
-        """Drop a unit's tensors, and return the event that ends the computation with them."""
-        tensors.clear()  # before the event: after it, the allocator can reuse what no one else has
+        """Drop a unit's tensors, and return an event after the computation that uses them."""
+        tensors.clear()  # Clear it before the event, after which the allocator can reuse memory without references.
         event = self._backend.Event()
         event.record(self._backend.current_stream(self._device))
         return event
 
 
 def _check_room(sources: Sequence[Source]) -> None:
-    """Check that main memory has room for what pinning adds: torch rounds each pinned tensor up to a power of two.
+    """Check that main memory has room for pinned tensors, whose sizes torch rounds up to a power of two.
 
     Pinning a tensor that is mapped from a file frees no memory: its pages belong to the system's cache of the file.
 
     Raises:
-        RuntimeError: Too little memory is free. The system would kill the process instead of refusing the request.
+        RuntimeError: Too little memory is free. The system would kill the process instead of rejecting the request.
     """
     sizes = {source.address: source.nbytes for source in sources if source.nbytes and source.address is not None}
     is_mapped = tensor_sources.mapped_addresses()
@@ -455,11 +455,11 @@ def _check_room(sources: Sequence[Source]) -> None:
     added += max(sizes.values(), default=0)
     _, available = machine_memory()
     if added > available // 2:
-        raise RuntimeError(f"that takes {convert_bytes(added)} more, and {convert_bytes(available)} are free")
+        raise RuntimeError(f"that takes {convert_bytes(added)} more, but {convert_bytes(available)} are free")
 
 
 def can_prefetch(device: torch.device) -> bool:
-    """Return whether weights can be transferred to a device ahead: the CPU, and accelerators with streams.
+    """Return whether weights can be transferred to a device ahead of time: the CPU, or an accelerator with streams.
 
     Args:
         device: The device.
@@ -469,7 +469,7 @@ def can_prefetch(device: torch.device) -> bool:
 
 
 def transfer_to(device: torch.device) -> CpuTransfer | StreamTransfer:
-    """Return the transfer to a device.
+    """Return a transfer to a device.
 
     Args:
         device: The device.

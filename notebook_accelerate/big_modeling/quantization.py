@@ -1,4 +1,4 @@
-"""Quantizes weights to 8 and 4 bits with bitsandbytes."""
+"""Quantize weights to 8 or 4 bits with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001
 ) -> torch.nn.Module:
-    """Quantize a model's linear layers, from its own weights or while others are loaded.
+    """Quantize a model's linear layers, with its own weights or while loading other weights.
 
     Args:
-        model: The model; on the meta device if its weights are loaded.
-        bnb_quantization_config: Which layers are quantized, and how.
-        weights_location: A file, an index, or a folder that holds one of either; needed on the meta device.
-        device_map: Device by module name, or a strategy ("auto", ...); None: the accelerator, or the CPU without one.
-        no_split_module_classes: Names of classes that are not divided among devices.
-        max_memory: Bytes or "10GB" by device, for a strategy.
-        offload_folder: Folder for modules on "disk". Offloaded modules are kept in 8 bits, with their scales; with 4
-            bits they are not quantized, because bitsandbytes cannot load them for a forward.
-        offload_state_dict: Accepted for compatibility: one tensor is in memory at a time.
+        model: The model, on the meta device if weights are to be loaded.
+        bnb_quantization_config: The layers to quantize, and how.
+        weights_location: A file, an index, or a folder that contains one of them; needed on the meta device.
+        device_map: The device of each module by name, or a strategy ("auto", ...). None means the accelerator if there
+            is one, otherwise the CPU.
+        no_split_module_classes: The names of classes that are not divided among devices.
+        max_memory: The limit of each device for a strategy, in bytes or as a string such as "10GB".
+        offload_folder: The folder for modules on "disk". Offloaded modules are kept in 8 bits, with their scales. With
+            4 bits they are not quantized, because bitsandbytes cannot load them for a forward.
+        offload_state_dict: Accepted for compatibility. Only one tensor is in memory at a time.
 
     Returns:
         The model, quantized in place, on its devices.
@@ -60,7 +61,7 @@ def load_and_quantize_model(
     Raises:
         ImportError: bitsandbytes is not installed.
         ValueError: The model is on the meta device without `weights_location`, or the map needs an `offload_folder`.
-        CheckpointError: The weights cannot be read, or are another model's.
+        CheckpointError: The weights cannot be read, or belong to another model.
     """
     if not is_package("bitsandbytes"):
         raise ImportError("Quantization needs bitsandbytes, which is not installed: pip install bitsandbytes")
@@ -105,10 +106,10 @@ def _make_folder(device_map: Mapping[str, Any], folder: Any) -> None:
 
 
 def offloaded_modules(device_map: Mapping[str, Any]) -> list[str]:
-    """List the modules whose weights are loaded for each forward.
+    """List the modules whose weights are loaded for each forward pass.
 
     Args:
-        device_map: Device by module name; with an accelerator in it, modules on the CPU are offloaded.
+        device_map: The device of each module by name. If it has an accelerator, modules on the CPU are offloaded.
     """
     has_accelerator = bool({str(device) for device in device_map.values()} - {"cpu", "disk"})
     return [
@@ -121,7 +122,7 @@ def offloaded_modules(device_map: Mapping[str, Any]) -> list[str]:
 def _load_weights(
     model: torch.nn.Module, config: Any, own: Any, location: Any, device_map: Mapping[str, Any], folder: Any
 ) -> None:
-    """Move every weight to its device, in its dtype; the move quantizes the weights of quantized layers."""
+    """Move each weight to its device in its dtype. The move quantizes the weights of quantized layers."""
     parts = [own.items()] if own is not None else (
         ((name, source.load(torch.device("cpu"))) for name, source in shard.sources().items())
         for shard in find_shards(location)
@@ -138,7 +139,8 @@ def _load_weights(
             elif str(device) == "disk":
                 cast = _cast(name, value, config)
                 index = offload_weight(cast, name, folder, index=index)
-                _place(model, name, torch.empty_like(cast, device="meta"), "meta")  # loaded in the dtype of this one
+                # It will be loaded in this tensor's dtype.
+                _place(model, name, torch.empty_like(cast, device="meta"), "meta")
             else:
                 _place(model, name, _cast(name, value, config), "cpu" if device is None else device)
     save_offload_index(index, folder)
@@ -147,21 +149,22 @@ def _load_weights(
     ]
     if left:
         raise CheckpointMismatchError(
-            f"{location} contains no {', '.join(left[:5])}: it is another model's; pass this model's weights_location"
+            f"{location} contains no {', '.join(left[:5])}: it belongs to another model; pass this model's "
+            "weights_location"
         )
 
 
 def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: Any, index: dict[str, Any]) -> None:
-    """Quantize an offloaded weight and keep it in 8 bits.
+    """Quantize an offloaded weight, and keep it in 8 bits.
 
     Args:
         model: The model.
-        name: The weight's dotted name.
+        name: The dotted name of the weight.
         value: The weight, in floating point.
-        folder: The offload folder; None: main memory.
-        index: The folder's index; dtype and shape are added.
+        folder: The offload folder, or None for main memory.
+        index: The index of the folder, which receives the dtype and shape.
     """
-    from notebook_accelerate.big_modeling import eight_bit  # needs bitsandbytes
+    from notebook_accelerate.big_modeling import eight_bit  # This module needs bitsandbytes.
 
     if folder is None:
         eight_bit.place_8bit(model, name, value)
@@ -170,11 +173,11 @@ def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: An
 
 
 def make_offloadable_below(model: torch.nn.Module, names: list[str]) -> None:
-    """Replace bitsandbytes' 8-bit layers inside some modules by layers whose weights can be offloaded.
+    """Replace bitsandbytes' 8-bit layers inside some modules with layers whose weights can be offloaded.
 
     Args:
-        model: The model; changed in place.
-        names: The modules.
+        model: The model, changed in place.
+        names: The names of the modules.
     """
     layers = [name for name, module in model.named_modules() if type(module).__name__ == "Linear8bitLt"]
     for layer in layers:
@@ -189,7 +192,7 @@ def is_offloadable(model: torch.nn.Module, name: str) -> bool:
 
     Args:
         model: The model.
-        name: The tensor's dotted name.
+        name: The dotted name of the tensor.
     """
     owner, _, key = name.rpartition(".")
     try:
@@ -214,7 +217,7 @@ def _place(model: torch.nn.Module, name: str, value: torch.Tensor, device: Any) 
     if type(old).__name__ in ("Int8Params", "Params4bit") and isinstance(old, torch.nn.Parameter):
         kind: Any = type(old)
         parameter = kind(value, requires_grad=False, **old.__dict__)
-        owner._parameters[key] = parameter.to(device)  # this move quantizes
+        owner._parameters[key] = parameter.to(device)  # This move quantizes the weight.
     elif key in owner._parameters or key in owner._buffers:
         set_module_tensor_to_device(owner, key, device, value=value, dtype=value.dtype)
 
@@ -226,17 +229,17 @@ def get_quantized_model_device_map(
     max_memory: Mapping[Any, Any] | None = None,
     no_split_module_classes: Any = None,
 ) -> dict[str, Any]:
-    """Make a device map for a model that will be quantized, from its sizes then.
+    """Create a device map for a model that will be quantized, based on its sizes after quantization.
 
     Args:
         model: The model.
         bnb_quantization_config: Which layers are quantized.
-        device_map: "auto", "balanced", "balanced_low_0", "sequential", a map, or None: one device.
-        max_memory: Bytes or "10GB" by device.
-        no_split_module_classes: Names of classes that are not divided among devices.
+        device_map: "auto", "balanced", "balanced_low_0", "sequential", a map, or None for a single device.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB".
+        no_split_module_classes: The names of classes that are not divided among devices.
 
     Raises:
-        ValueError: There is no strategy of that name.
+        ValueError: The strategy is unknown.
     """
     if device_map is None:
         accelerator = torch.accelerator.current_accelerator()
@@ -261,7 +264,7 @@ def get_quantized_model_device_map(
 
 
 def get_keys_to_not_convert(model: torch.nn.Module) -> list[str]:
-    """List the modules that should not be quantized: the last one (the head), and those tied to another.
+    """List the modules that should not be quantized: the last module (the head) and modules with tied weights.
 
     Args:
         model: The model.
@@ -279,13 +282,13 @@ def replace_with_bnb_layers(
     modules_to_not_convert: list[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> torch.nn.Module:
-    """Replace linear layers by bitsandbytes' ones, empty.
+    """Replace linear layers with empty layers of bitsandbytes.
 
     Args:
-        model: The model; changed in place.
-        bnb_quantization_config: 8 or 4 bits, and their options.
-        modules_to_not_convert: Names of modules, or parts of names, that are not replaced.
-        current_key_name: Name of the model in a larger one.
+        model: The model, changed in place.
+        bnb_quantization_config: The number of bits (8 or 4) and the options.
+        modules_to_not_convert: The names of modules, or parts of names, that are not replaced.
+        current_key_name: The name of the model inside a larger model.
 
     Returns:
         The model.
@@ -344,16 +347,16 @@ def quantize_and_offload_8bit(
     offload_index: dict[str, Any],
     fp16_statistics: torch.Tensor | None,
 ) -> None:
-    """Quantize one weight to 8 bits and write it, with its scales, to an offload folder.
+    """Quantize a weight to 8 bits and write it, with its scales, to an offload folder.
 
     Args:
-        model: The model; the layer is replaced by one whose weights can be offloaded.
+        model: The model, whose layer is replaced with a layer whose weights can be offloaded.
         param: The weight.
-        param_name: Its dotted name.
-        new_dtype: Dtype before quantization.
+        param_name: The dotted name of the weight.
+        new_dtype: The dtype before quantization.
         offload_folder: The folder.
-        offload_index: The folder's index; dtype and shape are added.
-        fp16_statistics: Scales, if `param` is quantized already.
+        offload_index: The index of the folder, which receives the dtype and shape.
+        fp16_statistics: The scales if `param` is quantized already.
     """
     from notebook_accelerate.big_modeling.eight_bit import offload_8bit
 

@@ -29,7 +29,7 @@ _STORES = {
     "oss": ("ossfs", "its credentials"),
     "oci": ("ocifs", "its credentials"),
 }
-"""The package and the credentials of each protocol. These stores have no folders; creating one may create a bucket."""
+"""The package and the credentials for each protocol. These stores have no folders: creating one may create a bucket."""
 _REFUSALS = (
     "AccessDenied",
     "Access Denied",
@@ -41,17 +41,17 @@ _REFUSALS = (
 
 
 class RemotePath:
-    """A file or folder at a URL; nothing is cached, because other ranks change the store.
+    """A file or folder at a URL. Nothing is cached, because other ranks change the store.
 
     Args:
-        url: The URL, as fsspec accepts it.
+        url: The URL, in a form that fsspec accepts.
     """
 
     def __init__(self, url: str) -> None:
         match = _URL.match(url)
         assert match is not None
         rest = url[match.end() :]
-        self._scheme = match[0] + "/" * rest.startswith("/")  # as in hdfs:///folder
+        self._scheme = match[0] + "/" * rest.startswith("/")  # For example hdfs:///folder.
         self._parts = [part for part in rest.split("/") if part]
 
     def __str__(self) -> str:
@@ -76,17 +76,17 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
-        """The end of the name, with its dot."""
+        """The end of the name, including its dot."""
         return Path(self.name).suffix
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that contains it."""
+        """The folder that contains this file or folder."""
         return RemotePath(self._scheme + "/".join(self._parts[:-1]))
 
     @property
     def protocol(self) -> str:
-        """The part before ``://``, and before ``::`` if protocols are chained."""
+        """The part before ``://``, or before ``::`` if protocols are chained."""
         return re.split(r"::|:", self._scheme)[0].lower()
 
     def absolute(self) -> RemotePath:
@@ -96,22 +96,22 @@ class RemotePath:
     # ---- queries
 
     def exists(self) -> bool:
-        """Return whether it is a file, or has files below it."""
+        """Return whether this is a file, or has files below it."""
         with self._access("look for") as (fs, path):
             return bool(fs.exists(path))
 
     def is_file(self) -> bool:
-        """Return whether it is a file."""
+        """Return whether this is a file."""
         with self._access("look for") as (fs, path):
             return bool(fs.isfile(path))
 
     def is_dir(self) -> bool:
-        """Return whether it is a folder."""
+        """Return whether this is a folder."""
         with self._access("look for") as (fs, path):
             return bool(fs.isdir(path))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Iterate over the folder's entries; none if it does not exist."""
+        """Iterate over the entries of the folder. A folder that does not exist has no entries."""
         found: list[str] = []
         with self._access("list") as (fs, path), suppress(FileNotFoundError):
             found = fs.ls(path, detail=False)
@@ -127,7 +127,7 @@ class RemotePath:
         return {key[start:]: int(info.get("size") or 0) for key, info in found.items() if len(key) > start}
 
     def version(self) -> str:
-        """Return a text that changes when the file changes.
+        """Return a string that changes when the file changes.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -156,7 +156,7 @@ class RemotePath:
         """Copy the file to the disk.
 
         Args:
-            target: The path on the disk; its folder exists.
+            target: The path on the disk, in an existing folder.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -165,13 +165,13 @@ class RemotePath:
             fs.get_file(path, str(target))
 
     def upload(self, source: Path) -> None:
-        """Copy a file from the disk; on an object store it exists once it is complete.
+        """Copy a file from the disk. In an object store, it exists only when it is complete.
 
         Args:
             source: The path on the disk.
 
         Raises:
-            CheckpointError: The store does not have all bytes.
+            CheckpointError: The store has not received all bytes.
         """
         with self._access("write") as (fs, path):
             self._make_parent(fs, path)
@@ -182,10 +182,10 @@ class RemotePath:
             raise CheckpointError(f"{self} has {found:,} bytes after {written:,} were written.")
 
     def copy_files(self, names: Sequence[str], target: RemotePath) -> None:
-        """Copy files of this folder to another one in the same store.
+        """Copy files from this folder to another folder in the same store.
 
         Args:
-            names: Their paths relative to the folder.
+            names: The paths of the files relative to this folder.
             target: The other folder.
         """
         for name in names:
@@ -197,7 +197,7 @@ class RemotePath:
         """Remove the file.
 
         Args:
-            missing_ok: Do not raise if it does not exist.
+            missing_ok: Whether to ignore a file that does not exist.
         """
         with self._access("remove") as (fs, path):
             try:
@@ -207,10 +207,10 @@ class RemotePath:
                     raise
 
     def remove_files(self, names: Iterable[str]) -> None:
-        """Remove files below the folder in one request; missing files are ignored.
+        """Remove files below the folder in one request, ignoring missing files.
 
         Args:
-            names: Their relative paths.
+            names: The relative paths of the files.
         """
         found = sorted(self.files().keys() & set(names))
         if found:
@@ -225,7 +225,7 @@ class RemotePath:
     # ---- fsspec
 
     def filesystem(self) -> tuple[Any, str]:
-        """Return fsspec's file system and the path in it; not cached, because a forked process needs its own.
+        """Return fsspec's file system and the path in it. It is not cached, because a forked process needs its own.
 
         Raises:
             ImportError: The protocol needs a package that is not installed.
@@ -241,7 +241,7 @@ class RemotePath:
             raise ImportError(f"{self} needs a package that is not installed: {line}") from error
         except ValueError as error:
             raise ValueError(
-                f"{self}: {error}; pass for instance s3://bucket/folder, gs://bucket/folder, abfs://container/folder "
+                f"{self}: {error}; pass for example s3://bucket/folder, gs://bucket/folder, abfs://container/folder "
                 "or file:///folder"
             ) from error
         return fs, str(path)
@@ -251,7 +251,7 @@ class RemotePath:
 
     @contextmanager
     def _access(self, what: str) -> Iterator[tuple[Any, str]]:
-        """Yield the file system and the path; convert the many exceptions of stores' packages to `CheckpointError`."""
+        """Yield the file system and the path, and convert exceptions of the stores' packages to `CheckpointError`."""
         fs, path = self.filesystem()
         try:
             fs.invalidate_cache()
@@ -286,9 +286,9 @@ class RemotePath:
 
 @contextmanager
 def _same_randomness() -> Iterator[None]:
-    """Restore the state of Python's random numbers: stores' packages draw some when imported and for retries.
+    """Restore the state of Python's random numbers, because stores' packages draw some on import and for retries.
 
-    Only in the main thread: elsewhere it would undo draws of the training.
+    This works only in the main thread. In any other thread, it would undo draws of the training.
     """
     is_main = threading.current_thread() is threading.main_thread()
     state = random.getstate() if is_main else None
@@ -303,10 +303,10 @@ AnyPath = Path | RemotePath
 
 
 def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Return the path on the disk, or at a URL.
+    """Return a path on the disk or at a URL.
 
     Args:
-        location: A path, or a URL; ``file://`` is the disk.
+        location: A path or a URL. ``file://`` means the disk.
 
     Raises:
         ImportError: The URL's protocol needs a package that is not installed.
@@ -321,5 +321,5 @@ def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
     if match[0][:-3].lower() in _ON_DISK:
         return Path(text[match.end() :])
     remote = RemotePath(text)
-    remote.filesystem()  # raises where fsspec cannot use the protocol
+    remote.filesystem()  # This raises if fsspec cannot use the protocol.
     return remote

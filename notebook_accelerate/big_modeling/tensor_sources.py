@@ -1,4 +1,4 @@
-"""Where an offloaded tensor is read from: memory, or a part of a file."""
+"""The sources of offloaded tensors: memory, or a part of a file."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from notebook_accelerate.errors import BrokenCheckpointError
 from notebook_accelerate.torch_internals import tensor_version
 
 _ALIGNMENT = 64
-"""Bytes, as torch's CPU allocator aligns. With 8, as safetensors has, MKL's products of vectors round differently."""
+"""The alignment in bytes of torch's CPU allocator. With safetensors' 8 bytes, MKL's dot products round differently."""
 
 
 class Source:
     """A tensor that can be read repeatedly.
 
     Args:
-        shape: Its shape.
-        dtype: Its dtype.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
     """
 
     pinned: torch.Tensor | None = None
     """The tensor in pinned memory."""
     mappable = False
-    """Whether `map` is possible, and faster than `read_into`."""
+    """Whether `map` is possible and faster than `read_into`."""
     address: int | None = None
     """The address of a tensor in memory, or None for a tensor in a file."""
 
@@ -54,25 +54,25 @@ class Source:
         return tensor
 
     def version(self) -> Any:
-        """Return a value that changes with the tensor, so that what was read before is not used."""
+        """Return a value that changes with the tensor, so that an outdated read is not used."""
         return None
 
     def map(self, *, read_ahead: bool = True) -> torch.Tensor:
         """Return the tensor as a mapping of its file.
 
         Args:
-            read_ahead: Read it into memory now, instead of on first access.
+            read_ahead: Whether to read the tensor into memory now, instead of on first access.
         """
         raise NotImplementedError
 
     def pin(self, known: dict[int, torch.Tensor]) -> None:
-        """Move the tensor to pinned memory, where it is in memory.
+        """Move the tensor to pinned memory if it is in memory.
 
         Args:
-            known: Tensors that are pinned already, by their former address; tied weights are pinned once.
+            known: The tensors that are pinned already, by their former address, so that tied weights are pinned once.
 
         Raises:
-            RuntimeError: The system pins no more memory.
+            RuntimeError: The system cannot pin more memory.
         """
 
     def load(self, device: torch.device) -> torch.Tensor:
@@ -85,8 +85,8 @@ class MemorySource(Source):
 
     Args:
         tensor: The tensor.
-        state: The dictionary that contains it; `pin` replaces it there.
-        name: Its name in `state`.
+        state: The dictionary that contains the tensor. `pin` replaces the tensor there.
+        name: The name of the tensor in `state`.
     """
 
     def __init__(self, tensor: torch.Tensor, state: Any, name: str) -> None:
@@ -95,7 +95,7 @@ class MemorySource(Source):
         self.address = tensor.data_ptr()
 
     def version(self) -> Any:
-        """Return the tensor's identity and version, after taking over one that has replaced it in its dictionary."""
+        """Return the identity and version of the tensor, which may have been replaced in its dictionary."""
         found = self._state.get(self._name) if isinstance(self._state, dict) else None
         if found is not None and found is not self._tensor:
             super().__init__(tuple(found.shape), found.dtype)
@@ -115,7 +115,7 @@ class MemorySource(Source):
         other = known.get(own.data_ptr())
         if other is None or (other.shape, other.stride(), other.dtype) != (own.shape, own.stride(), own.dtype):
             other = own.contiguous().pin_memory()
-            if own.is_contiguous() and own.data_ptr():  # tensors that wrap others have no memory: all have address 0
+            if own.is_contiguous() and own.data_ptr():  # Tensors that wrap others have no memory, and address 0.
                 known[own.data_ptr()] = other
         self.pinned = self._tensor = other
         if isinstance(self._state, dict) and self._name in self._state:
@@ -132,23 +132,24 @@ class FileSource(Source):
 
     Args:
         path: The file.
-        offset: The tensor's first byte.
-        shape: Its shape.
-        dtype: Its dtype.
+        offset: The offset of the tensor's first byte.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
     """
 
     def __init__(self, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
         self.path, self.offset = path, offset
-        self._is_aligned = offset % _ALIGNMENT == 0  # kernels choose by alignment, and their last bits with them
+        # Kernels are chosen by alignment, which affects the last bits of results.
+        self._is_aligned = offset % _ALIGNMENT == 0
         large = self.nbytes >= MIN_BYTES
         self.mappable = large and self._is_aligned and can_read_ahead()
 
     def read_into(self, tensor: torch.Tensor) -> None:
-        """Read the tensor; the interpreter is free meanwhile."""
+        """Read the tensor without holding the GIL."""
         if not self.nbytes:
             return
-        # .data: the tensor may be a parameter's memory, and nothing computes with it now.
+        # Use .data, because the tensor may be a parameter, and nothing computes with it now.
         flat: Any = tensor.data.reshape(-1).view(torch.uint8).numpy()
         view = memoryview(flat)
         done = 0
@@ -167,20 +168,20 @@ class FileSource(Source):
         return data.view(self.dtype).view(self.shape)
 
     def load(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor on a device; on the CPU as a mapping of its file, where kernels see no difference."""
+        """Return the tensor on a device. On the CPU, it is a mapping of its file if kernels see no difference."""
         return self.map(read_ahead=False) if device.type == "cpu" and self._is_aligned else super().load(device)
 
 
-# ---- parts of files mapped into memory: tensors in the page cache, without a copy
+# ---- mapping parts of files into memory, so that tensors are in the page cache without a copy
 #
 # Each tensor has a separate mapping. Mappings at fixed addresses of an arena (MAP_FIXED through libc) are not faster: a
 # 1 GB model of 30 blocks took 376 ms per forward of 32 tokens and 79 ms of one token, against 378 ms and 75 ms, with
 # the same peak memory (305 MB). Copying into an arena took 1.6 and 2.6 times as long (2 cores, ext4, warm page cache).
 
 MIN_BYTES = 2**21
-"""Smaller tensors are copied, which takes less than the system calls of a mapping."""
-_MEMORY_WITH_A_NAME = ("/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - read in /proc; nothing is created there
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14, madvise(2); the mmap module does not name it
+"""Smaller tensors are copied, which takes less time than the system calls for a mapping."""
+_MEMORY_WITH_A_NAME = ("/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - names found in /proc; no file is created there
+_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), since Linux 5.14. The mmap module has no name for it.
 
 
 @functools.cache
@@ -195,7 +196,7 @@ def can_read_ahead() -> bool:
 
 
 def mapped_addresses() -> Callable[[int], bool]:
-    """Return a predicate for addresses of this process that are in a mapped file; always False without /proc."""
+    """Return a predicate that says whether an address of this process is in a mapped file (False without /proc)."""
     starts, ends = [], []
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -214,7 +215,7 @@ def mapped_addresses() -> Callable[[int], bool]:
 
 @functools.cache
 def _madvise() -> Any:
-    # Not `mmap.madvise`, which keeps the interpreter's lock while the file is read.
+    # Don't use `mmap.madvise`, which holds the GIL while the file is read.
     function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return function
@@ -222,7 +223,7 @@ def _madvise() -> Any:
 
 @functools.cache
 def _has_large_folios() -> bool:
-    """Return whether the system reads mappings marked as huge in folios of 2 MB, where the file system supports them.
+    """Return whether the system reads mappings marked as huge in folios of 2 MB, if the file system supports this.
 
     Reading 1 GB from disk in such folios took 20 ms of processor time instead of 285 ms after MADV_WILLNEED, mapping it
     again 1 ms instead of 70 ms, and ending the mapping 1 ms instead of 30 ms (Linux 6.18, ext4).
@@ -233,9 +234,9 @@ def _has_large_folios() -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a file for reading and yield its descriptor.
+    """Open a file for reading, and yield its descriptor.
 
-    Files are opened for each read: an open descriptor would outlive the model, and keep a file that was replaced.
+    Files are opened for each read, because an open descriptor would outlive the model and keep a replaced file.
 
     Args:
         path: The file.
@@ -252,13 +253,13 @@ def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) 
 
     Args:
         path: The file.
-        offset: First byte of the part.
-        nbytes: Size of the part; at least 1.
-        read_ahead: Read the part now, instead of page by page on first access; needs `can_read_ahead`. Other threads
-            run meanwhile.
+        offset: The offset of the part's first byte.
+        nbytes: The size of the part, at least 1.
+        read_ahead: Whether to read the part now, instead of page by page on first access. This needs `can_read_ahead`.
+            Other threads run while it is read.
 
     Returns:
-        The bytes; the mapping ends with the last tensor that uses it.
+        The bytes. The mapping is removed together with the last tensor that uses it.
 
     Raises:
         BrokenCheckpointError: The file is too short.
@@ -275,7 +276,8 @@ def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) 
     if size >= MIN_BYTES and _has_large_folios():
         _madvise()(begin, size, mmap.MADV_HUGEPAGE)
     elif read_ahead:
-        _madvise()(begin, size, mmap.MADV_WILLNEED)  # reads all of it; populating alone reads a little at a time
+        # This reads all of it, whereas populating alone reads a little at a time.
+        _madvise()(begin, size, mmap.MADV_WILLNEED)
     if read_ahead and _madvise()(begin, size, _POPULATE_READ):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(path))

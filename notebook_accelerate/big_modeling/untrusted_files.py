@@ -1,4 +1,4 @@
-"""Bounds, errors and a restricted unpickler for files that may be damaged or made to do harm."""
+"""Limits, errors and a restricted unpickler for files that may be damaged or malicious."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ MALFORMED: tuple[type[Exception], ...] = (
     zlib.error,
     zipfile.BadZipFile,
 )
-"""What readers of files raise for content that they do not expect, beside their own errors."""
+"""The errors that readers raise for unexpected content, in addition to their own exception classes."""
 UNREADABLE: tuple[type[Exception], ...] = (OSError, *MALFORMED)
 MAX_JSON_BYTES = 1 << 26
-"""Size of the largest index or manifest: 64 MiB name half a million files."""
+"""The size of the largest index or manifest to read. 64 MiB are enough for half a million files."""
 _EXPANSION = 1 << 26
-"""Bytes by which the content of a file in torch's format may exceed the file: torch does not compress."""
+"""How many bytes larger than the file the content of a file in torch's format may be. torch does not compress."""
 _ENTRY = re.compile(rb"PK\x01\x02.{20}(.{4})", re.DOTALL)
 ZIP_BEGIN = b"PK\x03\x04"
-"""The first bytes of a file in torch's format; others are in a format before torch 1.6."""
+"""The first bytes of a file in torch's format. Files from before torch 1.6 have another format."""
 _END = b"PK\x05\x06"
 _END_64 = b"PK\x06\x06"
 _LOCATOR_64 = b"PK\x06\x07"
 _END_BYTES = (1 << 16) + 22
 _UNKNOWN = 0xFFFFFFFF
-"""The size of an entry above 4 GiB, whose actual size is in an extension."""
+"""The size that is stored for an entry above 4 GiB, whose actual size is stored in an extension."""
 
 
 @contextmanager
 def naming_file(path: object, kinds: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
-    """Raise the errors that malformed content causes as one class, with the name of the file.
+    """Convert the errors that malformed content causes to one class, with the name of the file.
 
     Args:
         path: The file or folder.
-        kinds: The errors that mean malformed content here.
+        kinds: The errors that mean malformed content in this block.
 
     Raises:
-        BrokenCheckpointError: An error of these kinds.
+        BrokenCheckpointError: The block raised one of these errors.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def broken_file(path: object, error: BaseException) -> BrokenCheckpointError:
 
     Args:
         path: The file or folder.
-        error: The reader's error.
+        error: The error of the reader.
     """
     first_line = describe_error(error).splitlines()[0][:500]
     return BrokenCheckpointError(f"{path} is broken: {first_line}".rstrip(": "))
@@ -98,7 +98,7 @@ def read_json(path: AnyPath) -> Any:
         path: The file.
 
     Raises:
-        BrokenCheckpointError: It is too large, nested too deeply, or is not JSON in UTF-8.
+        BrokenCheckpointError: The file is too large, nested too deeply, or not JSON in UTF-8.
     """
     with naming_file(path):
         if not isinstance(path, Path):
@@ -111,20 +111,20 @@ def read_json(path: AnyPath) -> Any:
 
 
 def check_expansion(file: str | Path | BinaryIO) -> None:
-    """Refuse a zip file whose content is much larger than the file; other files are accepted.
+    """Reject a zip file whose content is much larger than the file, and accept all other files.
 
-    torch allocates the size that the file's directory states, before it reads: 2 MB of zeros, compressed, took 4 GB.
+    Before reading, torch allocates the size that the file's directory states: 2 MB of compressed zeros took 4 GB.
 
     Args:
-        file: The file, as `torch.load` accepts it.
+        file: The file, in any form that `torch.load` accepts.
 
     Raises:
-        BrokenCheckpointError: Its content is too large.
+        BrokenCheckpointError: The content is too large.
     """
     if not isinstance(file, (str, Path)):
         return
     with Path(file).open("rb") as opened:
-        if opened.read(4) != ZIP_BEGIN:  # not a zip file
+        if opened.read(4) != ZIP_BEGIN:  # It is not a zip file.
             return
         size = opened.seek(0, 2)
         directory = _read_directory(opened, size)
@@ -134,19 +134,19 @@ def check_expansion(file: str | Path | BinaryIO) -> None:
             total = sum(entry.file_size for entry in archive.infolist())
     if total > size + _EXPANSION:
         raise BrokenCheckpointError(
-            f"{file} is broken: it has {size:,} bytes and states a content of {total:,}; torch does not compress."
+            f"{file} is broken: it has {size:,} bytes but states {total:,} bytes of content; torch does not compress."
         )
 
 
 def _read_directory(file: BinaryIO, size: int) -> bytes:
-    """Return the directory of a zip file, which its last bytes locate; empty if there is none."""
+    """Return the directory of a zip file, which is located by the last bytes, or an empty one if it has none."""
     file.seek(max(size - _END_BYTES, 0))
     tail = file.read()
     at = tail.rfind(_END)
     if at < 0 or len(tail) < at + 22:
         return b""
     length, start = struct.unpack_from("<II", tail, at + 12)
-    if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR_64:  # torch always writes both
+    if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR_64:  # torch always writes both.
         (record,) = struct.unpack_from("<Q", tail, at - 12)
         file.seek(min(record, size))
         end = file.read(56)
@@ -157,16 +157,16 @@ def _read_directory(file: BinaryIO, size: int) -> bytes:
 
 
 def _stated_bytes(directory: bytes) -> int | None:
-    """Return the sum of the sizes that a directory states, or more; None if an entry has its size elsewhere."""
+    """Return at least the sum of the sizes that a directory states, or None if an entry's size is not in it."""
     sizes = np.frombuffer(b"".join(_ENTRY.findall(directory)), dtype="<u4")
     return None if (sizes == _UNKNOWN).any() else int(sizes.sum(dtype=np.uint64))
 
 
 # ---- a restricted unpickler
 #
-# It creates plain values, and never imports or calls anything else that a file names: with pickle a checkpoint could
-# run its author's code. torch.load with `weights_only` reads tensors, numbers and dictionaries, but refuses other data
-# of a training state: dates, paths, deques, members of enums. Both kinds of file are read here.
+# It creates plain values, and never imports or calls anything else that a file names. With pickle, a checkpoint could
+# run its author's code. torch.load with `weights_only` reads tensors, numbers and dictionaries, but rejects other data
+# of a training state: dates, paths, deques, enum members. This module reads both kinds of files.
 
 _BUILTINS = (
     "set", "frozenset", "complex", "bytearray", "slice", "range",
@@ -177,7 +177,7 @@ _CLASSES: tuple[type, ...] = (
     dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone,
     decimal.Decimal, uuid.UUID,
 )  # fmt: skip
-"""Creating one takes time and memory in proportion to its arguments, whatever they are: not so fractions."""
+"""Creating one of these takes time and memory in proportion to its arguments, which is not true of fractions."""
 _PATHS = ("PurePath", "PurePosixPath", "PureWindowsPath", "Path", "PosixPath", "WindowsPath")
 _CONTAINERS = {
     list, tuple, set, frozenset, collections.deque, torch.Size,
@@ -203,8 +203,8 @@ def load_plain(file: BinaryIO, known: Mapping[str, Any]) -> Any:
 
     Args:
         file: The pickle, open for reading.
-        known: More classes and functions that the file may call, by the dotted name in the file. They must be harmless
-            with any arguments.
+        known: Additional classes and functions that the file may call, by the dotted name in the file. They must be
+            harmless with any arguments.
 
     Raises:
         RefusedError: The file contains more than plain data.
@@ -213,17 +213,17 @@ def load_plain(file: BinaryIO, known: Mapping[str, Any]) -> Any:
 
 
 class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
-    """The standard library's unpickler in Python, which calls and fills nothing but instances of known classes.
+    """The standard library's unpickler in Python, restricted to calling and filling instances of known classes.
 
-    The one in C cannot be limited in this way: a file could assign attributes to the known classes themselves, or have
+    The unpickler in C cannot be restricted in this way: a file could assign attributes to the known classes, or make
     it allocate gigabytes for an index.
 
     Args:
         file: The pickle.
-        options: Arguments of `pickle.Unpickler`.
+        options: The arguments of `pickle.Unpickler`.
 
     Attributes:
-        known: As for `load_plain`; set in a subclass.
+        known: The known classes and functions (see `load_plain`), set in a subclass.
     """
 
     known: ClassVar[Mapping[str, Any]] = {}
@@ -247,14 +247,14 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a known class or function, or what stands for a class of the user.
+        """Return a known class or function, or a stand-in for a class of the user.
 
         Args:
             module: The module that the file names.
             name: The name in the module.
 
         Raises:
-            RefusedError: It is not known.
+            RefusedError: The name is not known.
         """
         full = f"{module}.{name}"
         if full in {"builtins.getattr", "__builtin__.getattr"}:
@@ -267,7 +267,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
         return found
 
     def _attribute(self, owner: Any, name: str) -> Any:
-        """Return a nested class, and in some versions of Python a member of an enum: they are pickled as attributes."""
+        """Return a nested class or, in some versions of Python, an enum member, which are pickled as attributes."""
         if not isinstance(owner, _UserClass):
             raise RefusedError("GLOBAL builtins.getattr is not plain data.")
         found = owner.attribute(name)
@@ -284,7 +284,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
         if id(function) not in self._found:
             raise RefusedError(f"GLOBAL: the file calls {function!r:.100}.")
         for argument in args:
-            # With such arguments, a small file would create a value of any size.
+            # With arguments of these types, a small file could create a value of any size.
             if type(argument) in _COSTLY.get(function, ()) or type(argument) is range:
                 raise RefusedError(f"GLOBAL: the file calls {function!r:.100} with an argument of {type(argument)}.")
 
@@ -319,7 +319,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
 @functools.cache
 def plain_classes() -> dict[str, Any]:
-    """Return the classes of plain data by the names in pickles of every protocol and version of Python."""
+    """Return the classes of plain data, by the names in pickles of all protocols and versions of Python."""
     found = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _CLASSES}
     for name in _BUILTINS:
         found[f"builtins.{name}"] = found[f"__builtin__.{name}"] = getattr(builtins, name)
@@ -331,9 +331,9 @@ def plain_classes() -> dict[str, Any]:
 
 
 class _UserClass:
-    """Stands for a class that this process has imported, so that a file cannot change it.
+    """A stand-in for a class that this process has imported, so that a file cannot change the class.
 
-    Members of enums and named tuples are created, without calling the class; other objects are refused.
+    Enum members and named tuples are created without calling the class. Other objects are rejected.
 
     Args:
         cls: The class.
@@ -359,11 +359,11 @@ class _UserClass:
             if type(member.value) is type(value) and member.value == value:
                 return member
         if issubclass(self._cls, enum.Flag) and type(value) is int:
-            return self._cls(value)  # a combination of flags
+            return self._cls(value)  # It is a combination of flags.
         raise RefusedError(f"GLOBAL {self._cls.__qualname__} has no member with the value {value!r:.100}.")
 
     def attribute(self, name: str) -> Any:
-        """Return a member of an enum, or what stands for a nested class."""
+        """Return an enum member, or a stand-in for a nested class."""
         if isinstance(self._cls, enum.EnumMeta) and name in self._cls.__members__:
             return self._cls.__members__[name]
         return _stand_in(self._cls.__module__, f"{self._cls.__qualname__}.{name}")
@@ -380,7 +380,7 @@ def _stand_in(module: str, name: str) -> _UserClass:
 
 
 def unreadable_classes(value: Any) -> set[type]:
-    """Return the classes of a state's values that `load_state` would refuse.
+    """Return the classes of a state's values that `load_state` would reject.
 
     Args:
         value: The state.

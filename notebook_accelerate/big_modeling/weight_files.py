@@ -1,4 +1,4 @@
-"""Reads files of weights (safetensors and torch's format) and indexes, and keeps names inside their folder."""
+"""Read files of weights (safetensors and torch's format) and indexes, and keep file names inside their folder."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _MAX_PART = 255
-"""Bytes of the longest name of a file: most systems report longer ones by an error of their own."""
+"""The length in bytes of the longest file name. Most systems report longer names with a different error."""
 _CALLERS = (TypeError, AttributeError, ValueError)
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors' own reader."""
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve a file name from an index or a manifest; refuse names outside the folder.
+    """Resolve a file name from an index or a manifest, and reject names outside the folder.
 
     Args:
         folder: The checkpoint.
@@ -76,18 +76,18 @@ def inside(folder: Path, name: str) -> Path:
         The path of the file.
 
     Raises:
-        CheckpointError: The name is absolute, or leaves the folder by ".." or a link.
+        CheckpointError: The name is absolute, or leaves the folder through ".." or a link.
     """
     path = folder / name
     try:
         within = not Path(name).is_absolute() and path.resolve().is_relative_to(folder.resolve())
         within = within and all(len(os.fsencode(part)) <= _MAX_PART for part in path.parts)
-    except (OSError, ValueError, RuntimeError):  # too long, with a null character, or links in a circle
+    except (OSError, ValueError, RuntimeError):  # The name is too long or has a null character, or links are circular.
         within = False
     if not within:
         raise CheckpointError(
             f"Refused: {folder} lists the file {name!r}, which is outside the folder. A checkpoint may only list its "
-            "own files; download it again, from a source you trust."
+            "own files; download it again from a source that you trust."
         )
     return path
 
@@ -96,12 +96,12 @@ def indexed_files(index: AnyPath, folder: Path) -> dict[str, Path]:
     """Return the file of each name in an index.
 
     Args:
-        index: The index: the map of names to files, or an object with the map as its `weight_map`.
-        folder: The folder of the files; they need not exist.
+        index: The index, which is the map from names to files, or an object that has the map as its `weight_map`.
+        folder: The folder of the files, which do not have to exist.
 
     Raises:
-        CheckpointError: It lists a file outside its folder.
-        BrokenCheckpointError: It is not an index.
+        CheckpointError: The index lists a file outside its folder.
+        BrokenCheckpointError: The file is not an index.
     """
     try:
         content = read_json(index)
@@ -115,14 +115,14 @@ def read_index(path: Path) -> dict[str, Path]:
     """Read an index file.
 
     Args:
-        path: The index, for instance ``model.safetensors.index.json``.
+        path: The index, for example ``model.safetensors.index.json``.
 
     Returns:
         The file of each name.
 
     Raises:
-        CheckpointError: It lists a file outside its folder.
-        BrokenCheckpointError: It is not an index, or a file is missing.
+        CheckpointError: The index lists a file outside its folder.
+        BrokenCheckpointError: The file is not an index, or a listed file is missing.
     """
     files = indexed_files(path, path.parent)
     if missing := sorted({file.name for file in files.values() if not file.is_file()}):
@@ -131,13 +131,13 @@ def read_index(path: Path) -> dict[str, Path]:
 
 
 def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
-    """Return where each tensor of a safetensors file is read from; only the header is read.
+    """Return the source of each tensor in a safetensors file. Only the header is read.
 
     Args:
         path: The file.
 
     Raises:
-        BrokenCheckpointError: It is broken, truncated or missing.
+        BrokenCheckpointError: The file is broken, truncated or missing.
     """
     try:
         stat = path.stat()
@@ -148,11 +148,11 @@ def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
 
 @functools.lru_cache(maxsize=64)
 def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
-    # Not by safetensors' own reader, which maps the complete file, writable, to read the header.
+    # Don't use safetensors' own reader, which makes a writable mapping of the complete file to read the header.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
+            raise ValueError(f"its header has {length:,} bytes, but the file has {size:,}")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     sources, end = {}, 0
@@ -165,21 +165,21 @@ def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
             raise ValueError(f"{name} has shape {source.shape} and the bytes {begin:,} to {stop:,}")
         sources[name], end = source, stop
     if 8 + length + end != size:
-        raise ValueError(f"it should have {8 + length + end:,} bytes and has {size:,}")
+        raise ValueError(f"it should have {8 + length + end:,} bytes, but has {size:,}")
     return sources
 
 
 def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options: Any) -> Any:
-    """Read a file in torch's format; with `weights_only=True` tensors, numpy arrays and other plain data alone.
+    """Read a file in torch's format. With `weights_only=True`, only tensors, numpy arrays and plain data are read.
 
     Args:
         file: The file, as `torch.load` accepts it.
-        map_location: Device of the tensors; the CPU by default.
-        options: More arguments of `torch.load`, for instance ``weights_only=False`` for a file you trust.
+        map_location: The device of the tensors.
+        options: Further arguments of `torch.load`, for example ``weights_only=False`` for a file that you trust.
 
     Raises:
-        BrokenCheckpointError: The file cannot be read to its end.
-        CheckpointError: The file contains objects that `weights_only` refuses.
+        BrokenCheckpointError: The file cannot be read completely.
+        CheckpointError: The file contains objects that `weights_only` rejects.
     """
     options.setdefault("weights_only", True)
     check_expansion(file)
@@ -194,12 +194,12 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
         raise BrokenCheckpointError(f"{file} is broken: {detail}") from error
     except MALFORMED as error:
         if isinstance(error, _CALLERS) and (not options["weights_only"] or options.keys() - {"weights_only", "mmap"}):
-            raise  # of a class in the file, or about the options
+            raise  # A class in the file has raised this, or it is about the options.
         raise broken_file(file, error) from error
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise broken_file(file, error) from error  # torch moved to an offset that the file states
+        raise broken_file(file, error) from error  # torch has jumped to an offset stated in the file.
 
 
 _torch_load = torch.load
@@ -210,7 +210,7 @@ def _load(file: Any, map_location: Any, options: dict[str, Any]) -> Any:
 
 
 def _read_plain(file: Any, map_location: Any, options: dict[str, Any]) -> Any:
-    """Read plain data: by torch, or by `PlainUnpickler` what torch refuses."""
+    """Read plain data with torch or, if torch rejects it, with `PlainUnpickler`."""
     start = 0 if isinstance(file, (str, Path)) else file.tell()
     try:
         with torch.serialization.safe_globals(numpy_globals()):
@@ -229,7 +229,7 @@ def _read_plain(file: Any, map_location: Any, options: dict[str, Any]) -> Any:
 
 
 def _is_zip_of_torch_save(file: BinaryIO) -> bool:
-    """Return whether torch reads a file by one pickle; not so an old format, and a program of TorchScript."""
+    """Return whether torch reads a file as one pickle, unlike files in an old format and TorchScript programs."""
     if file.read(len(ZIP_BEGIN)) != ZIP_BEGIN:
         return False
     with zipfile.ZipFile(file) as archive:
@@ -237,7 +237,7 @@ def _is_zip_of_torch_save(file: BinaryIO) -> bool:
 
 
 def _known_to_torch() -> dict[str, Any]:
-    """Return what torch calls with `weights_only`, and what `torch.serialization.add_safe_globals` has added."""
+    """Return the names that torch accepts with `weights_only`, including those from `add_safe_globals`."""
     known = dict(weights_only_globals())
     for entry in (*numpy_globals(), *torch.serialization.get_safe_globals()):
         found, name = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
@@ -245,7 +245,7 @@ def _known_to_torch() -> dict[str, Any]:
     return known
 
 
-# ---- other libraries' loading
+# ---- restricting the loading of other libraries
 
 _loading = threading.RLock()
 _trusted = threading.local()
@@ -253,10 +253,10 @@ _trusted = threading.local()
 
 @contextmanager
 def plain_data_only() -> Iterator[None]:
-    """Have other libraries read plain data only: torch's distributed checkpoints, DeepSpeed and Megatron-LM.
+    """Make other libraries (torch's distributed checkpoints, DeepSpeed, Megatron-LM) read only plain data.
 
-    They pass ``weights_only=False`` and unpickle metadata, so that a checkpoint could run its author's code. Inside the
-    context, in this thread, torch.load and torch's reader of metadata refuse what `read_torch` refuses.
+    They pass ``weights_only=False`` and unpickle metadata, so a checkpoint could run its author's code. Inside the
+    block, torch.load and torch's metadata reader reject the same objects as `read_torch` in this thread.
     """
     reader: Any = import_module("torch.distributed.checkpoint.filesystem")
     if getattr(_trusted, "files", False):
@@ -283,7 +283,7 @@ def plain_data_only() -> Iterator[None]:
 
 @contextmanager
 def trusted_files() -> Iterator[None]:
-    """Read everything inside the context, in this thread: the user passed ``weights_only=False``."""
+    """Allow this thread to read any object inside the block, because the user has passed ``weights_only=False``."""
     _trusted.files = True
     try:
         yield
@@ -292,14 +292,14 @@ def trusted_files() -> Iterator[None]:
 
 
 def read_metadata(file: BinaryIO) -> Any:
-    """Read the metadata of one of torch's distributed checkpoints, which is a pickle of a few classes of torch.
+    """Read the metadata of a distributed checkpoint of torch, which is a pickle of a few classes of torch.
 
     Args:
         file: The file ``.metadata``.
 
     Raises:
-        CheckpointError: It contains something else.
-        BrokenCheckpointError: It cannot be read.
+        CheckpointError: The file contains other objects.
+        BrokenCheckpointError: The file cannot be read.
     """
     from torch.distributed.checkpoint import metadata
 
@@ -331,11 +331,11 @@ def _refusal(file: Any, error: Exception) -> str:
 
 
 def numpy_globals() -> list[Any]:
-    """List the globals of pickled numpy arrays and numbers, under the names of numpy 1 and 2."""
+    """List the globals in pickled numpy arrays and numbers, under the names that numpy 1 and 2 use."""
     core = np._core if hasattr(np, "_core") else np.core
     multiarray: Any = core.multiarray
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFDUS"}
     found: list[Any] = [np.ndarray, np.dtype, *sorted(dtypes, key=str)]
     for function in (multiarray._reconstruct, multiarray.scalar):
         found += [(function, f"numpy.{package}.multiarray.{function.__name__}") for package in ("core", "_core")]
-    return [*found, codecs.encode]  # numpy numbers are pickled with their bytes as encoded text
+    return [*found, codecs.encode]  # numpy numbers are pickled with their bytes as encoded text.

@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent, in Accelerate's file formats, optionally written in the background.
 
-`save_state` and `load_state` handle a complete training state, `save_model` a model's weights, `save` and `load` any
-object. The modules are imported on first use.
+`save_state` and `load_state` handle a complete training state, `save_model` handles the weights of a model, and `save`
+and `load` handle any object. The modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Writes one captured checkpoint to its place: the files of every rank, then the manifest, then the commit.
+"""Write one captured checkpoint: first the files of all ranks, then the manifest, then the commit.
 
-The ranks report through small files in the staging folder rather than through collectives, which a thread must not use
-while training does. Only for sharded states, which torch's distributed checkpoints write, the threads have a process
-group of their own. One rank per file system commits: the main one, or the first of a machine with disks of its own.
+Ranks report through small files in the staging folder instead of collectives, because a thread must not use collectives
+while training uses them. Only sharded states, which torch's distributed checkpoints write, need collectives; for these,
+the threads have a separate process group. One rank per file system commits: the main rank, or the first rank of a
+machine that has separate disks.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.state.warn_once import warn_once
 
 _SILENCE_LIMIT = 600.0
-"""Seconds without any change in the staging folder after which a silent rank counts as dead."""
+"""Seconds without any change in the staging folder after which a rank that does not report counts as dead."""
 _EXIT_GRACE = 2.0
-"""Seconds to wait for a process to end after its connections were closed, before it counts as alive."""
+"""Seconds to wait for a process to exit after its connections were closed, before it counts as alive."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,34 +41,35 @@ class SaveTarget:
     """The destination of a checkpoint, as one rank sees it."""
 
     folder: AnyPath
-    """The checkpoint's folder."""
+    """The folder of the checkpoint."""
     store: Store
-    """Its store."""
+    """The store of the checkpoint."""
     rank: int
-    """This rank."""
+    """The number of this rank."""
     commits: bool
-    """Whether this rank commits."""
+    """Whether this rank commits the checkpoint."""
     peers: dict[int, ProcessIdentity] = field(default_factory=dict)
-    """The ranks that write to this file system, and their processes."""
+    """The ranks that write to the same file system, and their processes."""
 
     @property
     def staging(self) -> Path:
-        """The folder that this rank writes its files to first."""
+        """The folder that this rank writes its files to before the commit."""
         return self.store.folder
 
 
 @dataclass
 class PendingSave:
-    """One rank's work on one checkpoint after its state was captured.
+    """The work that one rank has to do for a checkpoint after its state was captured.
 
     Attributes:
-        after_commit: Called once the checkpoint is committed.
-        snapshot: The copies to write; None if the training's own tensors are written.
-        optimizers: Optimizers whose next step must wait until the snapshot is filled.
-        step_hooks: The hooks that make them wait.
-        process_group: Process group of the ranks' threads; None for torch's default one, in the caller's thread.
-        thread: The thread that runs it; None if it runs in the caller.
-        error: The reason of its failure, or None.
+        after_commit: A function that is called once the checkpoint is committed.
+        snapshot: The copies to write, or None if the tensors of the training itself are written.
+        optimizers: The optimizers whose next step must wait until the snapshot is filled.
+        step_hooks: The hooks that make these optimizers wait.
+        process_group: The process group of the ranks' threads; None means torch's default group, in the caller's
+            thread.
+        thread: The thread that does the work, or None if the caller's thread does it.
+        error: The error if the work failed, otherwise None.
     """
 
     target: SaveTarget
@@ -85,7 +87,7 @@ class PendingSave:
     _failure_shared: bool = False
 
     def start(self) -> None:
-        """Run in a thread. It is not a daemon: the interpreter does not exit before the checkpoint is written."""
+        """Run in a thread. The thread is not a daemon, so the interpreter waits until the checkpoint is written."""
         if self.snapshot is not None:
             copied = self.snapshot.copied
             self.step_hooks = [
@@ -94,21 +96,23 @@ class PendingSave:
         self.thread = threading.Thread(target=self.run, name=f"save_state {self.target.folder.name}")
         try:
             self.thread.start()
-        except RuntimeError as error:  # a limit on threads, or the interpreter is shutting down
+        except RuntimeError as error:  # The limit of threads is reached, or the interpreter is shutting down.
             self.thread = None
             self.run()
             warn_once(f"save_state(blocking=False) wrote the checkpoint in the foreground: {error}.")
 
     def join(self) -> None:
-        """Wait for the thread, if there is one; after an interrupt the caller can call this again."""
+        """Wait for the thread, if there is one. After an interrupt, the caller can call this again."""
         if self.thread is not None:
-            self._finished.wait()  # before Python 3.13 a thread whose join was interrupted counts as ended (gh-90882)
+            # Before Python 3.13, a thread counts as finished if its join was interrupted (gh-90882).
+            self._finished.wait()
             self.thread.join()
-        for hook in self.step_hooks:  # in the caller's thread: an optimizer may be running its hooks in another
+        # Remove the hooks in the caller's thread, because optimizers run their hooks there.
+        for hook in self.step_hooks:
             hook.remove()
 
     def run(self) -> None:
-        """Write this rank's files, report, and commit if this rank commits; errors are stored in `error`."""
+        """Write this rank's files, report, and commit if this rank commits. An error is stored in `error`."""
         try:
             if self.thread is not None:
                 device_table.select_again()
@@ -119,22 +123,22 @@ class PendingSave:
             self.target.store.write_report(self.target.rank, {"files": files})
             if self.target.commits:
                 self._commit()
-        except BaseException as error:  # noqa: BLE001 - any error of a writer is this checkpoint's failure
+        except BaseException as error:  # noqa: BLE001 - any error in a writer makes this checkpoint fail
             self._record_failure(error)
             own = getattr(error, "failures", {}).get(self.target.rank, error)
-            if not isinstance(own, Exception):  # an interrupt, wrapped where the ranks agree on errors
+            if not isinstance(own, Exception):  # An interrupt, which was wrapped to send it to the other ranks.
                 raise own from None
         finally:
-            self.state_files, self.snapshot = [], None  # they may refer to gigabytes
+            self.state_files, self.snapshot = [], None  # Free them: they may hold gigabytes.
             self._finished.set()
 
     def _fill_snapshot(self) -> None:
-        """Fill the deferred copies; ranks that write together either all continue or all raise."""
+        """Fill the deferred copies. Ranks that write together either all continue or all raise."""
         failure: CheckpointError | None = None
         try:
             if self.snapshot is not None:
                 self.snapshot.finish()
-        except Exception as error:  # noqa: BLE001 - reported to the other ranks first
+        except Exception as error:  # noqa: BLE001 - raised below, after it has been reported to the other ranks
             failure = self._checkpoint_error(error)
         if self.process_group is not None:
             failures = gather_failures(self.process_group, "" if failure is None else str(failure))
@@ -161,11 +165,13 @@ class PendingSave:
     def _record_failure(self, error: BaseException) -> None:
         self.error = self._checkpoint_error(error)
         if self.thread is not None:
-            _log.error("%s", self.error)  # training continues: log it now, raise it at the next save or the end
-        # The committing rank may know of the failure already, and be removing the staging folder.
+            # Training continues. Log the error now; it is raised at the next save or at the end of training.
+            _log.error("%s", self.error)
+        # If the failure was shared, the committing rank knows it already, and may be removing the staging folder.
         shared = self._failure_shared or hasattr(error, "failures")
         if not (shared or self.target.commits):
-            with contextlib.suppress(CheckpointError):  # if the store cannot be reached, the committing rank fails too
+            # If the store cannot be reached, the committing rank fails, too.
+            with contextlib.suppress(CheckpointError):
                 self.target.store.write_report(self.target.rank, {"error": str(self.error)})
         self.target.store.discard(self.target.commits)
 
@@ -180,11 +186,11 @@ class PendingSave:
         return explained
 
     def _dead_peer_error(self, error: BaseException) -> CheckpointError | None:
-        """Return the error that names the ended rank, if that is why a collective of the threads failed."""
+        """Return an error that names the dead rank, if a collective of the threads failed because a rank died."""
         if self.process_group is None or not isinstance(error, RuntimeError) or hasattr(error, "failures"):
             return None
         deadline = time.monotonic() + _EXIT_GRACE
-        while True:  # a process closes its connections before it has ended
+        while True:  # A process closes its connections a moment before it has exited.
             for rank, peer in self.target.peers.items():
                 if peer.has_ended():
                     return self._unfinished_error(rank, f"its process {peer.pid} has ended")
@@ -198,7 +204,7 @@ class PendingSave:
         )
 
     def _other_rank_error(self, error: BaseException) -> CheckpointError | None:
-        """Return the error of the rank that failed, if ranks write together and therefore all raise."""
+        """Return the error of the rank that failed, if ranks write together so that all of them raise."""
         failures = getattr(error, "failures", {})
         if not failures:
             return None
@@ -211,7 +217,7 @@ class PendingSave:
         self.target.store.commit(self.manifest, parts)
         try:
             self.after_commit()
-        except (CheckpointError, OSError) as error:  # old checkpoints may be in use, or removed already
+        except (CheckpointError, OSError) as error:  # Old checkpoints may be in use, or may have been removed already.
             written = f"{self.target.folder} is written"
             warn_once(f"{written}, but checkpoints above total_limit could not be removed: {error}")
 
@@ -220,7 +226,7 @@ class PendingSave:
         watch = _PeerWatch(store, rank, peer)
         while (content := store.read_report(rank)) is None:
             if reason := watch.death_reason():
-                if (content := store.read_report(rank)) is not None:  # it may have reported just before it ended
+                if (content := store.read_report(rank)) is not None:  # It may have reported just before it exited.
                     break
                 raise self._unfinished_error(rank, reason)
             time.sleep(store.poll_interval)
@@ -230,12 +236,12 @@ class PendingSave:
 
 
 class _PeerWatch:
-    """Detects that a rank will not write any more.
+    """Detects that a rank will never report.
 
     Args:
-        store: The store it writes to.
-        rank: The rank.
-        peer: The rank's process.
+        store: The store that the rank writes to.
+        rank: The number of the rank.
+        peer: The process of the rank.
     """
 
     def __init__(self, store: Store, rank: int, peer: ProcessIdentity) -> None:
@@ -247,7 +253,7 @@ class _PeerWatch:
         self._next_check = 0.0
 
     def death_reason(self) -> str:
-        """Return why the rank will not report, or an empty text; the system is asked at most once a second."""
+        """Return why the rank will never report, or an empty string. The system is queried at most once a second."""
         now = time.monotonic()
         if now < self._next_check:
             return ""

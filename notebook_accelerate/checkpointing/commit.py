@@ -1,20 +1,22 @@
-"""How a checkpoint gets to its place, complete or not at all: one protocol for file systems and object stores.
+"""The protocol that commits a checkpoint completely or not at all, to a file system or to an object store.
 
-1. `Store.open`: one rank claims the place, finishes the commit of a process that ended during step 4, and removes the
-   files of a process that ended before step 3.
-2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, unless the store is that
+1. `Store.open`: one rank claims the place. It finishes the commit of a process that died during step 4, and removes the
+   files of a process that died before step 3 was complete.
+2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, unless the store is this
    disk, and `write_report` reports their sizes and checksums.
-3. `commit`, on the rank that opened: the manifest of all files is written, last. What has no manifest is not a
-   checkpoint, so a save that ends before this point has changed nothing.
-4. If the place had files before, the new ones are in a folder inside it, the journal (``.committing``). They now
-   replace the old ones: old files that the new checkpoint lacks are removed, the new ones get their final names, the
-   manifest last. If the process ends in between, another one finds the manifest in the journal and finishes.
+3. `commit`, on the rank that called `open`: the manifest of all files is written last. A folder without a manifest is
+   not a checkpoint, so a save that fails before this point has changed nothing.
+4. If the place already had files, the new files are in a folder inside it, the journal (``.committing``). They now
+   replace the old files: old files that the new checkpoint does not have are removed, and the new files get their final
+   names, the manifest last. If the process dies during this step, another process finds the manifest in the journal and
+   completes it.
 
-The ranks exchange messages through files, because a thread must not use collectives while training does.
+Ranks exchange messages through files, because a thread must not use collectives while training uses them.
 
-Stores differ in what they can do. A file system can rename, so files wait under another name until their manifest is
-written, and it has locks that show whether a writer is alive (`DiskStore`). An object store cannot rename, but shows a
-file only when it is complete: writing the manifest to its final name makes the checkpoint (`ObjectStore`).
+The two kinds of stores have different abilities. A file system can rename, so files have another name until their
+manifest is written, and its locks show whether a writer is alive (`DiskStore`). An object store cannot rename, but a
+file becomes visible only when it is complete, so writing the manifest under its final name creates the checkpoint
+(`ObjectStore`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from notebook_accelerate.checkpointing.single_files import write_error, write_te
 from notebook_accelerate.errors import CheckpointError
 
 FileRecords = dict[str, FileRecord]
-"""Sizes and checksums of files, by path relative to the checkpoint."""
+"""The sizes and checksums of files, by path relative to the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class ReadLocation:
     """The folder from which one rank reads a checkpoint.
 
     Attributes:
-        folder: A folder on the disk of its machine.
-        share: The files, as a slice of the sorted names, that this rank fetches and verifies; the other ranks of its
-            machine do the rest.
+        folder: A folder on the disk of the rank's machine.
+        share: The slice of the sorted file names that this rank fetches and verifies. The other ranks on its machine
+            handle the rest.
     """
 
     folder: Path
@@ -58,13 +60,13 @@ class ReadLocation:
 
 
 class Store(ABC):
-    """The place of one checkpoint, as one rank sees it: a folder on a disk, or one that fsspec reaches by URL.
+    """The place of one checkpoint as one rank sees it: a folder on a disk, or a folder that fsspec reaches by URL.
 
-    A save calls `open` (one rank per place), `can_see` (all ranks), then per rank `deliver` and `write_report`, then
+    A save calls `open` on one rank per place, `can_see` on all ranks, `deliver` and `write_report` on each rank, and
     `commit` on the rank that called `open`.
 
     Args:
-        target: Folder of the checkpoint.
+        target: The folder of the checkpoint.
     """
 
     poll_interval: float
@@ -72,13 +74,13 @@ class Store(ABC):
     target: AnyPath
     """The folder of the checkpoint."""
     journal: AnyPath
-    """The folder inside it whose files replace the old ones during a commit."""
+    """The folder inside `target` whose files replace the old ones during a commit."""
     folder: Path
-    """Where this rank writes its files, on a disk; set by `can_see`."""
+    """The folder on a disk that this rank writes its files to; set by `can_see`."""
     delivered: AnyPath
-    """Where delivered files are until they are published; set by `can_see`."""
+    """The folder of delivered files before they are published; set by `can_see`."""
     messages: AnyPath
-    """Where the ranks' reports are; set by the constructor or by `can_see`."""
+    """The folder of the ranks' reports; set by the constructor or by `can_see`."""
 
     def __init__(self, target: AnyPath) -> None:
         self.target = target
@@ -87,10 +89,10 @@ class Store(ABC):
     # ---- saving
 
     def open(self, token: str) -> None:
-        """Prepare the place for a new checkpoint, and remove what an ended process left behind.
+        """Prepare the place for a new checkpoint, and remove the files that a dead process left behind.
 
         Args:
-            token: A unique name; a rank that sees it sees this place.
+            token: A unique name. A rank that sees this name sees the same place.
 
         Raises:
             CheckpointError: Another process is saving here, or the place cannot be written to.
@@ -102,13 +104,13 @@ class Store(ABC):
 
     @abstractmethod
     def can_see(self, token: str) -> bool:
-        """Return whether this rank sees what the main rank opened, and set `folder` and `delivered`.
+        """Return whether this rank sees the place that the main rank has opened, and set `folder` and `delivered`.
 
         Args:
             token: The main rank's argument of `open`.
 
         Raises:
-            CheckpointError: It does not, and the kind of store requires it.
+            CheckpointError: The rank does not see the place, although this kind of store requires it.
         """
 
     @abstractmethod
@@ -123,11 +125,11 @@ class Store(ABC):
         """Transfer this rank's files to the place.
 
         Args:
-            rank: This rank.
-            records: Records of its files that are known already; hooks and strategies may have written more files.
+            rank: The number of this rank.
+            records: The records of its files that are already known. Hooks and strategies may have written more files.
 
         Returns:
-            Records of all files that this rank delivered.
+            The records of all files that this rank has delivered.
         """
         return records
 
@@ -135,13 +137,13 @@ class Store(ABC):
         """Report this rank's success or failure to the committing rank.
 
         Args:
-            rank: This rank.
-            content: JSON-serializable.
+            rank: The number of this rank.
+            content: The report, which must be JSON-serializable.
         """
         write_text(self._report(rank), json.dumps(content))
 
     def read_report(self, rank: int) -> dict[str, Any] | None:
-        """Return a rank's report, or None while there is none.
+        """Return a rank's report, or None if it has not reported yet.
 
         Args:
             rank: The rank.
@@ -154,21 +156,21 @@ class Store(ABC):
 
     @abstractmethod
     def activity(self, rank: int) -> Any:
-        """Return a value that changes while a rank is working; None if the place no longer exists.
+        """Return a value that changes while a rank is working, or None if the place no longer exists.
 
         Args:
             rank: The rank.
         """
 
     def commit(self, manifest: Manifest, parts: Sequence[FileRecords]) -> None:
-        """Make the delivered files the checkpoint.
+        """Turn the delivered files into the checkpoint.
 
         Args:
-            manifest: The manifest; its `files` are filled in here.
-            parts: The records that the ranks delivered.
+            manifest: The manifest, whose `files` are filled in here.
+            parts: The records of the files that the ranks delivered.
 
         Raises:
-            CheckpointError: The place is no longer this process's.
+            CheckpointError: This process no longer owns the place.
         """
         manifest.files.update(self._all_records(parts))
         self._check_claim()
@@ -180,12 +182,13 @@ class Store(ABC):
         records: FileRecords = {}
         for part in parts:
             for name, record in part.items():
-                if records.setdefault(name, record) != record:  # hooks on several ranks wrote it: the last one is there
+                if records.setdefault(name, record) != record:
+                    # Hooks on several ranks have written this file. Use the record of the version that was stored last.
                     records[name] = self._stored_record(name)
         return records
 
     def _finish_journal(self) -> None:
-        """Replace the old files with the ones in a complete journal; idempotent.
+        """Replace the old files with the files in a complete journal. It is safe to repeat this.
 
         Only the process that has claimed the place may call this.
 
@@ -194,14 +197,15 @@ class Store(ABC):
         """
         if not self._has_journal():
             return
-        if (new := read_manifest(self.journal)) is not None:  # moved last: without it, only the folder is left
+        # The manifest is moved last, so if it is missing, only the journal's folder is left to remove.
+        if (new := read_manifest(self.journal)) is not None:
             self._remove(self._old_entries() - {self._entry_of(name) for name in new.files})
             self._take_from_journal(self._journal_entries(new))
             self._take_from_journal([MANIFEST_NAME])
         self._remove_journal()
 
     def _old_entries(self) -> set[str]:
-        """Return what the previous checkpoint in this folder consists of; the user's own files are not part of it."""
+        """Return the entries of the previous checkpoint in this folder, without the user's own files."""
         try:
             old = read_manifest(self.target)
         except CheckpointError:
@@ -210,7 +214,7 @@ class Store(ABC):
 
     @abstractmethod
     def discard(self, opened: bool, delivering: bool = True) -> None:
-        """Give up a save on this rank.
+        """Abandon a save on this rank.
 
         Args:
             opened: Whether this rank called `open`.
@@ -219,10 +223,10 @@ class Store(ABC):
 
     @abstractmethod
     def remove_checkpoints(self, surplus: Sequence[Any]) -> None:
-        """Remove numbered checkpoints of this one's project, and the remains of interrupted removals.
+        """Remove numbered checkpoints of the same project, and the remains of interrupted removals.
 
         Args:
-            surplus: Their folders.
+            surplus: The folders of the checkpoints.
         """
 
     def write_error(self, error: BaseException) -> CheckpointError:
@@ -233,15 +237,15 @@ class Store(ABC):
         """
         return error if isinstance(error, CheckpointError) else write_error(self.folder, error)
 
-    # ---- what a save needs of each kind of store
+    # ---- steps of a save that differ between stores
 
     @abstractmethod
     def _claim(self) -> None:
-        """Make the place this process's; raise if another process that is alive is saving there."""
+        """Claim the place for this process, or raise if another process that is alive is saving there."""
 
     @abstractmethod
     def _check_claim(self) -> None:
-        """Raise if the place is no longer this process's."""
+        """Raise if this process no longer owns the place."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -249,11 +253,11 @@ class Store(ABC):
 
     @abstractmethod
     def _remove_unfinished(self) -> None:
-        """Remove the files of unfinished saves; other files in the folder are the user's."""
+        """Remove the files of unfinished saves, but not the user's files in the folder."""
 
     @abstractmethod
     def _make_room(self, token: str) -> None:
-        """Create what `can_see` looks for, and decide where the new files go."""
+        """Decide where the new files go, and leave the information that `can_see` needs."""
 
     @abstractmethod
     def _stored_record(self, name: str) -> FileRecord:
@@ -261,23 +265,23 @@ class Store(ABC):
 
     @abstractmethod
     def _publish(self) -> None:
-        """Make files that have a manifest the checkpoint; those in a journal replace the old ones."""
+        """Turn files that have a manifest into the checkpoint. Files in a journal replace the old files."""
 
     @abstractmethod
     def _has_journal(self) -> bool:
-        """Return whether there is a journal whose manifest was written."""
+        """Return whether there is a journal that has its manifest."""
 
     def _entry_of(self, name: str) -> str:
-        """Return the entry of the checkpoint's folder that is removed or replaced when this file is."""
+        """Return the entry of the checkpoint's folder that is removed or replaced together with a file."""
         return name
 
     def _journal_entries(self, new: Manifest) -> list[str]:
-        """List the entries of the journal that do not have their final names yet, without the manifest."""
+        """List the entries of the journal that do not have their final names yet, except the manifest."""
         return sorted(new.files)
 
     @abstractmethod
     def _take_from_journal(self, entries: Sequence[str]) -> None:
-        """Give entries of the journal their final names, in place of old ones."""
+        """Move entries of the journal to their final names, replacing old entries."""
 
     @abstractmethod
     def _remove_journal(self) -> None:
@@ -285,38 +289,38 @@ class Store(ABC):
 
     @abstractmethod
     def _remove(self, entries: Collection[str]) -> None:
-        """Remove entries of the checkpoint; missing ones are ignored."""
+        """Remove entries of the checkpoint, ignoring missing ones."""
 
     # ---- existing checkpoints
 
     @abstractmethod
     def is_checkpoint(self) -> bool:
-        """Return whether the folder, which has the name of a checkpoint, contains one."""
+        """Return whether the folder contains a checkpoint. The folder has the name of one."""
 
     @abstractmethod
     def is_occupied(self) -> bool:
-        """Return whether something exists that a new checkpoint of this name would change."""
+        """Return whether a new checkpoint with this name would change anything that exists."""
 
     @abstractmethod
     def unfinished_save(self) -> str | None:
-        """Return the location of an unfinished save if it is the reason that there is no checkpoint here."""
+        """Return the location of an unfinished save if there is no checkpoint here because of it, otherwise None."""
 
     @abstractmethod
     def finish_commit(self) -> None:
-        """Finish the commit of a process that ended in the middle of it, if files cannot be read before that.
+        """Finish the commit of a process that died in the middle of it, if the files cannot be read otherwise.
 
         The first rank of each machine calls this before a load.
         """
 
     @abstractmethod
     def generation(self) -> Any:
-        """Return a value that another save to this folder changes, never None.
+        """Return a value, never None, that changes with each save to this folder.
 
         If the value is the same before and after reading, everything that was read belongs to one save.
         """
 
     def source(self) -> AnyPath:
-        """Return the folder that holds the files of the newest complete save, as `generation` found it."""
+        """Return the folder with the files of the newest complete save that `generation` has found."""
         return self.target
 
     @abstractmethod
@@ -324,7 +328,7 @@ class Store(ABC):
         """Provide a folder on the disk for the files; every rank must call this.
 
         Args:
-            local_rank: Index of this rank on its machine.
+            local_rank: The index of this rank on its machine.
         """
 
     @abstractmethod
@@ -332,7 +336,7 @@ class Store(ABC):
         """Copy this rank's share of the files to the disk, unless they are on it already.
 
         Args:
-            names: The files of the checkpoint, sorted; None: all that exist.
+            names: The files of the checkpoint in sorted order; None means all files that exist.
             location: The destination.
 
         Returns:
@@ -341,7 +345,9 @@ class Store(ABC):
 
 
 def read_message(path: AnyPath) -> Any:
-    """Return the content of a rank's message; None if it is missing, or incomplete (a store may be a file system).
+    """Return the content of a rank's message, or None if it is missing or incomplete.
+
+    A message can be incomplete if the store behind the URL is a file system.
 
     Args:
         path: The file.

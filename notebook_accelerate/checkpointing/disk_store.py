@@ -1,9 +1,9 @@
-"""A checkpoint on a file system: written in a staging folder under a lock, and renamed when it is complete.
+"""A checkpoint on a file system, which is written to a staging folder under a lock, and renamed when it is complete.
 
-A new checkpoint is written under another name in the same parent folder, and renamed. An existing folder keeps its mode
-and its other files, and it may be a mount point or the working directory, which cannot be renamed. The new files are
-therefore written to a folder inside it, which is renamed to become the journal. A process that finds a journal finishes
-it if its writer is dead, as the lock of the staging folder shows.
+A new checkpoint is written under another name next to its final place, and then renamed. An existing folder keeps its
+mode and its other files, and it may be a mount point or the working directory, which cannot be renamed. The new files
+are therefore written to a folder inside it, which is then renamed to become the journal. A process that finds a journal
+completes it if the writer is dead, which the lock of the staging folder shows.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.state.process_group import world_from_environ
 
 _JOURNAL_LIMIT = 60.0
-"""Seconds to wait for another process to finish its journal: it only renames and removes files."""
+"""Seconds to wait for another process to finish its journal, which only takes renaming and removing files."""
 _JOURNAL_PAUSE = 0.01
 _MAX_STEM = 240
 
 
 class DiskStore(Store):
-    """A folder on a file system; the ranks that share it write into one staging folder.
+    """A folder on a file system. The ranks that share the file system write to one staging folder.
 
     Args:
-        target: Folder of the checkpoint.
+        target: The folder of the checkpoint.
     """
 
     poll_interval = 0.01
@@ -79,7 +79,7 @@ class DiskStore(Store):
     def _claim(self) -> None:
         if self.target.exists() and not self.target.is_dir():
             raise CheckpointError(
-                f"Cannot write the checkpoint {self.target}: there is a file of that name. Pass another folder: "
+                f"Cannot write the checkpoint {self.target}: a file with this name exists. Pass another folder: "
                 'accelerator.save_state("my_checkpoint")'
             )
         self._staging = _staging_folder(self.target)
@@ -98,7 +98,7 @@ class DiskStore(Store):
         if not self._lock.is_held():
             raise CheckpointError(
                 f"The checkpoint {self.target} was not written: the lock {self._lock.path} was removed while it was "
-                "being saved. What was there before is unchanged. Save again."
+                "being saved. Its previous content is unchanged. Save again."
             )
 
     def _remove_unfinished(self) -> None:
@@ -117,7 +117,10 @@ class DiskStore(Store):
         self.messages = folder.parent
 
     def can_see(self, token: str) -> bool:
-        """Return whether this rank sees what the main rank opened; False if this machine has a separate disk."""
+        """Return whether this rank sees the folder that the main rank has opened.
+
+        It does not if this machine has a separate disk.
+        """
         if self._lock is None:
             self._write_into(_folder_for_files(_staging_folder(self.target), self.target, token))
         return self.folder.is_dir()
@@ -126,7 +129,7 @@ class DiskStore(Store):
         sync_file(path)
 
     def write_report(self, rank: int, content: dict[str, Any]) -> None:
-        """Report success or failure; an error that cannot be written is reported by removing the staging folder."""
+        """Report success or failure. If an error cannot be written, removing the staging folder reports it."""
         try:
             super().write_report(rank, content)
         except OSError:
@@ -140,7 +143,7 @@ class DiskStore(Store):
 
     def _all_records(self, parts: Iterable[FileRecords]) -> FileRecords:
         records = super()._all_records(parts)
-        for path in files_below(self.folder):  # hooks and the strategy may have written files without records
+        for path in files_below(self.folder):  # Hooks and the strategy may have written files without records.
             name = path.relative_to(self.folder).as_posix()
             if name not in records:
                 records[name] = make_record(path)
@@ -158,28 +161,29 @@ class DiskStore(Store):
         if self._become_target():
             return
         inner = self.target / STAGING_SUFFIX
-        with nullcontext() if self._staging == inner else self._locked(inner):  # the folder was created during the save
+        # If the staging folder is outside the target, the target was created during the save: lock it, too.
+        with nullcontext() if self._staging == inner else self._locked(inner):
             self.folder.rename(self.journal)
             self._remove_emptied()
             _sync_folder(self.target)
             self._finish_journal()
 
     def _become_target(self) -> bool:
-        """Rename the folder of files to the checkpoint; return whether that was possible: there is no such folder."""
+        """Rename the folder of files to the checkpoint. Return False if the checkpoint's folder exists already."""
         if self.target.is_dir():
             return False
         self.target.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.folder.rename(self.target)
         except OSError:
-            if self.target.is_dir():  # created during the save, and not empty
+            if self.target.is_dir():  # It was created during the save, and is not empty.
                 return False
             raise
         _sync_folder(self.target.parent)
         return True
 
     def _remove_emptied(self) -> None:
-        """Remove the folders above the one that was renamed: the reports, and the staging folder if it is empty."""
+        """Remove the folder of reports, and the staging folder if it is empty, after the files in it were renamed."""
         shutil.rmtree(self.messages, ignore_errors=True)
         with suppress(OSError):
             self._staging.rmdir()
@@ -193,25 +197,26 @@ class DiskStore(Store):
             self._lock.release()
 
     def discard(self, opened: bool, delivering: bool = True) -> None:
-        """Give up a save: the rank that created the staging folder removes it and its lock."""
+        """Abandon a save. The rank that created the staging folder removes the folder and its lock."""
         if opened and self._lock is not None:
             if self._lock.is_held():
-                shutil.rmtree(self._staging, ignore_errors=True)  # the next save removes what is left
+                shutil.rmtree(self._staging, ignore_errors=True)  # The next save removes anything that is left.
             self._lock.release()
 
     def write_error(self, error: BaseException) -> CheckpointError:
         return error if isinstance(error, CheckpointError) else write_error(self.target, error)
 
     def remove_checkpoints(self, surplus: Sequence[Path]) -> None:
-        """Remove numbered checkpoints; of a link only the link.
+        """Remove numbered checkpoints. If a checkpoint is a link, only the link is removed.
 
-        A folder is renamed before it is removed: a process that ends in the middle leaves no partial checkpoint.
+        A folder is renamed before it is removed, so that a process that dies in the middle leaves no partial
+        checkpoint.
 
         Args:
-            surplus: Their folders.
+            surplus: The folders of the checkpoints.
 
         Raises:
-            OSError: Some could not be removed; the others have been.
+            OSError: Some checkpoints could not be removed. All others have been removed.
         """
         project_dir = self.target.parent.parent
         failure: OSError | None = None
@@ -219,7 +224,7 @@ class DiskStore(Store):
             try:
                 hidden = project_dir / removal_name(folder.name)
                 _delete(folder if folder.parent == project_dir else folder.rename(hidden))
-            except OSError as error:  # one that cannot be removed does not keep the others
+            except OSError as error:  # Continue, so that one failure does not keep the others from being removed.
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -229,7 +234,7 @@ class DiskStore(Store):
     def _has_journal(self) -> bool:
         if self.journal.is_symlink() and self.journal.is_dir():
             raise BrokenCheckpointError(
-                f"{self.journal} is a link, which no save makes: remove it, and load or save again."
+                f"{self.journal} is a link, which no save creates: remove it, and load or save again."
             )
         return self.journal.is_dir()
 
@@ -255,7 +260,7 @@ class DiskStore(Store):
         _sync_folder(self.target)
 
     def finish_commit(self) -> None:
-        """Finish the journal if its writer is dead; wait for a writer that is alive.
+        """Finish the journal if its writer is dead, or wait for a writer that is alive.
 
         Raises:
             CheckpointError: The writer does not finish, or this process may not write to the folder.
@@ -267,18 +272,18 @@ class DiskStore(Store):
                 try:
                     with acquire_lock(lock):
                         return self._finish_journal()
-                except LockHeldError:  # another process was faster
+                except LockHeldError:  # Another process was faster.
                     continue
                 except OSError as error:
                     raise CheckpointError(
-                        f"Checkpoint {self.target} was not loaded: the process that saved it ended while it moved the "
-                        f"new files from {JOURNAL_NAME}, and this one cannot finish that ({error}). Load it once where "
-                        "you may write to the folder."
+                        f"Checkpoint {self.target} was not loaded: the process that saved it died while it moved the "
+                        f"new files from {JOURNAL_NAME}, and this process cannot finish that ({error}). Load it once "
+                        "with write permission for the folder."
                     ) from error
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Checkpoint {self.target} was not loaded: {owner} has been moving new files there for "
-                    f"{_JOURNAL_LIMIT:.0f} s. Load it when that save has ended."
+                    f"{_JOURNAL_LIMIT:.0f} s. Load it when that save has finished."
                 )
             time.sleep(_JOURNAL_PAUSE)
         return None
@@ -286,7 +291,7 @@ class DiskStore(Store):
     # ---- existing checkpoints
 
     def is_checkpoint(self) -> bool:
-        """Return whether there is a folder: on a disk only a complete checkpoint gets its name."""
+        """Return whether the folder exists. On a disk, only a complete checkpoint gets its final name."""
         return self.target.is_dir()
 
     def is_occupied(self) -> bool:
@@ -298,8 +303,9 @@ class DiskStore(Store):
         return next((str(left) for left in _staging_folders(self.target) if left.is_dir()), None)
 
     def generation(self) -> Any:
-        """Return the identity of the manifest; another value each time while a save is moving its files."""
-        if self.journal.exists():  # first: a save that ended since has a new manifest
+        """Return the identity of the manifest, or a new value each time while a save is moving its files."""
+        # Check this before the manifest: a save that finishes in between has a new manifest.
+        if self.journal.exists():
             return object()
         try:
             manifest = (self.target / MANIFEST_NAME).stat()
@@ -309,11 +315,11 @@ class DiskStore(Store):
 
     @contextmanager
     def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
-        """Read files in place; the ranks of a machine divide the verification."""
+        """Read files in place. The ranks of a machine divide the verification among themselves."""
         yield ReadLocation(self.target, slice(local_rank, None, world_from_environ().local_size))
 
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """Return the names of this rank's share: the files are on the disk already."""
+        """Return the names of this rank's share. The files are already on the disk."""
         return list(names or ())[location.share]
 
 
@@ -321,17 +327,18 @@ class DiskStore(Store):
 
 
 def _staging_folder(target: Path) -> Path:
-    """Return the folder where the checkpoint `target` is written before it gets its name.
+    """Return the folder where the checkpoint `target` is written before it gets its final name.
 
     An existing folder is filled in place: it keeps its mode, owner and group, may be a link or a mount point, and its
-    parent may be read-only. For a new one the staging folder is next to it, on the same file system. Accelerate reads
-    every folder inside ``checkpoints`` as a checkpoint, so an automatically named one is staged a level higher.
+    parent may be read-only. The staging folder of a new checkpoint is next to the checkpoint, on the same file system.
+    Accelerate reads every folder inside ``checkpoints`` as a checkpoint, so an automatically named checkpoint is staged
+    one level higher.
     """
     return target / STAGING_SUFFIX if target.is_dir() else _next_to(target)
 
 
 def _staging_folders(target: Path) -> list[Path]:
-    """List all folders where a checkpoint may have been written, whether or not it existed then."""
+    """List all folders where a checkpoint may have been staged, whether or not its folder existed at the time."""
     return list(dict.fromkeys([target / STAGING_SUFFIX, _hidden(target.parent, target), _next_to(target)]))
 
 
@@ -341,7 +348,7 @@ def _next_to(target: Path) -> Path:
 
 
 def _hidden(parent: Path, target: Path) -> Path:
-    encoded = os.fsencode(target.name)  # file systems limit names, with their suffixes, to 255 bytes
+    encoded = os.fsencode(target.name)  # File systems limit names, including suffixes, to 255 bytes.
     stem = target.name if len(encoded) <= _MAX_STEM else hashlib.sha256(encoded).hexdigest()
     return parent / f".{stem}{STAGING_SUFFIX}"
 
@@ -351,11 +358,13 @@ def _lock_of(staging: Path) -> Path:
 
 
 def _folder_for_files(staging: Path, target: Path, token: str) -> Path:
-    """Return the folder inside a staging folder that becomes the checkpoint; hooks get it, so it has its final name.
+    """Return the folder inside a staging folder that becomes the checkpoint.
 
-    What a rank of an ended save still writes cannot get into the folder of another token.
+    It already has the checkpoint's final name, because hooks receive this folder. The token in its path keeps a rank of
+    an earlier save, which may still be writing, out of the new checkpoint.
     """
-    name = Path(os.path.normpath(target.absolute())).name or "checkpoint"  # "checkpoint" for the root folder
+    # The root folder has no name.
+    name = Path(os.path.normpath(target.absolute())).name or "checkpoint"
     return staging / token / name
 
 
@@ -363,7 +372,7 @@ def _folder_for_files(staging: Path, target: Path, token: str) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, a folder, or a link without its target; do nothing if there is none."""
+    """Delete a file, a folder, or a link without its target, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -372,7 +381,7 @@ def _delete(path: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Flush a folder's entries to the disk, if the system supports it."""
-    with suppress(OSError):  # Windows and some network file systems cannot open folders
+    with suppress(OSError):  # Windows and some network file systems cannot open folders.
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -381,7 +390,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _folder_size(folder: Path) -> int:
-    """Return the bytes in a folder that other processes write to; a file that was renamed after listing is skipped."""
+    """Return the size in bytes of a folder that other processes write to, skipping files that disappear."""
     size = 0
     for path in files_below(folder):
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The manifest that commits a checkpoint, with the sizes and checksums of its files; and the names that it reserves."""
+"""The manifest, which commits a checkpoint and lists the sizes and checksums of its files, and the reserved names."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from notebook_accelerate.errors import BrokenCheckpointError
 from notebook_accelerate.telemetry import events
 
 CHECKPOINTS_FOLDER = "checkpoints"
-"""Folder of the project that contains the automatically named checkpoints."""
+"""The folder in a project that contains the automatically named checkpoints."""
 MANIFEST_NAME = events.MANIFEST_NAME
-"""Sizes and checksums of all files; a checkpoint is complete when the manifest exists and matches."""
+"""The file with the sizes and checksums of all files. A checkpoint is complete if its manifest exists and matches."""
 STAGING_SUFFIX = ".incomplete"
-"""Suffix of the hidden folder in which a checkpoint is being written."""
+"""The suffix of the hidden folder where a checkpoint is being written."""
 REMOVED_SUFFIX = ".removed"
-"""Suffix of the hidden name of a checkpoint that is being removed."""
+"""The suffix of the hidden name of a checkpoint that is being removed."""
 JOURNAL_NAME = ".committing"
-"""Folder inside an existing checkpoint: complete new files that are being moved to their final names."""
+"""The folder inside an existing checkpoint with complete new files that are being moved to their final names."""
 LOCK_SUFFIX = ".saving"
-"""Suffix, and inside an existing folder the name, of the file that the saving process locks."""
+"""The suffix of the file that the saving process locks; inside an existing folder, this is the whole name."""
 RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, JOURNAL_NAME, LOCK_SUFFIX}
-"""Names in a checkpoint's folder that its own files cannot have."""
+"""Names that a checkpoint's own files cannot have."""
 WHOLE = "whole"
-"""Layout of strategies whose ranks each hold the complete state: one rank writes it, in single files."""
+"""The layout if every rank has the complete state, so that one rank writes it to single files."""
 
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})", re.ASCII)
 
@@ -57,7 +57,7 @@ def removal_name(name: str) -> str:
 # ---- the manifest
 
 FORMAT = 1
-"""Version of the manifest's own format; a newer one is refused."""
+"""The version of the manifest's format. Manifests with a newer version are rejected."""
 _CHUNK = 1 << 22
 _MAX_SIZE = 1 << 63
 _MAX_NAME = 4096
@@ -67,28 +67,28 @@ _MAX_LINES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint."""
+    """A file of a checkpoint."""
 
     size: int
-    """Bytes."""
+    """The size in bytes."""
     crc32: str
-    """CRC-32 of the content, eight hexadecimal digits: detects accidental damage, at twice the speed of SHA-256."""
+    """The CRC-32 of the content as eight hexadecimal digits. It detects accidental damage twice as fast as SHA-256."""
 
 
 @dataclass(kw_only=True)
 class Manifest:
-    """The files of a complete checkpoint and the training that wrote it."""
+    """The files of a complete checkpoint, and the training that wrote it."""
 
     world_size: int
-    """Number of ranks that wrote it."""
+    """The number of ranks that wrote the checkpoint."""
     layout: str = WHOLE
-    """Layout of models and optimizers: "whole" (single process, DDP), or the strategy's own."""
+    """The layout of models and optimizers: "whole" (a single process, or DDP), or the strategy's own layout."""
     strategy: str = ""
-    """Name of the strategy, for messages."""
+    """The name of the strategy, for messages."""
     producer: str = ""
-    """Package and version."""
+    """The package and version that wrote the checkpoint."""
     format: int = FORMAT
-    """Version of this format."""
+    """The version of this format."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     """All files except the manifest, by path relative to the folder."""
 
@@ -108,7 +108,7 @@ def make_record(path: Path) -> FileRecord:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """List all files below a folder, sorted; links to folders are not followed."""
+    """List all files below a folder in sorted order, without following links to folders."""
     return sorted(Path(root) / name for root, _, names in os.walk(folder) for name in names)
 
 
@@ -124,7 +124,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         folder: The checkpoint.
 
     Returns:
-        The manifest; None where there is none (a folder written by Accelerate).
+        The manifest, or None if the folder has no manifest because Accelerate wrote it.
 
     Raises:
         BrokenCheckpointError: The manifest cannot be read.
@@ -134,7 +134,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         return None
     try:
         return _parse(read_json(path), path)
-    except FileNotFoundError:  # it was there a moment ago: another process is replacing the checkpoint
+    except FileNotFoundError:  # It existed a moment ago, so another process is replacing the checkpoint.
         return None
     except MALFORMED as error:
         raise _unreadable(folder, str(error)) from error
@@ -151,7 +151,7 @@ def _unreadable(folder: AnyPath, detail: str) -> BrokenCheckpointError:
 def _parse(content: Any, path: AnyPath) -> Manifest:
     if content["format"] > FORMAT:
         raise BrokenCheckpointError(
-            f"{path} has format {content['format']}, this version reads formats up to {FORMAT}: "
+            f"{path} has format {content['format']}, but this version reads formats up to {FORMAT}: "
             "pip install -U notebook-accelerate"
         )
     files = {_checked_name(name): FileRecord(**record) for name, record in content.pop("files").items()}
@@ -161,7 +161,7 @@ def _parse(content: Any, path: AnyPath) -> Manifest:
 
 
 def _checked_name(name: str) -> str:
-    """Return the name of a file; raise ValueError if it cannot be a path inside the checkpoint."""
+    """Return the name of a file, or raise ValueError if it cannot be a path inside the checkpoint."""
     parts = name.split("/")
     if not all(parts) or {".", "..", *RESERVED} & set(parts) or len(name) > _MAX_NAME or "\0" in name:
         raise ValueError(f"{name[:100]!r} is not a path inside a checkpoint")
@@ -174,7 +174,7 @@ def _check_types(manifest: Manifest) -> None:
     if not all(isinstance(size, int) and 0 <= size < _MAX_SIZE for size in sizes):
         raise ValueError("a size is not a whole number that a file can have")
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a name or checksum is not a text")
+        raise ValueError("a name or checksum is not a string")
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
@@ -182,11 +182,11 @@ def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[
 
     Args:
         folder: The checkpoint.
-        manifest: Its manifest.
+        manifest: The manifest of the checkpoint.
         names: The files to read.
 
     Returns:
-        One line per file that is missing, truncated, too long or changed; empty when all match.
+        One line for each file that is missing, truncated, too long or changed; empty if all files match.
 
     Raises:
         CheckpointError: The manifest names a file outside the folder.
@@ -199,7 +199,7 @@ def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[
         elif (size := path.stat().st_size) != expected.size:
             lines.append(f"{name} has {size:,} bytes instead of {expected.size:,}")
         elif (found := make_record(path).crc32) != expected.crc32:
-            lines.append(f"{name} has other content than was written (checksum {found} instead of {expected.crc32})")
+            lines.append(f"{name} has changed since it was written (checksum {found} instead of {expected.crc32})")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Saves and loads single objects and model weights: `save`, `load`, `save_model`."""
+"""Save and load single objects and model weights: `save`, `load` and `save_model`."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ if TYPE_CHECKING:
 def save(
     obj: Any, f: str | os.PathLike[str] | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Write an object to a file, on the main rank only; replaces `torch.save`.
+    """Write an object to a file on the main rank. This replaces `torch.save`.
 
-    A path is written under another name first, and a URL (s3://, gs://, ...) is uploaded from this machine's disk: the
-    file is complete or unchanged.
+    A file is written under another name first, and a file behind a URL (s3://, gs://, ...) is uploaded from this
+    machine's disk, so that it is either complete or unchanged.
 
     Args:
-        obj: The object; a dictionary of named tensors for safetensors.
-        f: The path or URL, or an open binary file.
-        save_on_each_node: Write on the first rank of every machine; URLs, which all machines see, on the main rank.
-        safe_serialization: Write safetensors rather than torch's format.
+        obj: The object. For safetensors, it must be a dictionary of named tensors.
+        f: A path, a URL, or an open binary file.
+        save_on_each_node: Whether to write on the first rank of each machine. A URL, which all machines see, is always
+            written on the main rank only.
+        safe_serialization: Whether to write safetensors instead of torch's format.
 
     Raises:
-        ValueError: `safe_serialization` is set and `obj` contains values other than tensors.
+        ValueError: `safe_serialization` is True, but `obj` contains values other than tensors.
         CheckpointError: The file could not be written.
     """
     path = path_of(f) if isinstance(f, (str, os.PathLike)) else Path()
@@ -77,18 +78,18 @@ def _write_weights(obj: Any, path: AnyPath, safe: bool) -> None:
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read a file that `save` or torch.save wrote, with `weights_only=True`; replaces `torch.load`.
+    """Read a file written by `save` or torch.save, with `weights_only=True`. This replaces `torch.load`.
 
     Args:
-        f: The path or URL (safetensors files are recognized by their suffix), or an open binary file.
-        map_location: Device of the tensors; None means the device they were saved from.
-        kwargs: Arguments of torch.load, for instance ``weights_only=False`` for a file you trust.
+        f: A path or URL (safetensors files are recognized by their suffix), or an open binary file.
+        map_location: The device of the tensors; None means the device that they were saved from.
+        kwargs: Arguments of torch.load, for example ``weights_only=False`` for a file that you trust.
 
     Returns:
         The object.
 
     Raises:
-        CheckpointError: The file contains objects that `weights_only` loading refuses, or is broken.
+        CheckpointError: The file is broken, or contains objects that `weights_only` loading rejects.
     """
     if isinstance(f, (str, os.PathLike)):
         with local_copy(path_of(f)) as path:
@@ -109,10 +110,10 @@ def save_model(
 
     Args:
         accelerator: The Accelerator.
-        model: The model, prepared or not; parts of it may be offloaded.
-        save_directory: The folder or URL; created if missing.
-        max_shard_size: Largest size of a file: bytes, or "10GB".
-        safe_serialization: Write safetensors rather than torch's format.
+        model: The model, prepared or not. Parts of it may be offloaded.
+        save_directory: The folder or URL, which is created if it does not exist.
+        max_shard_size: The largest size of a file, in bytes or as a string such as "10GB".
+        safe_serialization: Whether to write safetensors instead of torch's format.
 
     Raises:
         ValueError: The folder is a file, the size is invalid, or the model has no weights in memory.
@@ -134,19 +135,19 @@ def save_model(
             "accelerator.save_model: load_checkpoint_in_model(model, folder)"
         )
     make_folder(folder)
-    # A layer may declare an extra state and leave it empty (None).
+    # A layer may declare an extra state but leave it empty (None).
     filled = {name: value for name, value in state.items() if value is not None}
     write_weights(filled, folder, max_shard_size, safe_serialization)
 
 
 def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int | str, safe: bool) -> list[str]:
-    """Write named tensors into a folder: weights, then the index; then remove the other weights of an earlier save.
+    """Write named tensors and their index to a folder, then remove the remaining weights of an earlier save.
 
     Args:
         state: The tensors.
         folder: An existing folder.
-        max_shard_size: Largest size of a file: bytes, or "10GB".
-        safe: Write safetensors rather than torch's format.
+        max_shard_size: The largest size of a file, in bytes or as a string such as "10GB".
+        safe: Whether to write safetensors instead of torch's format.
 
     Returns:
         The names of the files.
@@ -161,7 +162,7 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
     written = list(named)
     if len(named) > 1:
         with atomic_write(folder / index_name) as temporary:
-            # Formatted as Accelerate and transformers do.
+            # Use the same format as Accelerate and transformers.
             index = json.dumps(build_index(named), indent=2, sort_keys=True)
             temporary.write_text(f"{index}\n", encoding="utf-8")
         written.append(index_name)
@@ -170,7 +171,7 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
 
 
 def _remove_stale(folder: AnyPath, pattern: str, index_name: str, keep: set[str]) -> None:
-    """Remove shards of an earlier save: readers would treat them as parts of this one."""
+    """Remove the shards of an earlier save, because readers would take them for parts of this one."""
     expression = re.escape(pattern).replace(re.escape("{suffix}"), r"(-\d{5}-of-\d{5})?")
     for path in folder.iterdir():
         weights = path.name == index_name or re.fullmatch(expression, path.name)
@@ -179,17 +180,17 @@ def _remove_stale(folder: AnyPath, pattern: str, index_name: str, keep: set[str]
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a model's weights from a file, an index, or a folder with either of them.
+    """Read a model's weights from a file, an index, or a folder that contains one of them.
 
     Args:
-        path: The file, the ``.index.json``, or the folder; or its URL.
+        path: The path or URL of the file, the ``.index.json``, or the folder.
 
     Returns:
         The named tensors.
 
     Raises:
         ValueError: The folder contains no weights.
-        CheckpointError: A file is broken, or an index names one outside its folder.
+        CheckpointError: A file is broken, or an index names a file outside its folder.
     """
     found = weights_on_disk(_find_weights(path_of(path)))
     if not found.name.endswith(".index.json"):
@@ -236,10 +237,10 @@ def parse_size(size: int | str) -> int:
     """Convert a size to bytes.
 
     Args:
-        size: Bytes, or a number with a unit: "10GB" (powers of 1000) or "5MiB" (powers of 1024).
+        size: The number of bytes, or a number with a unit: "10GB" (powers of 1000) or "5MiB" (powers of 1024).
 
     Raises:
-        ValueError: It is not a positive size.
+        ValueError: The value is not a positive size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -254,21 +255,21 @@ def parse_size(size: int | str) -> int:
 
 @dataclass
 class _Shard:
-    """Names and total bytes of the tensors of one file."""
+    """The names of the tensors in one file, and their total size in bytes."""
 
     names: list[str] = field(default_factory=list)
     size: int = 0
 
 
 def split_into_shards(state: Mapping[str, Any], max_shard_size: int | str) -> list[dict[str, Any]]:
-    """Divide named tensors among files of a limited size, in order of names; tensors that share memory stay together.
+    """Divide named tensors among files of a limited size in their order; tensors that share memory stay together.
 
     Args:
         state: Named tensors.
-        max_shard_size: Bytes or "10GB"; a tensor above the limit gets a file of its own.
+        max_shard_size: The limit, in bytes or as a string such as "10GB". A larger tensor gets a separate file.
 
     Returns:
-        One dictionary per file; at least one.
+        One dictionary for each file, and at least one.
     """
     limit = parse_size(max_shard_size)
     shards = [_Shard()]
@@ -289,11 +290,11 @@ def split_into_shards(state: Mapping[str, Any], max_shard_size: int | str) -> li
 
 
 def shard_names(pattern: str, count: int) -> list[str]:
-    """Return the file names of shards: ``model-00001-of-00003.safetensors``; a single file has no number.
+    """Return the file names of shards, such as ``model-00001-of-00003.safetensors``. A single file has no number.
 
     Args:
-        pattern: File name with the placeholder ``{suffix}``.
-        count: Number of files.
+        pattern: A file name with the placeholder ``{suffix}``.
+        count: The number of files.
     """
     if count == 1:
         return [pattern.format(suffix="")]
@@ -320,11 +321,11 @@ def shard_checkpoint(
 
     Args:
         state_dict: Named tensors.
-        max_shard_size: Bytes or "10GB".
-        weights_name: Name of the file when one is enough; shards have their number before its suffix.
+        max_shard_size: The limit, in bytes or as a string such as "10GB".
+        weights_name: The name of the file if one file is enough. Shards have their number before its suffix.
 
     Returns:
-        The named tensors by file name, and the content of the index; None where one file is enough.
+        The named tensors by file name, and the content of the index, or None if one file is enough.
     """
     stem, dot, suffix = weights_name.rpartition(".")
     parts = split_into_shards(state_dict, max_shard_size)
@@ -332,7 +333,7 @@ def shard_checkpoint(
     return shards, (build_index(shards) if len(shards) > 1 else None)
 
 
-# ---- the folder of a sharded model, merged into whole files
+# ---- merging the folder of a sharded model into whole files
 
 _METADATA = ".metadata"
 
@@ -343,24 +344,25 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights of a sharded model as whole files, on the main rank.
+    """Write the weights of a sharded model to whole files, on the main rank.
 
     Args:
-        checkpoint_dir: Folder or URL of pytorch_model_fsdp_0, or of the checkpoint that contains it.
-        output_path: Folder or URL for model.safetensors or pytorch_model.bin; created if missing.
-        safe_serialization: Write safetensors rather than torch's format.
-        remove_checkpoint_dir: Remove the sharded folder afterwards.
+        checkpoint_dir: The folder or URL of pytorch_model_fsdp_0, or of the checkpoint that contains it.
+        output_path: The folder or URL for model.safetensors or pytorch_model.bin, which is created if it does not
+            exist.
+        safe_serialization: Whether to write safetensors instead of torch's format.
+        remove_checkpoint_dir: Whether to remove the sharded folder afterwards.
 
     Raises:
         ValueError: The folder contains no sharded model, or several.
-        CheckpointError: A store could not be read, its metadata contains more than data, or the files could not be
-            written.
+        CheckpointError: A store could not be read, its metadata contains more than plain data, or the files could not
+            be written.
     """
     if not PartialState().is_main_process:
         return
     shards, output = _shards_in(path_of(checkpoint_dir)), path_of(output_path)
     make_folder(output)
-    # On the disk of the output where it is local: the file is as large as the result.
+    # If the output is local, use its disk for the temporary file, which is as large as the result.
     scratch: AbstractContextManager[str | Path] = (
         tempfile.TemporaryDirectory(dir=output) if isinstance(output, Path) else scratch_folder()
     )
@@ -382,13 +384,13 @@ def _write_whole(folder: Path, whole: Path) -> None:
     try:
         with plain_data_only():
             dcp_to_torch_save(folder, whole)
-    except CheckpointException as error:  # not an Exception
+    except CheckpointException as error:  # This class is not derived from Exception.
         raise error.failures[0][0] from error
 
 
 @contextmanager
 def _local_folder(shards: AnyPath) -> Iterator[Path]:
-    """Yield a folder on the disk that contains the files: `shards` itself, or a temporary copy of a remote one."""
+    """Yield a folder on the disk that contains the files: `shards` itself, or a temporary copy if it is remote."""
     if isinstance(shards, Path):
         yield shards
         return

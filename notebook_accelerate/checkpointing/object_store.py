@@ -1,8 +1,8 @@
-"""A checkpoint in a store that fsspec reaches: ranks write on their machines' disks and upload their files.
+"""A checkpoint in a store that fsspec reaches. Ranks write to the disks of their machines and upload their files.
 
-An object store cannot rename. New files go to their final names if nothing is there yet; otherwise they go to the
-journal, and the store copies them from there. ``.incomplete`` contains the messages of the ranks during a save: who is
-saving, which files to remove if that process ends, signs of life, and the reports.
+An object store cannot rename. New files are uploaded under their final names if the folder is empty. Otherwise they are
+uploaded to the journal, and the store copies them from there. During a save, ``.incomplete`` contains the messages of
+the ranks: which process is saving, which files to remove if it dies, heartbeats, and the reports.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from notebook_accelerate.hardware.temporary_folders import make_private_folder, 
 from notebook_accelerate.state.process_group import world_from_environ
 
 _HEARTBEAT = 30.0
-"""Seconds between two heartbeats of a rank that is uploading: a store does not show partial files."""
+"""Seconds between two heartbeats of a rank that is uploading, because a store does not show partial files."""
 
 
 class ObjectStore(Store):
     """A folder behind a URL.
 
     Args:
-        target: Folder of the checkpoint.
+        target: The folder of the checkpoint.
     """
 
     poll_interval = 0.2
@@ -62,7 +62,7 @@ class ObjectStore(Store):
     # ---- saving
 
     def _claim(self) -> None:
-        """Refuse if another process of this machine is saving here; `_check_claim` notices other machines."""
+        """Raise if another process on this machine is saving here; `_check_claim` detects other machines."""
         here = this_process()
         for owner in (parse_identity(message.get("owner")) for message in self._open_messages()):
             if owner and owner.machine == here.machine and owner != here and not owner.has_ended():
@@ -84,7 +84,7 @@ class ObjectStore(Store):
         self._remove_planned()
 
     def _remove_planned(self) -> None:
-        """Remove the files that an unfinished save recorded; other files in this folder are the user's."""
+        """Remove the files that an unfinished save has recorded, but not the user's files in the folder."""
         messages = list(self.messages.iterdir())
         if not messages:
             return
@@ -102,7 +102,7 @@ class ObjectStore(Store):
         self._message.write_text(json.dumps({"into": into, "owner": asdict(this_process())}))
 
     def can_see(self, token: str) -> bool:
-        """Read the destination of the files from the main rank's message, and create a temporary folder for them."""
+        """Read the destination of files from the main rank's message, and create a temporary folder for the files."""
         try:
             message = json.loads(self._open_message(token).read_text())
         except FileNotFoundError as error:
@@ -116,10 +116,10 @@ class ObjectStore(Store):
         return True
 
     def sync(self, path: Path) -> None:
-        """Do nothing: files are only uploaded from this disk."""
+        """Do nothing, because the files on this disk are only temporary."""
 
     def deliver(self, rank: int, records: FileRecords) -> FileRecords:
-        """Upload all files in this rank's folder, after a list of their names for `_remove_planned`."""
+        """Upload a list of names for `_remove_planned`, and then all files in this rank's folder."""
         found = {path.relative_to(self.folder).as_posix(): path for path in files_below(self.folder)}
         delivered = {name: records[name] if name in records else make_record(path) for name, path in found.items()}
         (self.messages / f"plan_{rank}.json").write_text(json.dumps(sorted(delivered)))
@@ -132,7 +132,7 @@ class ObjectStore(Store):
 
     @contextmanager
     def _sending_heartbeats(self, rank: int) -> Iterator[None]:
-        """Show other ranks that this one is alive while the block runs."""
+        """Send heartbeats to the other ranks while the block runs."""
         finished = threading.Event()
 
         def send_heartbeats() -> None:
@@ -167,11 +167,12 @@ class ObjectStore(Store):
             self._finish_journal()
 
     def _release(self) -> None:
-        with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the next save removes the messages
+        # The checkpoint is complete. If removing the messages fails, the next save removes them.
+        with contextlib.suppress(CheckpointError):
             self.messages.remove_tree()
 
     def discard(self, opened: bool, delivering: bool = True) -> None:
-        """Give up a save; uploaded files stay for the next one, because other ranks may still be uploading."""
+        """Abandon a save. Uploaded files are left to the next save, because other ranks may still be uploading."""
         if hasattr(self, "folder"):
             remove_private_folder(self.folder.parent)
         if not opened:
@@ -179,18 +180,18 @@ class ObjectStore(Store):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             if not delivering:
                 self.messages.remove_tree()
-            elif self._message.is_file():  # from now on it names no process
+            elif self._message.is_file():  # Remove the owner from the message, so that the next save may start.
                 into = JOURNAL_NAME if self.delivered == self.journal else ""
                 self._message.write_text(json.dumps({"into": into}))
 
     def remove_checkpoints(self, surplus: Sequence[RemotePath]) -> None:
         """Remove numbered checkpoints, and saves that never finished.
 
-        Each removal is recorded in the project first, and the manifest is removed before the other files: what an
-        interrupted removal leaves is not a checkpoint, and the next one finishes it.
+        Each removal is recorded in the project first, and the manifest is removed before the other files. If a removal
+        is interrupted, the remaining files are therefore not a checkpoint, and the next removal completes it.
 
         Args:
-            surplus: Their folders.
+            surplus: The folders of the checkpoints.
         """
         for folder in surplus:
             (folder.parent.parent / removal_name(folder.name)).write_text("")
@@ -222,17 +223,17 @@ class ObjectStore(Store):
         self.target.remove_files(entries)
 
     def _remove_journal(self) -> None:
-        (self.journal / MANIFEST_NAME).unlink(missing_ok=True)  # first: without it the other files are ignored
+        (self.journal / MANIFEST_NAME).unlink(missing_ok=True)  # Remove this first: without it, the rest is ignored.
         self.journal.remove_tree()
 
     # ---- existing checkpoints
 
     def is_checkpoint(self) -> bool:
-        """Return whether there is a manifest, at its final name or in the journal."""
+        """Return whether there is a manifest, in the folder or in the journal."""
         return any((folder / MANIFEST_NAME).is_file() for folder in (self.target, self.journal))
 
     def is_occupied(self) -> bool:
-        """Return whether there is a checkpoint or a user's file; the remains of an unfinished save do not count."""
+        """Return whether there is a checkpoint or a user's file. The remains of an unfinished save do not count."""
         if self.is_checkpoint():
             return True
         return not self.unfinished_save() and any(
@@ -245,10 +246,10 @@ class ObjectStore(Store):
         return str(self.messages) if any(message.get("into") == "" for message in self._open_messages()) else None
 
     def finish_commit(self) -> None:
-        """Do nothing: a complete journal is read as it is (`source`)."""
+        """Do nothing, because a complete journal can be read in place (see `source`)."""
 
     def generation(self) -> Any:
-        """Return the manifest's text and folder; a complete journal is read in place of the target."""
+        """Return the text and the folder of the manifest. A complete journal is read instead of the target."""
         for folder in (self.journal, self.target):
             self._source = folder
             with contextlib.suppress(FileNotFoundError):
@@ -260,18 +261,18 @@ class ObjectStore(Store):
 
     @contextmanager
     def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
-        """Provide one temporary folder, which the ranks of a machine fill together."""
+        """Provide a temporary folder that the ranks of a machine fill together."""
         with scratch_folder() as scratch:
             own = scratch / self.target.name
             own.mkdir()
             before = gather_values((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]
             folder = Path(next((path for first, path in reversed(before) if first), str(own)))
-            shared = folder.is_dir()  # containers on one machine may have separate temporary files
+            shared = folder.is_dir()  # Containers on one machine may have separate temporary folders.
             share = slice(local_rank, None, world_from_environ().local_size) if shared else slice(None)
             yield ReadLocation(folder if shared else own, share)
 
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """Download this rank's share; the verification reports files that are missing in the store."""
+        """Download this rank's share. The verification reports files that are missing in the store."""
         if names is None:
             names = sorted(name for name in self._source.files() if not name.startswith((STAGING_SUFFIX, JOURNAL_NAME)))
         share = list(names)[location.share]

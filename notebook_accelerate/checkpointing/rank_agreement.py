@@ -1,4 +1,4 @@
-"""Exchanges values and errors between the ranks of a save or load, so that all of them go on or all raise."""
+"""Exchange values and errors between the ranks of a save or load, so that all of them continue or all raise."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def gather_values(value: T, call: str) -> list[T]:
     """Return every rank's value, by rank; every rank must call this.
 
     Args:
-        value: This rank's value, picklable.
-        call: Name of the user's call, for the warning when the other ranks do not arrive.
+        value: This rank's value, which must be picklable.
+        call: The name of the function that the user called, for the warning if the other ranks do not arrive.
     """
     if PartialState().num_processes == 1:
         return [value]
@@ -35,7 +35,10 @@ def gather_values(value: T, call: str) -> list[T]:
 
 @contextmanager
 def _warning_when_stuck(call: str) -> Iterator[None]:
-    """Log after a minute which call this rank waits in: a condition around it on one rank is a common mistake."""
+    """Log a warning after a minute that names the call that this rank is waiting in.
+
+    A common mistake is a condition that makes only one rank call the function.
+    """
     text = (
         f"Rank {PartialState().process_index} has waited {_WARN_AFTER:.0f} s in {call} for the other ranks. They may "
         f"be slow, or at a breakpoint. Every rank must call {call}: if only one does, take it out of "
@@ -51,30 +54,30 @@ def _warning_when_stuck(call: str) -> Iterator[None]:
 
 
 def raise_on_all_ranks(error: BaseException | None, call: str) -> None:
-    """Raise on every rank when one failed; every rank must call this.
+    """Raise on every rank if one rank has failed; every rank must call this.
 
     Args:
         error: This rank's error, or None.
-        call: Name of the user's call.
+        call: The name of the function that the user called.
 
     Raises:
-        CheckpointError: This rank's error, or a copy of the first failed rank's.
+        CheckpointError: This rank's error, or a copy of the error of the first rank that failed.
     """
     _gather_or_raise(error, None, call)
 
 
 def gather_results(function: Callable[[], T], call: str, *kinds: type[Exception]) -> list[T]:
-    """Call a function on every rank; return the results by rank, or raise on every rank when it failed on one.
+    """Call a function on every rank, and return the results by rank, or raise on every rank if it failed on one.
 
-    Every rank must call this. The ranks wait for each other once, for results and failures together.
+    Every rank must call this. Ranks wait for each other only once, for results and failures together.
 
     Args:
-        function: Returns this rank's result, picklable.
-        call: Name of the user's call.
-        kinds: The exceptions that the other ranks receive too.
+        function: A function that returns this rank's result, which must be picklable.
+        call: The name of the function that the user called.
+        kinds: The exceptions that are sent to the other ranks.
 
     Raises:
-        CheckpointError: This rank's exception, or a copy of the first failed rank's.
+        CheckpointError: This rank's exception, or a copy of the exception of the first rank that failed.
     """
     failure: Exception | None = None
     result: Any = None
@@ -99,14 +102,14 @@ def _gather_or_raise(error: BaseException | None, value: T, call: str) -> list[T
 
 @contextmanager
 def raising_on_all_ranks(call: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Run a block on every rank, and raise on every rank when it failed on one; every rank must enter it.
+    """Run a block on every rank, and raise on every rank if it failed on one; every rank must enter the block.
 
     Args:
-        call: Name of the user's call.
-        kinds: The exceptions that the other ranks receive too.
+        call: The name of the function that the user called.
+        kinds: The exceptions that are sent to the other ranks.
 
     Raises:
-        CheckpointError: This rank's exception, or a copy of the first failed rank's.
+        CheckpointError: This rank's exception, or a copy of the exception of the first rank that failed.
     """
     failure: Exception | None = None
     try:
@@ -120,12 +123,12 @@ _background: dict[str, Any] = {}
 
 
 def background_group() -> Any:
-    """Return a process group for the writing threads, beside those that training uses; every rank must call this.
+    """Return a process group for the writing threads, which training does not use; every rank must call this.
 
-    The group is created once, on the CPU: while they write, the ranks exchange only plans and results.
+    The group is created once. It uses the CPU, because ranks exchange only plans and results while they write.
 
     Returns:
-        The group; None in a world of one process.
+        The group, or None with a single process.
     """
     if not dist.is_initialized():
         return None
@@ -135,7 +138,7 @@ def background_group() -> Any:
 
 
 def release_background_group() -> None:
-    """Drop the reference to the group, before all groups are destroyed."""
+    """Drop the reference to the group before all groups are destroyed."""
     _background.clear()
 
 
@@ -143,8 +146,8 @@ def gather_failures(group: Any, failure: str) -> dict[int, str]:
     """Return the failures of all ranks, by rank; every rank's thread must call this.
 
     Args:
-        group: Process group of the threads.
-        failure: Message of this rank's failure; "" for success.
+        group: The process group of the threads.
+        failure: The message of this rank's failure, or "" for success.
     """
     found: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(found, failure, group=group)

@@ -1,8 +1,8 @@
-"""The lock of a checkpoint's folder: one process at a time writes there, and others can tell whether it is alive.
+"""The lock of a checkpoint's folder, which lets one process at a time write there, and shows whether it is alive.
 
-The lock is a file on which its process holds an flock, which the system releases when the process ends, on network
-file systems too. Where flock is not supported, or a forked child still holds it, the process that the file names
-decides.
+The lock is a file that the process has locked with flock. The system releases it when the process exits, even on
+network file systems. If flock is not supported, or if a forked child still holds it, the lock belongs to the process
+that is named in the file, while that process is alive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, ProcessIdentity, parse_identity, this_process
 
 _TRIES = 200
-"""Tries before a lock counts as held: another process may be looking at it, or removing it."""
+"""How often to try before a lock counts as held, because another process may be inspecting or removing it."""
 _PAUSE = 0.005
 _MAX_BYTES = 4096
 _UNSUPPORTED = {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -32,10 +32,10 @@ _held: weakref.WeakSet[SaveLock] = weakref.WeakSet()
 
 
 class LockHeldError(CheckpointError):
-    """Another process holds the lock.
+    """Raised when another process holds the lock.
 
     Attributes:
-        owner: The process that holds it, for messages.
+        owner: The process that holds the lock, for messages.
     """
 
     def __init__(self, path: Path, owner: ProcessIdentity | None) -> None:
@@ -44,24 +44,24 @@ class LockHeldError(CheckpointError):
 
 
 def second_writer_error(target: AnyPath, owner: str) -> str:
-    """Return the message for a run that saves to the folder of another.
+    """Return the message for a run that saves to the folder of another run.
 
     Args:
         target: The folder.
-        owner: The other run's process.
+        owner: The process of the other run.
     """
     return (
-        f"The checkpoint {target} was not written: {owner} is saving to this folder. What was there before is "
-        'unchanged. Save each run to a folder of its own: accelerator.save_state("my_checkpoint_2")'
+        f"The checkpoint {target} was not written: {owner} is saving to this folder. Its previous content is "
+        'unchanged. Save each run to a separate folder: accelerator.save_state("my_checkpoint_2")'
     )
 
 
 class SaveLock:
-    """A held lock; use `acquire_lock`.
+    """A lock that this process holds. Use `acquire_lock` to create it.
 
     Args:
         path: The file.
-        descriptor: The open file.
+        descriptor: The descriptor of the open file.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -70,11 +70,11 @@ class SaveLock:
         _held.add(self)
 
     def is_held(self) -> bool:
-        """Return whether the file is still this lock's: a person or a clean-up may have removed it."""
+        """Return whether the lock still owns its file, which a user or a clean-up script may have removed."""
         return self._descriptor is not None and _same_file(self.path, self._descriptor)
 
     def release(self) -> None:
-        """Remove the file and release the lock; does nothing the second time."""
+        """Remove the file and release the lock, unless this has been done already."""
         if self._descriptor is None:
             return
         if self.is_held():
@@ -83,7 +83,7 @@ class SaveLock:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the file, which a forked child does with the lock of its parent."""
+        """Close the file without removing it, as a forked child does with its parent's lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -95,7 +95,7 @@ class SaveLock:
         self.release()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the interpreter may be shutting down
+        with suppress(Exception):  # The interpreter may be shutting down.
             self.release()
 
 
@@ -113,10 +113,10 @@ def acquire_lock(path: Path) -> SaveLock:
     """Lock a folder for this process.
 
     Args:
-        path: The lock's file, in a folder that exists.
+        path: The file of the lock, in an existing folder.
 
     Raises:
-        LockHeldError: Another process holds it.
+        LockHeldError: Another process holds the lock.
         OSError: The file cannot be created.
     """
     owner = None
@@ -128,14 +128,14 @@ def acquire_lock(path: Path) -> SaveLock:
             continue
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise FileExistsError(errno.EEXIST, "no file of a lock, remove it", str(path))
+                raise FileExistsError(errno.EEXIST, "not the file of a lock; remove it", str(path))
             if _try_lock(descriptor) and _same_file(path, descriptor):
                 _write_owner(descriptor)
                 lock, descriptor = SaveLock(path, descriptor), -1
                 return lock
             owner = _read_owner(descriptor)
             if owner is not None and owner.has_ended() and attempt > _TRIES // 4 and _same_file(path, descriptor):
-                path.unlink()  # a child that it forked holds the flock
+                path.unlink()  # The owner is dead, but a child that it forked still holds the flock.
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -144,7 +144,7 @@ def acquire_lock(path: Path) -> SaveLock:
 
 
 def _remove_of_another_user(path: Path) -> None:
-    """Remove the file of another user's process that has ended.
+    """Remove the lock of another user's process if that process has exited.
 
     Raises:
         LockHeldError: The process is alive.
@@ -158,10 +158,12 @@ def _remove_of_another_user(path: Path) -> None:
 
 
 def live_owner(path: Path) -> ProcessIdentity | None:
-    """Return the process that holds a lock; None if none does. Changes nothing, and needs no write permission.
+    """Return the process that holds a lock, or None if no process holds it.
+
+    This does not change anything, and needs no write permission.
 
     Args:
-        path: The lock's file.
+        path: The file of the lock.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -185,7 +187,7 @@ def live_owner(path: Path) -> ProcessIdentity | None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take the lock if it is free."""
+    """Acquire the lock if it is free."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -198,7 +200,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _try_without_flock(descriptor: int) -> bool:
-    """Take the lock by writing this process into its file; of two at the same time, the later one has it."""
+    """Acquire the lock by writing this process into its file. Of two processes at the same time, the later wins."""
     owner = _read_owner(descriptor)
     if owner is not None and not owner.has_ended():
         return False
@@ -221,7 +223,7 @@ def _write_owner(descriptor: int) -> None:
 
 
 def _read_owner(descriptor: int) -> ProcessIdentity | None:
-    """Return the process that a lock's file names; None if it names none."""
+    """Return the process that is named in a lock's file, or None if no process is."""
     try:
         return parse_identity(json.loads(os.pread(descriptor, _MAX_BYTES, 0)))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Single files: each is complete or unchanged, on the disk or behind a URL, in safetensors' format or in torch's."""
+"""Read and write single files in safetensors' or torch's format. A file is always either complete or unchanged."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ if TYPE_CHECKING:
 
 _PARTIAL = ".partial"
 _DISK_FULL = (28, 122)
-"""ENOSPC, and EDQUOT: a quota is used up."""
+"""ENOSPC (no space left) and EDQUOT (quota exceeded)."""
 _NEARLY_FULL = 1 << 20
 METADATA = {"format": "pt"}
-"""The metadata that Accelerate and transformers expect in a safetensors file."""
+"""The metadata that Accelerate and transformers expect in safetensors files."""
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
     torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
 }  # fmt: skip
-"""Names of dtypes in safetensors files, in safetensors' order of tensors from the end of a file."""
+"""The names of dtypes in safetensors files. safetensors sorts the tensors in a file by dtype, in reverse order."""
 _ORDER = {dtype: -place for place, dtype in enumerate(_DTYPES)}
 _MAX_CALL = 1 << 30
-"""Bytes of one system call: macOS rejects 2 GiB."""
+"""The most bytes to write in one system call, because macOS rejects 2 GiB."""
 _JOINED = 1 << 18
-"""Tensors of up to this many bytes are joined before they are written."""
+"""Tensors with up to this many bytes are joined before they are written."""
 
 
 def write_file(value: Any, path: Path) -> None:
-    """Write `value` as safetensors if the file has that suffix, otherwise in torch's format."""
+    """Write `value` as safetensors if the file has this suffix, otherwise in torch's format."""
     (write_safetensors if path.suffix == ".safetensors" else torch.save)(value, path)
 
 
 def read_file(path: Path, **options: Any) -> Any:
-    """Read a file in the format of its suffix, into CPU memory.
+    """Read a file into main memory, in the format that its suffix indicates.
 
     Args:
         path: The file.
-        options: Arguments of torch.load; ignored for safetensors, which contain only tensors.
+        options: Arguments of torch.load. They are ignored for safetensors files, which contain only tensors.
 
     Raises:
         BrokenCheckpointError: The file is truncated or damaged.
-        CheckpointError: The file contains objects that `weights_only` loading refuses.
+        CheckpointError: The file contains objects that `weights_only` loading rejects.
     """
     if path.suffix == ".safetensors":
         try:
             return safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise BrokenCheckpointError(f"{path} is broken: {error}") from error
-        except MALFORMED as error:  # an unknown dtype, for instance
+        except MALFORMED as error:  # For example, a dtype is unknown.
             raise broken_file(path, error) from error
     return read_torch(path, **options)
 
@@ -77,10 +77,10 @@ def read_file(path: Path, **options: Any) -> Any:
 
 @contextmanager
 def atomic_write(path: AnyPath) -> Iterator[Path]:
-    """Yield a temporary file on the disk that replaces `path` when the block ends; on failure `path` is unchanged.
+    """Yield a temporary file on the disk that replaces `path` at the end of the block. On failure, `path` is unchanged.
 
     Args:
-        path: The destination; a URL is uploaded to.
+        path: The destination. For a URL, the file is uploaded.
 
     Raises:
         CheckpointError: The file could not be written or uploaded.
@@ -106,14 +106,14 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
 def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, AttributeError, TypeError):  # caused by the object, not by the disk
+    except (ValueError, AttributeError, TypeError):  # The object caused these, not the disk.
         raise
     except Exception as error:
         raise write_error(path, error) from error
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a small file so that readers see all of its text or none.
+    """Write a small file so that readers see either all of its text or none.
 
     Args:
         path: The destination.
@@ -143,13 +143,13 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
 
 
 def make_folder(folder: AnyPath) -> None:
-    """Create a folder if it is missing; object stores have no folders to create.
+    """Create a folder if it does not exist. Object stores have no folders to create.
 
     Args:
         folder: The folder.
 
     Raises:
-        CheckpointError: It cannot be created.
+        CheckpointError: The folder cannot be created.
     """
     if isinstance(folder, Path):
         try:
@@ -162,9 +162,9 @@ def is_writer(path: AnyPath, state: RankExecution, each_node: bool) -> bool:
     """Return whether this rank writes a file that one rank writes for all others.
 
     Args:
-        path: The destination; all machines see the same object store, so its writer is the main rank.
+        path: The destination. All machines see the same object store, so only the main rank writes to it.
         state: The state of the world, or the Accelerator.
-        each_node: Whether the first rank of every machine writes, for machines with separate disks.
+        each_node: Whether the first rank of each machine writes, because machines have separate disks.
     """
     return state.is_local_main_process if each_node and isinstance(path, Path) else state.is_main_process
 
@@ -179,21 +179,21 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
     """Return the error for a checkpoint or file that could not be written.
 
     Args:
-        target: Folder of the checkpoint, or the file.
-        error: Error of the writer; torch and safetensors have their own types for "disk full".
+        target: The folder of the checkpoint, or the file.
+        error: The error of the writer. torch and safetensors have their own exception types for a full disk.
     """
     free = _free_bytes(target)
     wrapped = any(f"os error {number}" in str(error) for number in _DISK_FULL)
     full = getattr(error, "errno", None) in _DISK_FULL or wrapped or free < _NEARLY_FULL
     reason = f"the disk is full, {free / 1e6:,.0f} MB are free" if full else f"{type(error).__name__}: {error}"
     return CheckpointError(
-        f"The checkpoint {target} was not written: {reason}. What was there before is unchanged."
+        f"The checkpoint {target} was not written: {reason}. Its previous content is unchanged."
         + (" Free space, or keep fewer checkpoints: ProjectConfiguration(total_limit=2)." if full else "")
     )
 
 
 def _free_bytes(target: Path) -> float:
-    """Return the free bytes of the file system of `target`; infinite if they cannot be read."""
+    """Return the free bytes on the file system of `target`, or infinity if they cannot be read."""
     try:
         return shutil.disk_usage(next(parent for parent in (target, *target.parents) if parent.is_dir())).free
     except OSError:
@@ -204,10 +204,10 @@ def _free_bytes(target: Path) -> float:
 
 
 def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
-    """Write named tensors as safetensors; tensors that share memory are written once.
+    """Write named tensors as safetensors. Tensors that share memory are written once.
 
-    The files equal safetensors.torch.save_file's, which takes 30 us of Python for each tensor: 10,000 tensors of
-    64 numbers take 45 ms here instead of 330 ms of processor time (safetensors 0.8).
+    The files are the same as from safetensors.torch.save_file, which spends 30 us in Python for each tensor.
+    Writing 10,000 tensors of 64 numbers takes 45 ms of processor time here instead of 330 ms (safetensors 0.8).
 
     Raises:
         ValueError: The value is not a dictionary of tensors.
@@ -229,7 +229,7 @@ def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
 
 
 def _header(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> bytes:
-    """Return the length of the description, and the description: JSON that ends at a multiple of eight bytes."""
+    """Return the length of the description followed by the description, which is JSON padded to eight bytes."""
     entries: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
     for name in names:
@@ -242,7 +242,7 @@ def _header(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> bytes:
 
 
 def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the bytes of contiguous tensors, small ones joined."""
+    """Yield the bytes of contiguous tensors, with small tensors joined."""
     small: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -260,7 +260,7 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes in main memory; conjugation and negation may be pending."""
+    """Return a contiguous tensor as bytes in main memory, after resolving a pending conjugation or negation."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -273,21 +273,22 @@ def _write_all(file: Any, content: Any) -> None:
         view = view[file.write(view[:_MAX_CALL]) :]
 
 
-# ---- tensors that share memory: saved once, and tied again on loading
+# ---- tensors that share memory, which are saved once, and tied again on loading
 
 
 def names_of_same_memory(state: Mapping[str, Any]) -> list[list[str]]:
-    """List groups of names whose tensors are the same view of the same memory, names in the order of the state.
+    """List groups of names whose tensors are the same view of the same memory, in the order of the state.
 
     Args:
-        state: Named tensors; other values are ignored.
+        state: Named tensors. Other values are ignored.
     """
     names: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor) and _has_address(tensor) and tensor.numel():
             names[tensor.data_ptr()].append(name)
     views: dict[Any, list[str]] = defaultdict(list)
-    for name in (name for group in _groups(names) for name in group):  # few: a view takes longer to describe
+    # Compare whole views only for these few tensors, because describing a view takes longer.
+    for name in (name for group in _groups(names) for name in group):
         tensor = state[name]
         views[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype].append(name)
     return _groups(views)
@@ -307,16 +308,17 @@ def memory_key(tensor: torch.Tensor) -> tuple[Any, int]:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Make named tensors fit for safetensors: contiguous, and none sharing memory.
+    """Make named tensors suitable for safetensors: contiguous, and without shared memory.
 
-    Of several names for one tensor the first is kept: a model registers its embedding before the head that shares its
-    weight, and the class without the head must find the embedding in the file. Other views of one memory are copied.
+    If a tensor has several names, the first name is kept. A model registers its embedding before the head that shares
+    its weight, and the class without the head must find the embedding in the file. Other views of the same memory are
+    copied.
 
     Args:
         state_dict: Named tensors.
 
     Returns:
-        A new dictionary; tensors that need no change are the same objects.
+        A new dictionary. Tensors that need no change are the same objects.
 
     Raises:
         ValueError: A value is not a tensor.
@@ -339,17 +341,17 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Add the names that saving left out because their tensors share memory with a saved one.
+    """Add the names that were not saved because their tensors share memory with a saved tensor.
 
     Args:
-        state: Named tensors of a file.
-        model: The model to load them into; its own ties are used.
+        state: The named tensors of a file.
+        model: The model into which they will be loaded. Its own ties are used.
 
     Returns:
         `state` with the names added.
     """
     wanted = model.state_dict(keep_vars=True)
-    if wanted.keys() <= state.keys():  # nothing was left out
+    if wanted.keys() <= state.keys():  # No names are missing.
         return state
     for group in (*names_of_same_memory(wanted), *_names_of_same_object(model)):
         source = next((name for name in group if name in state), None)
@@ -359,7 +361,7 @@ def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, A
 
 
 def _names_of_same_object(model: torch.nn.Module) -> list[list[str]]:
-    """List the names of parameters that are one object: ties where memory has no addresses (XLA, meta)."""
+    """List the names of parameters that are one object. This finds ties even if memory has no address (XLA, meta)."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

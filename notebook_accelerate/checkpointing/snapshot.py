@@ -1,4 +1,4 @@
-"""Copies of states that a thread can write while training continues, in buffers that the next copy reuses."""
+"""Copy states into reusable buffers, so that a thread can write them while training continues."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _UNKNOWN_ERROR = 999
 
 @dataclass
 class _CopyJob:
-    """A storage and its place in a buffer."""
+    """A storage to copy, and its place in a buffer."""
 
     source: torch.Tensor
     target: torch.Tensor
     version: int
 
     def run(self) -> None:
-        """Copy the whole storage, eight bytes at a time if it divides so (a sixth faster than single bytes)."""
+        """Copy the whole storage, if possible in units of eight bytes, which is a sixth faster than single bytes."""
         size = self.target.numel()
         dtype = torch.int64 if size % 8 == 0 and self.source.data_ptr() % 8 == 0 else torch.uint8
         storage = self.source.untyped_storage()
@@ -48,8 +48,8 @@ class Snapshot:
     """Copied states.
 
     Attributes:
-        values: The copies, with CPU tensors. Deferred copies are not filled before `finish`.
-        copied: Set when all copies are filled.
+        values: The copies, with tensors in main memory. Deferred copies are not filled before `finish`.
+        copied: An event that is set when all copies are filled.
     """
 
     values: list[Any]
@@ -57,7 +57,7 @@ class Snapshot:
     _deferred: list[_CopyJob] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Fill the deferred copies; called by the thread that writes them.
+        """Fill the deferred copies. The thread that writes them calls this.
 
         Raises:
             CheckpointError: A tensor was changed in place before it was copied.
@@ -71,7 +71,7 @@ class Snapshot:
             self.copied.set()
 
     def _run(self) -> None:
-        """Run the copies. Each CUDA device gets a side stream, because training uses the default stream."""
+        """Run the copies, on a separate stream for each CUDA device because training uses the default stream."""
         streams: dict[torch.device, Any] = {}
         for job in self._deferred:
             device = job.source.device
@@ -87,8 +87,8 @@ def _check_unchanged(job: _CopyJob) -> None:
     if _version(job.source) != job.version:
         raise CheckpointError(
             "An optimizer's state was changed in place, outside its step(), while save_state(blocking=False) was "
-            "copying it. This checkpoint was not written, the previous one is unchanged. Code that changes optimizer "
-            'states needs accelerator.save_state("my_checkpoint", blocking=True).'
+            "copying it. This checkpoint was not written, and the previous one is unchanged. If your code changes "
+            'optimizer states, call accelerator.save_state("my_checkpoint", blocking=True).'
         )
 
 
@@ -97,10 +97,10 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class SnapshotBuffers:
-    """Copies nested states into buffers that stay allocated: fresh memory costs ten times the copying itself.
+    """Copies nested states into buffers that stay allocated, because fresh memory costs ten times the copying itself.
 
-    A snapshot is valid until the next one is taken. Tensors that share memory share it in the copy too. Copies of CUDA
-    tensors are in page-locked memory, which devices reach at the full speed of their bus.
+    A snapshot is valid until the next one is taken. Tensors that share memory also share it in the copy. Copies of CUDA
+    tensors are stored in page-locked memory, which devices access at the full speed of their bus.
     """
 
     def __init__(self) -> None:
@@ -110,12 +110,12 @@ class SnapshotBuffers:
         """Copy nested states.
 
         Args:
-            values: Dicts, lists and tuples of tensors and other objects. Other objects are copied deeply.
-            deferred: Parts of the values (the same objects) whose tensors `Snapshot.finish` may copy; code that
-                changes them must wait for `Snapshot.copied` first.
+            values: Dicts, lists and tuples of tensors and other objects. Other objects are deep-copied.
+            deferred: Parts of the values (the same objects) whose tensors may be copied later by `Snapshot.finish`.
+                Code that changes them must first wait for `Snapshot.copied`.
 
         Returns:
-            The same structures with CPU tensors.
+            The same structures with tensors in main memory.
         """
         now = {_storage_key(tensor): tensor for tensor in tensors_in(list(values), {id(part) for part in deferred})}
         found = {_storage_key(tensor): tensor for tensor in tensors_in(list(deferred))}
@@ -124,18 +124,18 @@ class SnapshotBuffers:
         for key in now:
             jobs[key].run()
         for device in {tensor.device for tensor in (*now.values(), *later.values()) if tensor.device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # deferred copies run on another stream: queued work must be done by then
+            torch.cuda.synchronize(device)  # Deferred copies run on another stream, so queued work must finish first.
         storages = {key: job.target.untyped_storage() for key, job in jobs.items()}
         copied = [map_tensors(value, lambda tensor: _view(tensor, storages[_storage_key(tensor)])) for value in values]
         return Snapshot(copied, _deferred=[jobs[key] for key in later])
 
     def release(self) -> None:
-        """Free the buffers, once no snapshot refers to them."""
+        """Free the buffers once no snapshot refers to them."""
         for locked in list(self._buffers):
             self._buffers.pop(locked).unlock()
 
     def _plan_copies(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, _CopyJob]:
-        """Assign every storage a place in a buffer, as a storage of its own: torch.save writes whole storages."""
+        """Assign a place in a buffer to each storage, as a separate storage: torch.save writes whole storages."""
         sizes = {True: 0, False: 0}
         offsets = {}
         for key, tensor in tensors.items():
@@ -165,29 +165,29 @@ class SnapshotBuffers:
 
 
 class _Pages:
-    """Memory of whole pages, which are locked in main memory on request.
+    """Memory that consists of whole pages, which can be locked in main memory.
 
-    torch's own page-locked memory is rounded up to a power of two and kept by its allocator: 9 GB of state take 16 GiB,
-    until the process ends. Registered memory has the requested size and is returned.
+    torch's own page-locked memory is rounded up to a power of two, and its allocator keeps it: 9 GB of state take 16
+    GiB until the process exits. Registered memory has the requested size, and is returned to the system.
 
     Args:
-        size: Bytes.
-        locked: Whether to page-lock the memory with CUDA. If CUDA refuses, the memory stays pageable.
+        size: The size in bytes.
+        locked: Whether to page-lock the memory with CUDA. If CUDA cannot do so, the memory stays pageable.
     """
 
     def __init__(self, size: int, *, locked: bool) -> None:
-        # Private: a process forked during the save must not change what a thread here writes to the disk.
+        # The mapping is private, because a process forked during the save must not change the data being written.
         pages = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # 512 times fewer page faults during the first copy
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # Huge pages cause 512 times fewer page faults during the first copy.
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(pages)
         self._unlock: weakref.finalize[..., Any] | None = None
         if locked and (address := self._register()):
             self._unlock = weakref.finalize(self, _unregister, address, os.getpid())
-            self._unlock.atexit = False  # the system frees everything; CUDA may have ended before
+            self._unlock.atexit = False  # At exit, the system frees everything, and CUDA may have shut down already.
 
     def _register(self) -> int:
-        """Register the memory for all devices of the process. Return its address, or 0 if CUDA refuses."""
+        """Register the memory for all devices of the process, and return its address, or 0 if CUDA fails."""
         address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         errors: list[int] = []
 
@@ -195,7 +195,8 @@ class _Pages:
             device_table.select_again()
             errors.append(int(_cuda_runtime().cudaHostRegister(address, len(self.memory), _FOR_ALL_DEVICES)))
 
-        # CUDA keeps the last error of each thread, and torch would raise this one at the training's next kernel.
+        # Use a separate thread: CUDA keeps the last error of each thread, and torch would raise this error at the next
+        # kernel of the training.
         thread = threading.Thread(target=register, name="save_state locks memory")
         thread.start()
         thread.join()
@@ -203,18 +204,18 @@ class _Pages:
         if error:
             warn_once(
                 f"save_state(blocking=False) could not lock {len(self.memory) >> 20} MiB of main memory (CUDA error "
-                f"{error}): copies from the device are slower. ulimit -l shows the limit."
+                f"{error}), so copies from the device are slower. ulimit -l shows the limit."
             )
         return 0 if error else address
 
     def unlock(self) -> None:
-        """Undo the registration; the memory is freed with the last reference."""
+        """Undo the registration. The memory is freed when the last reference to it is dropped."""
         if self._unlock is not None:
             self._unlock()
 
 
 def _unregister(address: int, process: int) -> None:
-    if os.getpid() == process:  # CUDA does not work in a forked process, which has registered nothing
+    if os.getpid() == process:  # A forked process has registered nothing, and CUDA does not work in it.
         _cuda_runtime().cudaHostUnregister(address)
 
 
@@ -241,7 +242,7 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def is_plain_tensor(tensor: Any) -> bool:
-    """Return whether a tensor is only strided memory that this process or CUDA can copy."""
+    """Return whether a tensor consists only of strided memory that this process or CUDA can copy."""
     return (
         type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
         and tensor.layout is torch.strided
@@ -255,7 +256,7 @@ def tensors_in(value: Any, excluded: Collection[int] = ()) -> Iterator[torch.Ten
 
     Args:
         value: The state.
-        excluded: IDs of containers to skip.
+        excluded: The IDs of containers to skip.
     """
     if isinstance(value, torch.Tensor):
         if is_plain_tensor(value):
@@ -266,14 +267,14 @@ def tensors_in(value: Any, excluded: Collection[int] = ()) -> Iterator[torch.Ten
 
 
 def map_tensors(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy a nested state with its plain tensors replaced and all other objects copied deeply.
+    """Copy a nested state, replacing its plain tensors and deep-copying all other objects.
 
     Args:
         value: The state.
-        replace: Called with each plain tensor.
+        replace: A function that returns the replacement of a plain tensor.
 
     Returns:
-        The same structure; a module's state dict keeps its metadata.
+        The same structure. The state dict of a module keeps its metadata.
     """
     if isinstance(value, torch.Tensor):
         return replace(value) if is_plain_tensor(value) else value.detach().cpu().clone()

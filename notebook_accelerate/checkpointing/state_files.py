@@ -1,4 +1,4 @@
-"""The files of a checkpoint and their content."""
+"""The files of a checkpoint, and their content."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class StateFile:
     """A file of a checkpoint before it is written."""
 
     name: str
-    """Path relative to the checkpoint."""
+    """The path relative to the checkpoint."""
     value: Any
-    """The content; the suffix of the name decides the format."""
+    """The content. The suffix of the name decides the format."""
     optimizer: torch.optim.Optimizer | None = None
-    """The torch optimizer if only its steps change the content; None otherwise."""
+    """The optimizer of torch if only its steps change the content, otherwise None."""
     write: Callable[[Any, Path, Any], dict[str, tuple[int, int]]] | None = None
-    """Writes a folder together with the other ranks (see `StatePart.write`); None for a file of this rank."""
+    """A function that writes a folder together with the other ranks (see `StatePart.write`), or None for a file."""
 
     def optimizer_state(self) -> Any:
-        """Return the part of the value that only the optimizer's steps change; None if there is none."""
+        """Return the part of the value that only the optimizer's steps change, or None if there is no such part."""
         if self.optimizer is None:
             return None
         state = self.value if self.write is None else self.value.get("optimizer", {})
@@ -48,12 +48,12 @@ class StateFile:
 
 
 def numbered(name: str, index: int, suffix: str) -> str:
-    """Return the file name of the `index`-th object of a kind; the first one has no number.
+    """Return the file name of the `index`-th object of a kind. The first one has no number.
 
     Args:
-        name: The kind, for instance ``optimizer``.
-        index: Position of the object among those of its kind, from 0.
-        suffix: File suffix with its dot, for instance ``.bin``.
+        name: The kind, for example ``optimizer``.
+        index: The position of the object among the objects of its kind, counted from 0.
+        suffix: The file suffix with its dot, for example ``.bin``.
     """
     return f"{name}{suffix}" if index == 0 else f"{name}_{index}{suffix}"
 
@@ -62,18 +62,18 @@ def model_file(index: int, safe: bool) -> str:
     """Return the name of a model's file.
 
     Args:
-        index: Position of the model, from 0.
-        safe: Whether it is written as safetensors.
+        index: The position of the model, counted from 0.
+        safe: Whether the model is written as safetensors.
     """
     name, suffix = (constants.SAFE_MODEL_NAME, ".safetensors") if safe else (constants.MODEL_NAME, ".bin")
     return numbered(name, index, suffix)
 
 
 def model_files(weights: Sequence[Any], safe: bool) -> list[StateFile]:
-    """Return the files of the models' weights.
+    """Return the files with the weights of the models.
 
     Args:
-        weights: One state dict per model.
+        weights: One state dict for each model.
         safe: Whether to write safetensors. A state dict with values other than tensors is written in torch's format.
     """
     files = []
@@ -84,11 +84,13 @@ def model_files(weights: Sequence[Any], safe: bool) -> list[StateFile]:
 
 
 def training_files(accelerator: AcceleratorProperties, with_optimizers: bool) -> list[StateFile]:
-    """Return the files that one rank writes for all: optimizers, schedulers, loaders, scaler, registered objects.
+    """Return the files that one rank writes for all ranks.
+
+    These are the optimizers, the schedulers, the loaders, the scaler and the registered objects.
 
     Args:
         accelerator: The Accelerator.
-        with_optimizers: False if the strategy writes the optimizers itself.
+        with_optimizers: Whether to include the optimizers. Some strategies write them themselves.
     """
     files = [
         StateFile(
@@ -114,7 +116,7 @@ def strategy_files(parts: Sequence[StatePart]) -> list[StateFile]:
     """Return the files and folders of a strategy that shards its state.
 
     Args:
-        parts: The strategy's `state_parts`.
+        parts: The result of the strategy's `state_parts`.
     """
     return [
         StateFile(part.name, part.value, part.optimizer, None if part.wrappers is None else part.write)
@@ -123,7 +125,7 @@ def strategy_files(parts: Sequence[StatePart]) -> list[StateFile]:
 
 
 def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer inside a wrapper, which can call hooks before its step; None if there is none."""
+    """Return the torch optimizer inside a wrapper, whose step can run hooks, or None if there is no such optimizer."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -135,11 +137,11 @@ def custom_file(index: int) -> str:
 
 
 def loader_files(loader: Any, index: int) -> list[StateFile]:
-    """Return the files of one data loader: its epoch and sampler, and its position if it records one.
+    """Return the files of a data loader: its epoch and sampler, and its position if it records the position.
 
     Args:
         loader: The prepared loader.
-        index: Its position among the prepared loaders.
+        index: The position of the loader among the prepared loaders.
     """
     state = sampler_state(loader)
     files = [StateFile(numbered(constants.SAMPLER_NAME, index, ".bin"), state)]
@@ -151,16 +153,16 @@ def loader_files(loader: Any, index: int) -> list[StateFile]:
 
 
 def sampler_state(loader: Any) -> dict[str, Any]:
-    """Return the epoch of a loader and the state that decides the order of its samples.
+    """Return the epoch of a loader, and the state that decides the order of its samples.
 
     Args:
         loader: The prepared loader.
 
     Returns:
-        Plain data: `iteration`; for a seedable sampler its `epoch` and `initial_seed`; for another sampler with a
-        generator of its own the `generator` state; `state_dict` of a sampler that has one; within an epoch, `order`:
-        the random state from which its order was drawn; `exhausted` after the epoch's last batch;
-        `workers_seeded` if workers persist.
+        Plain data with the key `iteration`, and others that depend on the loader: `epoch` and `initial_seed` of a
+        seedable sampler, or the state `generator` of another sampler that has a generator; the sampler's `state_dict`
+        if it has one; within an epoch, the random state `order` that the order was drawn from; `exhausted` after the
+        last batch of an epoch; and `workers_seeded` if workers are persistent.
     """
     state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
     sampler = get_sampler(loader)
@@ -184,7 +186,7 @@ def restore_sampler(loader: Any, state: Any) -> None:
 
     Args:
         loader: The prepared loader.
-        state: State from `sampler_state`.
+        state: The result of `sampler_state`.
     """
     sampler = get_sampler(loader)
     if hasattr(loader, "set_epoch"):
@@ -203,12 +205,12 @@ def restore_sampler(loader: Any, state: Any) -> None:
 
 
 def rng_file(rank: int) -> str:
-    """Return the name of the file of one rank's random states."""
+    """Return the name of the file with the random states of a rank."""
     return f"{constants.RNG_STATE_NAME}_{rank}.pkl"
 
 
 def rank_file(accelerator: AcceleratorProperties) -> StateFile:
-    """Return the file that every rank writes: its step and its random states.
+    """Return the file that every rank writes, with its step and its random states.
 
     Args:
         accelerator: The Accelerator.
@@ -218,7 +220,7 @@ def rank_file(accelerator: AcceleratorProperties) -> StateFile:
 
 
 def count_files(names: Sequence[str], pattern: str) -> int:
-    """Count the names that match a regular expression completely."""
+    """Return the number of names that fully match a regular expression."""
     return sum(re.fullmatch(pattern, name) is not None for name in names)
 
 
@@ -230,26 +232,27 @@ class SavesOwnState(Protocol):
 
     name: str
     checkpoint_layout: str
-    """Name of the layout, recorded in the manifest: a checkpoint is loaded by the layout that wrote it."""
+    """The name of the layout. The manifest records it, because a checkpoint must be loaded with the same layout."""
 
     def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
-        """Write models and optimizers into a folder before returning, in files of any name; every rank calls it.
+        """Write models and optimizers to files with any names in a folder; every rank calls this.
 
-        A strategy whose state a thread can write has `state_parts` instead.
+        All files must be complete when this returns. A strategy whose state a thread can write has `state_parts`
+        instead.
 
         Args:
-            folder: An existing staging folder that all ranks of a file system share.
-            safe_serialization: Prefer safetensors.
-            options: Arguments that the user passed to `save_state` beyond its own.
+            folder: An existing staging folder, shared by all ranks on a file system.
+            safe_serialization: Whether to prefer safetensors.
+            options: The additional arguments that the user passed to `save_state`.
         """
 
     def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
-        """Read models and optimizers from a folder; every rank calls it.
+        """Read models and optimizers from a folder; every rank calls this.
 
         Args:
-            folder: The checkpoint, verified.
+            folder: The checkpoint, which has been verified.
             models: The prepared models that no hook has loaded.
-            options: Arguments that the user passed to `load_state` beyond its own.
+            options: The additional arguments that the user passed to `load_state`.
         """
 
 
@@ -257,14 +260,14 @@ class ReturnsStateParts(Protocol):
     """A strategy that returns its shards for a thread to write."""
 
     def state_parts(self, safe_serialization: bool, **options: Any) -> Sequence[StatePart]:
-        """Return the parts of models and optimizers that this rank writes; every rank calls it.
+        """Return the parts of models and optimizers that this rank writes; every rank calls this.
 
         Args:
-            safe_serialization: Prefer safetensors.
-            options: Arguments that the user passed to `save_state` beyond its own.
+            safe_serialization: Whether to prefer safetensors.
+            options: The additional arguments that the user passed to `save_state`.
 
         Returns:
-            The parts; folders are in the same order on every rank.
+            The parts. Folders are in the same order on every rank.
         """
 
 
@@ -274,7 +277,7 @@ def saves_own_state(strategy: Strategy) -> TypeGuard[SavesOwnState]:
 
 
 def returns_state_parts(strategy: Strategy) -> TypeGuard[ReturnsStateParts]:
-    """Return whether a strategy returns parts that `save_state` writes, in a thread if asked to."""
+    """Return whether a strategy returns parts for `save_state` to write, possibly in a thread."""
     return saves_own_state(strategy) and hasattr(strategy, "state_parts")
 
 
@@ -287,32 +290,32 @@ def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:
     return [scheduler for scheduler in schedulers if not getattr(scheduler, "saved_by_strategy", False)]
 
 
-# ---- random states of one rank: Python's, numpy's, torch's and its device's
+# ---- the random states of one rank: of Python, numpy, torch and the rank's device
 
 
 class _Generator(NamedTuple):
-    """How the state of one random generator is read and set."""
+    """The functions that read and set the state of a random generator."""
 
     read: Callable[[], Any]
     restore: Callable[[Any], None]
 
 
-# The keys are those of Accelerate's files. numpy's global generator is the one that training code uses.
+# The keys are the same as in Accelerate's files. Of numpy's generators, training code uses the global one.
 _HOST_GENERATORS = {
     "random_state": _Generator(random.getstate, random.setstate),
     "numpy_random_seed": _Generator(np.random.get_state, np.random.set_state),
     "torch_manual_seed": _Generator(torch.get_rng_state, torch.set_rng_state),
 }
 _DEVICES_WITH_ALL_STATES = {"cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron"}
-"""Device modules of torch with get_rng_state_all."""
+"""The device modules of torch that have get_rng_state_all."""
 
 
 def rng_state(device_type: str) -> dict[str, Any]:
-    """Return the random states of this process in the form of Accelerate's files.
+    """Return the random states of this process in the form that Accelerate's files have.
 
     Args:
-        device_type: Device type that this rank trains on: "cpu", "cuda", ... The generators of an accelerator are read
-            only where the rank trains on it: reading them would initialize the accelerator.
+        device_type: The type of the device that this rank trains on: "cpu", "cuda", ... The generators of a GPU or
+            another accelerator are read only if the rank trains on it, because reading them would initialize it.
     """
     states = {key: generator.read() for key, generator in _generators(device_type).items()}
     if device_type in _DEVICES_WITH_ALL_STATES:
@@ -326,8 +329,8 @@ def restore_rng_state(state: dict[str, Any], device_type: str) -> None:
     """Set the random states of this process.
 
     Args:
-        state: States from `rng_state` or from a file of Accelerate; those of other devices are ignored.
-        device_type: Device type that this rank trains on.
+        state: The states from `rng_state` or from a file of Accelerate. States of other device types are ignored.
+        device_type: The type of the device that this rank trains on.
     """
     for key, generator in _generators(device_type).items():
         if key in state:
@@ -345,9 +348,10 @@ def _own_device(device_type: str) -> str:
 
 
 def _restore_devices(state: dict[str, Any], device_type: str) -> None:
-    """Set the generators of the devices that this process sees, which may be fewer, or others, than those saved.
+    """Set the generators of the devices that this process sees, which may differ from the saved devices.
 
-    The rank's own device gets the state of the one that it was saved on; files of Accelerate do not name that one.
+    The rank's own device gets the state of the device that the rank used when it was saved. Accelerate's files do not
+    record which device this was.
     """
     module, saved = getattr(torch, device_type), state[_all_states(device_type)]
     own = module.current_device()
@@ -357,8 +361,8 @@ def _restore_devices(state: dict[str, Any], device_type: str) -> None:
         by_device[own] = saved[source]
     else:
         warn_once(
-            f"The random states were saved with {len(saved)} visible {device_type} devices, and this rank uses "
-            f"{device_type}:{own}: its random numbers on the device do not continue where they were saved."
+            f"The random states were saved with {len(saved)} visible {device_type} devices, but this rank uses "
+            f"{device_type}:{own}, so its random numbers on the device do not continue from the checkpoint."
         )
     for device, values in by_device.items():
         module.set_rng_state(values, device)
@@ -384,6 +388,6 @@ def _restore_tpu(state: torch.Tensor) -> None:
 
 
 def _tpu_generator() -> torch.Generator:
-    """Return the generator of this process's TPU: torch_tpu lets only torch call ``torch.tpu.get_rng_state``."""
+    """Return the generator of this process's TPU. torch_tpu allows only torch to call ``torch.tpu.get_rng_state``."""
     accelerator: Any = torch.accelerator
     return torch.tpu.default_generators[accelerator.current_device_index()]  # type: ignore[attr-defined, no-any-return]

@@ -1,4 +1,4 @@
-"""Accelerate's functions that write and read the files of a checkpoint, without a manifest: `save_state` adds it."""
+"""Accelerate's functions for writing and reading the files of a checkpoint, without the manifest of `save_state`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def save_accelerator_state(
 
     Args:
         output_dir: The folder.
-        model_states: One state dict per model.
+        model_states: One state dict for each model.
         optimizers: The optimizers.
         schedulers: The schedulers.
         dataloaders: The prepared loaders.
-        process_index: The rank, in the name of the file of its random states.
+        process_index: The number of the rank, for the name of the file with its random states.
         step: The number of batches, as in `Accelerator.step`.
-        scaler: The scaler of losses, if there is one.
-        save_on_each_node: Write on the first rank of every machine.
-        safe_serialization: Write models as safetensors.
+        scaler: The loss scaler, if there is one.
+        save_on_each_node: Whether to write on the first rank of each machine.
+        safe_serialization: Whether to write models as safetensors.
 
     Returns:
         The folder.
@@ -80,17 +80,17 @@ def load_accelerator_state(
         schedulers: The schedulers.
         dataloaders: The prepared loaders.
         process_index: The rank whose random states are restored.
-        scaler: The scaler of losses, if there is one.
+        scaler: The loss scaler, if there is one.
         map_location: "cpu" or "on_device", which changes nothing.
         load_kwargs: Arguments of torch.load.
         load_model_func_kwargs: Arguments of ``model.load_state_dict``.
 
     Returns:
-        The attributes of the Accelerator that the checkpoint contains: `step`.
+        The attributes of the Accelerator that the checkpoint contains, which is `step`.
 
     Raises:
         TypeError: `map_location` has another value.
-        CheckpointError: A file is missing or broken, or contains more than data.
+        CheckpointError: A file is missing or broken, or contains more than plain data.
     """
     objects: Any = _objects(optimizers, schedulers, dataloaders, scaler, process_index, None)
     state_loading.load_files(objects, models, Path(input_dir), map_location, load_kwargs or {}, load_model_func_kwargs)
@@ -100,7 +100,7 @@ def load_accelerator_state(
 def _objects(
     optimizers: Sequence[Any], schedulers: Sequence[Any], loaders: Sequence[Any], scaler: Any, rank: int, step: Any
 ) -> SimpleNamespace:
-    """Return the objects under their names in an Accelerator."""
+    """Return the objects under the names that they have in an Accelerator."""
     return SimpleNamespace(
         _optimizers=optimizers, _schedulers=schedulers, _dataloaders=loaders, _custom_objects=[], scaler=scaler,
         process_index=rank, step=step, device=PartialState().device,
@@ -114,7 +114,7 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
         obj: The object, with a `state_dict`.
         path: The folder.
         index: The number of the object.
-        save_on_each_node: Write on the first rank of every machine.
+        save_on_each_node: Whether to write on the first rank of each machine.
     """
     if is_writer(Path(path), PartialState(), save_on_each_node):
         with atomic_write(Path(path) / state_files.custom_file(index)) as temporary:
@@ -130,6 +130,6 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
         index: The number of the object.
 
     Raises:
-        CheckpointError: The file is broken, or contains more than data.
+        CheckpointError: The file is broken, or contains more than plain data.
     """
     obj.load_state_dict(read_torch(Path(path) / state_files.custom_file(index)))

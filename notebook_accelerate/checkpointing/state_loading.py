@@ -1,4 +1,4 @@
-"""`load_state`: restores the training state of a checkpoint."""
+"""`load_state`, which restores the training state from a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 _CALL = "load_state"
 _STRUCTURE = (*(kind for kind in MALFORMED if kind is not ValueError), UnicodeError)
-"""What objects raise for a state of another form; ValueError is torch's for a state of other parameters."""
+"""Errors of objects that load a state of another form. For torch, ValueError means a state for other parameters."""
 _UNREADABLE = (LookupError, UnicodeError, RecursionError, EOFError, pickle.UnpicklingError)
 _ATTEMPTS = 10
-"""How often a checkpoint that another process replaces meanwhile is read."""
+"""How often to read a checkpoint that another process replaces at the same time."""
 
 
 def load_state(
@@ -57,18 +57,20 @@ def load_state(
 
     Args:
         accelerator: The Accelerator.
-        input_dir: The folder, or a URL that fsspec knows: its files are downloaded to each machine's temporary files
-            first, once per machine. None loads the newest automatically named checkpoint.
-        load_kwargs: Arguments of torch.load, for instance ``{"weights_only": False}`` for a folder you trust.
-        elastic: Accept a checkpoint of another number of ranks; ranks without a file in it keep their random states.
-        load_model_func_kwargs: Arguments of ``model.load_state_dict``, for instance ``strict=False``; and
-            ``map_location``, "cpu" or "on_device", which changes nothing: weights are read into the model's memory.
+        input_dir: The folder, or a URL that fsspec supports. The files behind a URL are first downloaded to the
+            temporary folder of each machine, once per machine. None loads the newest automatically named checkpoint.
+        load_kwargs: Arguments of torch.load, for example ``{"weights_only": False}`` for a folder that you trust.
+        elastic: Whether to accept a checkpoint of another number of ranks. Ranks that have no file in the checkpoint
+            keep their random states.
+        load_model_func_kwargs: Arguments of ``model.load_state_dict``, for example ``strict=False``, and
+            ``map_location``, which can be "cpu" or "on_device" and has no effect, because weights are read into the
+            model's memory.
 
     Raises:
         TypeError: ``map_location`` has another value.
-        ValueError: The folder does not exist, or none was passed.
+        ValueError: The folder does not exist, or no folder was passed.
         BrokenCheckpointError: The checkpoint was never finished, or files are damaged.
-        CheckpointMismatchError: It belongs to another world size, strategy or set of registered objects.
+        CheckpointMismatchError: The checkpoint belongs to another world size, strategy or set of registered objects.
     """
     _check_map_location(load_model_func_kwargs.pop("map_location", None))
     if state_files.saves_own_state(accelerator.strategy):
@@ -92,10 +94,10 @@ def load_state(
 
 
 class _Reading:
-    """One attempt to read a checkpoint, which another process may be replacing.
+    """An attempt to read a checkpoint that another process may be replacing.
 
     Args:
-        checkpoint: Its folder.
+        checkpoint: The folder of the checkpoint.
     """
 
     def __init__(self, checkpoint: AnyPath) -> None:
@@ -104,19 +106,19 @@ class _Reading:
         self._generation: Any = None
 
     def begin(self) -> None:
-        """Record which save is there; called before the manifest is read."""
+        """Record which save the folder contains. This is called before the manifest is read."""
         self._generation = self.store.generation()
 
     def has_changed(self) -> bool:
-        """Return whether another save replaced files; called on every rank after all ranks have read theirs."""
+        """Return whether another save has replaced files. Ranks call this after all of them have read their files."""
         return self._generation is not None and self.store.generation() != self._generation
 
 
 def _changing_error(checkpoint: AnyPath) -> str:
     return (
         f"Checkpoint {checkpoint} was not loaded: another process saved to it each of the {_ATTEMPTS} times that it "
-        "was read. What the objects hold now may be of several saves: load again when that run has ended, or load a "
-        "checkpoint that is not being replaced."
+        "was read. The objects may now contain a mixture of several saves: load again when that run has finished, or "
+        "load a checkpoint that is not being replaced."
     )
 
 
@@ -127,7 +129,7 @@ def _load_checkpoint(
     load_kwargs: dict[str, Any],
     model_options: dict[str, Any],
 ) -> None:
-    """Verify and load a checkpoint; every rank raises if one does."""
+    """Verify and load a checkpoint. If one rank raises, every rank raises."""
     checkpoint = reading.checkpoint
     with reading.store.open_for_reading(accelerator.local_process_index) as location:
         manifest = _fetch_and_verify(reading, location)
@@ -148,10 +150,10 @@ class _Files:
     """The files of a checkpoint on this machine's disk.
 
     Attributes:
-        folder: Their folder.
-        names: Their names.
-        options: Arguments of torch.load.
-        verified: Whether they match a manifest. If they do, an error of `load_state_dict` is the object's own.
+        folder: The folder of the files.
+        names: The names of the files.
+        options: The arguments of torch.load.
+        verified: Whether the files match a manifest. If so, an error in `load_state_dict` is the object's own fault.
     """
 
     folder: Path
@@ -165,7 +167,7 @@ class _Files:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """List the files and folders; to read a pipe or a device would never end."""
+    """List the files and folders in a folder, without pipes and devices, because reading these could block forever."""
     return [path.name for path in folder.iterdir() if path.is_file() or path.is_dir()]
 
 
@@ -187,29 +189,29 @@ def _find_checkpoint(accelerator: AcceleratorProperties, input_dir: AnyPath | No
 def _existing_folder(folder: AnyPath) -> AnyPath:
     if folder.is_dir():
         return folder
-    _refuse_unfinished(folder)
+    _reject_unfinished(folder)
     raise ValueError(
         f"Tried to find {folder} but folder does not exist; pass the folder that save_state returned: "
         'accelerator.load_state("my_checkpoint")'
     )
 
 
-def _refuse_unfinished(folder: AnyPath) -> None:
+def _reject_unfinished(folder: AnyPath) -> None:
     if (left := store_for(folder).unfinished_save()) is not None:
         raise BrokenCheckpointError(
-            f"Checkpoint {folder} was never finished: its process ended while writing; its partial files are in {left}."
-            " Load an earlier one."
+            f"Checkpoint {folder} was never finished: its process died while writing. Its partial files are in {left}. "
+            "Load an earlier checkpoint."
         )
 
 
 def _fetch_and_verify(reading: _Reading, location: ReadLocation) -> Manifest | None:
-    """Read the manifest, fetch this rank's share of the files and compare it with the manifest."""
+    """Read the manifest, fetch this rank's share of the files, and compare the share with the manifest."""
     checkpoint = reading.checkpoint
     with raising_on_all_ranks(_CALL, CheckpointError, OSError):
         reading.begin()
         manifest = read_manifest(reading.store.source())
         if manifest is None:
-            _refuse_unfinished(checkpoint)
+            _reject_unfinished(checkpoint)
         share = reading.store.fetch(None if manifest is None else sorted(manifest.files), location)
         if manifest is not None and (lines := find_damage(location.folder, manifest, share)):
             raise broken_checkpoint(checkpoint, lines)
@@ -228,21 +230,21 @@ def _find_mismatch(
     found = manifest.layout if manifest is not None else _guess_layout(names)
     if found != layout:
         return CheckpointMismatchError(
-            f"Checkpoint {checkpoint} was written by the strategy {found!r}, this run's layout is {layout!r}. "
+            f"Checkpoint {checkpoint} was written by the strategy {found!r}, but this run's layout is {layout!r}. "
             "Load it with the strategy that wrote it, or load a model saved by accelerator.save_model."
         )
     sizes = {manifest.world_size} if manifest is not None else _possible_world_sizes(names)
     if sizes and here not in sizes and not elastic:
         return CheckpointMismatchError(
-            f"Checkpoint {checkpoint} was written by {min(sizes)} ranks, this run has {here}. Start {min(sizes)} ranks,"
-            " or accept the difference: accelerator.load_state(folder, elastic=True); ranks without a file in it then "
-            "keep their random state."
+            f"Checkpoint {checkpoint} was written by {min(sizes)} ranks, but this run has {here}. Start {min(sizes)} "
+            "ranks, or accept the difference: accelerator.load_state(folder, elastic=True). Ranks that have no file in "
+            "the checkpoint then keep their random state."
         )
     return _custom_mismatch(accelerator, checkpoint, names)
 
 
 def _guess_layout(names: Sequence[str]) -> str:
-    """Return the layout of a folder without a manifest, judged by the names of its files."""
+    """Return the layout of a folder without a manifest, based on the names of its files."""
     if any(name.startswith(constants.FSDP_MODEL_NAME) for name in names):
         return "fsdp"
     if any(name in {"latest", "zero_to_fp32.py"} for name in names):
@@ -253,7 +255,7 @@ def _guess_layout(names: Sequence[str]) -> str:
 def _possible_world_sizes(names: Sequence[str]) -> set[int]:
     """Return the world sizes that may have written a folder without a manifest.
 
-    On machines with disks of their own a folder contains only the random states of its machine's ranks.
+    If machines have separate disks, a folder contains only the random states of the ranks on its machine.
     """
     count = state_files.count_files(names, constants.RNG_STATE_NAME + r"_\d+\.pkl")
     world = world_from_environ()
@@ -298,12 +300,12 @@ def load_files(
     """Load a folder of single files into objects, without comparing it with a manifest.
 
     Args:
-        accelerator: The Accelerator, or an object with its lists; its `step` is set.
+        accelerator: The Accelerator, or an object that has its lists. Its `step` is set.
         models: The models.
         folder: The folder.
-        map_location: As for `load_state`.
-        options: Arguments of torch.load.
-        model_options: Arguments of ``model.load_state_dict``.
+        map_location: See `load_state`.
+        options: The arguments of torch.load.
+        model_options: The arguments of ``model.load_state_dict``.
     """
     _check_map_location(map_location)
     files = _Files(folder, _names_in(folder), options, verified=False)
@@ -334,9 +336,9 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
     """Load a file of weights into a model, prepared or not.
 
     Args:
-        model: The model; a wrapper's inner module is loaded.
+        model: The model. If it is wrapped, the inner module is loaded.
         path: The file.
-        options: Arguments of ``load_state_dict``.
+        options: The arguments of ``load_state_dict``.
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     with naming_file(path, _STRUCTURE if not options else (LookupError, AttributeError)):
@@ -345,7 +347,7 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
 
 
 def _fitted(state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Return a state with the names of a model that was compiled when it was saved, or is compiled now, or both."""
+    """Return a state whose names fit a model, although it may be compiled only now, or only when it was saved."""
     names = fit_compiled_names(state, model.state_dict(keep_vars=True))
     return {names[name]: value for name, value in state.items()}
 
@@ -376,7 +378,7 @@ def _load_each(files: _Files, name: str, objects: Sequence[Any]) -> None:
 
 
 def _checked(state: Any, path: Path, kind: str) -> Any:
-    """Return the state of an optimizer or scheduler if it has the form of one."""
+    """Return a state after checking that it has the form of an optimizer's or scheduler's state."""
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     correct = isinstance(state, Mapping)
     if kind == constants.OPTIMIZER_NAME and groups is not None:
@@ -399,21 +401,19 @@ def _load_loaders(accelerator: AcceleratorProperties, files: _Files) -> None:
 
 
 def _load_sampler(loader: Any, files: _Files, name: str) -> dict[str, Any]:
-    """Restore a loader's epoch and sampler; return what a stateful loader saved in addition to torchdata's state."""
+    """Restore a loader's epoch and sampler, and return the values that a stateful loader needs in addition."""
     try:
         state = files.read(name)
     except CheckpointError as error:
         if isinstance(error, BrokenCheckpointError) and not isinstance(error.__cause__, pickle.UnpicklingError):
             raise
-        state = None  # Accelerate pickles the sampler object itself, which weights_only loading refuses
+        state = None  # Accelerate pickles the sampler object itself, which weights_only loading rejects.
     path = files.folder / name
     if isinstance(state, dict) and "iteration" in state:
         with naming_file(path, (*MALFORMED, RuntimeError)):
             state_files.restore_sampler(loader, state)
             return dict(state.get("position", {}))
-    warn_once(
-        f"{path} contains a pickled sampler and was left out: the order of samples starts from the first epoch's."
-    )
+    warn_once(f"{path} contains a pickled sampler and was not loaded: samples have the order of the first epoch again.")
     return {}
 
 
@@ -439,12 +439,13 @@ def _load_rank(accelerator: AcceleratorProperties, files: _Files) -> None:
 
 
 def resumed_checkpoint() -> str | None:
-    """Return the checkpoint from which this run goes on; None in a launch that begins a training.
+    """Return the checkpoint that this run continues from, or None if the launch starts a new training.
 
-    For the launched function: ``notebook_launcher(..., resume=run)`` and ``run.resume()`` choose the newest complete
-    checkpoint of the earlier run. All ranks get the same.
+    Call this in the launched function. ``notebook_launcher(..., resume=run)`` and ``run.resume()`` choose the newest
+    complete checkpoint of the earlier run. It is the same on all ranks.
 
     Returns:
-        Its absolute path, or its URL: for ``accelerator.load_state``, or ``Trainer.train(resume_from_checkpoint=...)``.
+        The absolute path or the URL, to pass to ``accelerator.load_state`` or
+        ``Trainer.train(resume_from_checkpoint=...)``.
     """
     return environ.text(environ.RESUMED)

@@ -1,4 +1,4 @@
-"""`save_state`: writes a complete training state into one folder."""
+"""`save_state`, which writes a complete training state to a folder."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 _CALL = "save_state"
 _View = tuple[bool, bool, ProcessIdentity]
-"""Whether a rank sees the main rank's folder, whether it is its machine's first, and its process."""
+"""Whether a rank sees the main rank's folder, whether it is the first rank on its machine, and its process."""
 _buffers = SnapshotBuffers()
 _pending: list[PendingSave] = []
 
 
 def _forget_parents_save() -> None:
-    """Leave the parent's checkpoint to the parent, in a process forked from it."""
+    """Drop the parent's checkpoint in a forked process, because only the parent writes it."""
     _pending.clear()
     _buffers.release()
 
@@ -62,17 +62,20 @@ def save_state(
 ) -> str:
     """Save the complete training state; every rank must call this.
 
-    The state consists of models, optimizers, schedulers, loaders, scaler, random states and registered objects. The
-    folder is complete or absent: files are written under another name, and a manifest of sizes and checksums last.
+    The state consists of models, optimizers, schedulers, loaders, the scaler, random states and registered objects. The
+    folder is either complete or absent: files are written under another name, and a manifest of sizes and checksums is
+    written last.
 
     Args:
         accelerator: The Accelerator.
-        output_dir: The folder, or a URL that fsspec knows (s3://, gs://, ...): ranks write to their machines' temporary
-            files (TMPDIR) and upload from there. Ignored with automatic naming; None is allowed only then.
-        safe_serialization: Write models as safetensors rather than in torch's format.
-        blocking: Return when the checkpoint is complete. Otherwise copy the state and write it in a thread; the next
-            save, load or `wait_for_saves` waits for the thread and raises its error. The copy takes as much main
-            memory as the files that this rank writes; it stays allocated for the next save, until `end_training`.
+        output_dir: The folder, or a URL that fsspec supports (s3://, gs://, ...). For a URL, ranks write to the
+            temporary folders of their machines (TMPDIR) and upload from there. The argument is ignored with automatic
+            naming, and may be None only then.
+        safe_serialization: Whether to write models as safetensors instead of torch's format.
+        blocking: Whether to return only when the checkpoint is complete. If False, the state is copied and a thread
+            writes it. The next save, load or `wait_for_saves` waits for the thread and raises its error. The copy takes
+            as much main memory as the files that this rank writes. The memory is kept for the next save, until
+            `end_training`.
         save_model_func_kwargs: Arguments for strategies that write models themselves.
 
     Returns:
@@ -80,7 +83,7 @@ def save_state(
 
     Raises:
         ValueError: No folder was passed, or the automatic name is taken.
-        CheckpointError: The checkpoint, or the one that was being written in the background, could not be written.
+        CheckpointError: This checkpoint, or an earlier one that a thread was writing, could not be written.
     """
     if saves_own_state(accelerator.strategy):
         wait_for_all_ranks(_CALL)
@@ -89,8 +92,8 @@ def save_state(
     project = accelerator.project_configuration
     target = _open_target(accelerator, next_target(project, output_dir))
     began = steady_time.now()
-    telemetry.send_soon()  # a run that goes on from this checkpoint has everything that was logged before
-    background = not blocking or accelerator.device.type == "xla"  # XLA tensors have no memory to write from
+    telemetry.send_soon()  # A run that resumes from this checkpoint must have everything that was logged before it.
+    background = not blocking or accelerator.device.type == "xla"  # XLA tensors have no memory to write from.
     group = rank_agreement.background_group() if background and returns_state_parts(accelerator.strategy) else None
 
     def capture() -> PendingSave:
@@ -113,7 +116,7 @@ def save_state(
 
 
 def _join_pending() -> None:
-    """Finish the checkpoint in a process that exits without `end_training`, or by an exception."""
+    """Finish the checkpoint if the process exits without `end_training`, or because of an exception."""
     for save in _pending:
         save.join()
 
@@ -125,7 +128,7 @@ def _warn_of_accumulated_gradients(accelerator: AcceleratorProperties) -> None:
     if any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters()):
         warn_once(
             "save_state() was called inside a window of gradient accumulation: the gradients accumulated so far are "
-            "not saved, so that a resumed training differs. Save after a step: if accelerator.sync_gradients: "
+            "not saved, so resumed training will differ. Save after a step: if accelerator.sync_gradients: "
             "accelerator.save_state(...)"
         )
 
@@ -134,15 +137,15 @@ def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
     """Wait until the checkpoint of a background save is complete; every rank must call this.
 
     Args:
-        call: Name of the user's call, for messages.
-        release: Also free the memory that holds the copies of states.
+        call: The name of the function that the user called, for messages.
+        release: Whether to free the memory for copies of states, too.
 
     Raises:
-        CheckpointError: The save failed on some rank.
+        CheckpointError: The save failed on a rank.
     """
     try:
         while _pending:
-            _pending[-1].join()  # an interrupt here leaves it pending: the next call waits again
+            _pending[-1].join()  # After an interrupt, the save is still pending, so the next call waits again.
             raise_on_all_ranks(_pending.pop().error, call)
     finally:
         if release:
@@ -151,9 +154,9 @@ def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
 
 
 def _capture_on_all_ranks(target: SaveTarget, capture: Callable[[], PendingSave]) -> PendingSave:
-    """Capture the state; if this fails on one rank, discard the save and raise on all."""
+    """Capture the state. If this fails on one rank, discard the save and raise on all ranks."""
     try:
-        with raising_on_all_ranks(_CALL, Exception):  # hooks, strategies and objects may raise anything
+        with raising_on_all_ranks(_CALL, Exception):  # Hooks, strategies and objects may raise anything.
             save = capture()
     except Exception:
         target.store.discard(target.commits, delivering=False)
@@ -162,7 +165,7 @@ def _capture_on_all_ranks(target: SaveTarget, capture: Callable[[], PendingSave]
 
 
 def _run_in_foreground(save: PendingSave) -> None:
-    """Write in the caller's thread; an interrupted save is over, and the next call does not raise its error."""
+    """Write in the caller's thread. An interrupt ends the save, and the next call does not raise its error."""
     try:
         save.run()
     except BaseException:
@@ -171,7 +174,7 @@ def _run_in_foreground(save: PendingSave) -> None:
 
 
 def _path_for_user(accelerator: AcceleratorProperties, output_dir: Any, target: SaveTarget) -> str:
-    """Return the folder's path as Accelerate does: relative if the user's path was."""
+    """Return the folder's path as Accelerate does, which is relative if the user's path was relative."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
         return str(path_of(project.project_dir or "") / CHECKPOINTS_FOLDER / target.folder.name)
@@ -179,7 +182,7 @@ def _path_for_user(accelerator: AcceleratorProperties, output_dir: Any, target: 
 
 
 def _open_target(accelerator: AcceleratorProperties, folder: AnyPath) -> SaveTarget:
-    """Open the checkpoint's place, and find out which ranks share it with the main one."""
+    """Open the place of the checkpoint, and find out which ranks share it with the main rank."""
     main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
     store = store_for(folder)
 
@@ -207,19 +210,19 @@ def _open_target(accelerator: AcceleratorProperties, folder: AnyPath) -> SaveTar
 
 
 def _peers_of(rank: int, views: list[_View]) -> dict[int, ProcessIdentity]:
-    """Return the ranks that write to the same place: all that see the main rank's folder, or those of one machine.
+    """Return the ranks that write to the same place: all ranks that see the main rank's folder, or one machine's ranks.
 
     Args:
-        rank: This rank.
-        views: The views by rank.
+        rank: The number of this rank.
+        views: The views of all ranks, by rank.
     """
-    nodes = list(itertools.accumulate(first for _, first, _ in views))  # the ranks of a machine are consecutive
+    nodes = list(itertools.accumulate(first for _, first, _ in views))  # The ranks of a machine are consecutive.
     together = [sees for sees, _, _ in views] if views[rank][0] else [node == nodes[rank] for node in nodes]
     return {other: view[2] for other, view in enumerate(views) if together[other]}
 
 
 def _named_as_given(accelerator: AcceleratorProperties, model: nn.Module) -> dict[str, Any]:
-    """Return a model's state with the names that Accelerate writes: of the module that users passed to `prepare`."""
+    """Return a model's state with the names that Accelerate writes: the names in the model given to `prepare`."""
     state = accelerator.get_state_dict(model)
     compiled = model in accelerator.strategy.compiled_models
     return {compiled_name(name): tensor for name, tensor in state.items()} if compiled else state
@@ -228,7 +231,7 @@ def _named_as_given(accelerator: AcceleratorProperties, model: nn.Module) -> dic
 def _collect_files(
     accelerator: AcceleratorProperties, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> list[StateFile]:
-    """Run the hooks and collect the files that this rank writes."""
+    """Run the hooks, and collect the files that this rank writes."""
     strategy, writes_own = accelerator.strategy, saves_own_state(accelerator.strategy)
     weights = [] if writes_own else [_named_as_given(accelerator, model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
@@ -252,12 +255,12 @@ def _collect_files(
 
 
 def _warn_of_unreadable_values(file: StateFile) -> None:
-    """Warn while the training runs: after it, only the checkpoint is left."""
+    """Warn about values that `load_state` would reject, while the training can still be changed."""
     if found := unreadable_classes(file.value):
         names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in found))
         warn_once(
-            f"The state in {file.name} contains objects of {names}. load_state reads plain data only, since other "
-            "objects can run code: convert them in state_dict(), or, for folders you trust, load with "
+            f"The state in {file.name} contains objects of {names}. load_state reads only plain data, because other "
+            "objects can run code: convert them in state_dict(), or, for folders that you trust, load with "
             'accelerator.load_state(folder, load_kwargs={"weights_only": False}).'
         )
 
@@ -267,8 +270,9 @@ def _prepare_save(
 ) -> PendingSave:
     """Return this rank's part of a checkpoint, with copies of the state if a thread will write it.
 
-    Only its own step changes an optimizer's state, two thirds of all bytes with Adam: the thread copies it, and the
-    next step waits for that. Weights and other values, which any code may change, are copied before this returns.
+    Only an optimizer's own step changes its state, which is two thirds of all bytes with Adam. The thread therefore
+    copies this state, and the next step waits for the copy. Weights and other values, which any code may change, are
+    copied before this function returns.
     """
     save = PendingSave(target, _manifest_of(accelerator), files, _after_commit(accelerator, target, began))
     if background:
@@ -289,14 +293,14 @@ def _manifest_of(accelerator: AcceleratorProperties) -> Manifest:
     )
 
 
-@functools.cache  # reading the version takes 2 ms
+@functools.cache  # Reading the version takes 2 ms.
 def _producer() -> str:
-    version = installed_version("notebook-accelerate") or "(not installed)"  # None: imported from a folder
+    version = installed_version("notebook-accelerate") or "(not installed)"  # It may be imported from a folder.
     return f"notebook_accelerate {version}"
 
 
 def _after_commit(accelerator: AcceleratorProperties, target: SaveTarget, began: float) -> Callable[[], None]:
-    """Return the function to call after the commit: it reports the checkpoint, and removes those above the limit."""
+    """Return a function to call after the commit, which reports the checkpoint and removes old ones above the limit."""
     project, main = accelerator.project_configuration, accelerator.is_main_process
 
     def committed() -> None:
@@ -315,7 +319,7 @@ def store_for(target: AnyPath) -> Store:
     """Return the store of a checkpoint.
 
     Args:
-        target: Folder of the checkpoint.
+        target: The folder of the checkpoint.
     """
     if isinstance(target, Path):
         return DiskStore(target)
@@ -346,7 +350,7 @@ def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str
         output_dir: The folder that the user passed, or None.
 
     Returns:
-        The folder, absolute.
+        The absolute folder.
 
     Raises:
         ValueError: No folder was passed, or the automatic name is taken.
@@ -354,7 +358,7 @@ def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str
     if not project.automatic_checkpoint_naming:
         if output_dir is None:
             raise ValueError(
-                'save_state() got no output_dir. Pass one, save_state("my_checkpoint"), or have checkpoints numbered: '
+                'save_state() got no output_dir. Pass one: save_state("my_checkpoint"), or use automatic names: '
                 'Accelerator(project_config=ProjectConfiguration(project_dir="runs", automatic_checkpoint_naming=True))'
             )
         return path_of(output_dir).absolute()
@@ -390,8 +394,8 @@ def checkpoints_above_limit(project_dir: AnyPath, total_limit: int | None) -> li
     """List the oldest automatically named checkpoints above the limit.
 
     Args:
-        project_dir: Folder of the project.
-        total_limit: How many to keep; None keeps all.
+        project_dir: The folder of the project.
+        total_limit: How many checkpoints to keep; None keeps all.
     """
     if total_limit is None:
         return []
@@ -406,7 +410,7 @@ def newest_automatic_checkpoint(project: ProjectConfiguration) -> AnyPath:
         project: The project's settings.
 
     Raises:
-        ValueError: There is none, or checkpoints are not named automatically.
+        ValueError: There is no checkpoint, or checkpoints are not named automatically.
     """
     if not project.automatic_checkpoint_naming:
         raise ValueError(

@@ -336,7 +336,7 @@ def bare(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         ("state", r"has layers of the kind linear_attention, whose state would start anew in each piece"),
         ("uneven", r"even_batches=True"),
         ("rows", r"a batch has 3 sequences, but DeepSpeed's attention was created for 2"),
-        ("places", r"a batch has input_ids, and no position_ids, labels"),
+        ("places", r"a batch has input_ids, but no position_ids, labels"),
     ],
 )
 def test_wrong_arguments_raise(reason: str, message: str) -> None:

@@ -111,7 +111,7 @@ def load_parts(folder: str, whole: str) -> list[Any]:
     same = [torch.equal(_whole(value), expected[name]) for name, value in model.state_dict().items()]
     alone = net()
     load_checkpoint_in_model(alone, whole, full_state_dict=False, broadcast_from_rank0=False)
-    with pytest.raises(ValueError, match=r"0\.weight is a full tensor there; pass full_state_dict=True"):
+    with pytest.raises(ValueError, match=r"0\.weight is a full tensor; pass full_state_dict=True"):
         load_checkpoint_in_model(model, whole, full_state_dict=False)
     unchanged = [torch.equal(_whole(value), expected[name]) for name, value in model.state_dict().items()]
     return [*same, *unchanged, alone.state_dict()["0.weight"].tolist()]

@@ -68,7 +68,7 @@ def test_another_number_of_ranks_is_refused_on_every_rank(tmp_path: Path) -> Non
         run_ranks(load_here, str(tmp_path / "two"), {}, world_size=3)
     assert isinstance(failure.value.__cause__, CheckpointMismatchError)
     assert len(failure.value.reports) == 3
-    assert "written by 2 ranks, this run has 3" in failure.value.reports[2]
+    assert "written by 2 ranks, but this run has 3" in failure.value.reports[2]
     assert run_ranks(load_here, str(tmp_path / "two"), {"elastic": True}, world_size=1) == [6]
 
 

@@ -156,7 +156,7 @@ def check(place: Path, target: str) -> float:
     if not new.exists():
         assert value_in(place / ("checkpoints/checkpoint_0" if target == "auto" else "old")) == 1.0
         if any(place.glob(".*.incomplete")):
-            with pytest.raises(BrokenCheckpointError, match=r"never finished: its process ended while writing"):
+            with pytest.raises(BrokenCheckpointError, match=r"never finished: its process died while writing"):
                 value_in(new)
         return 1.0
     return value_in(new)
@@ -218,7 +218,7 @@ save()
     assert failed.returncode == 1
     assert "CheckpointError: The checkpoint" in failed.stderr
     assert "was not written" in failed.stderr
-    assert "What was there before is unchanged" in failed.stderr
+    assert "Its previous content is unchanged" in failed.stderr
     assert value_in(tmp_path / "out") == 1.0
 
 

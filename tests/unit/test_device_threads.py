@@ -97,7 +97,7 @@ def test_a_state_of_accelerate_without_the_ranks_device_is_said_and_the_rest_res
     expected = random.random()
     elsewhere = ThreadedCuda(3).install(monkeypatch)
     elsewhere.set_device(2)
-    with pytest.warns(UserWarning, match="saved with 2 visible cuda devices, and this rank uses cuda:2"):
+    with pytest.warns(UserWarning, match="saved with 2 visible cuda devices, but this rank uses cuda:2"):
         state_files.restore_rng_state(state, "cuda")
     assert random.random() == expected
 
@@ -160,7 +160,7 @@ def test_weights_are_pinned_only_where_main_memory_has_room_for_it(monkeypatch: 
     monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 2 * (10 * (38 << 20) + (90 << 20))))
     prefetch._check_room(sources)
     monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 500 << 20))
-    with pytest.raises(RuntimeError, match="more, and 500"):
+    with pytest.raises(RuntimeError, match="more, but 500"):
         prefetch._check_room(sources)
 
 

@@ -238,7 +238,7 @@ def test_a_partial_load_is_reported(tmp_path: Path) -> None:
     content = shard.read_bytes()
     for broken in (content[: len(content) // 2], content[:2], b""):
         shard.write_bytes(broken)
-        with pytest.raises(BrokenCheckpointError, match=r"00002.* loaded in part: 1 of 3 files, and \d+ of 20 tensors"):
+        with pytest.raises(BrokenCheckpointError, match=r"00002.* partly loaded: 1 of 3 files, and \d+ of 20 tensors"):
             load_checkpoint_in_model(_empty(), tmp_path)
 
 
@@ -309,6 +309,6 @@ def test_a_map_that_overflows_the_memory_is_refused_before_anything_is_loaded(tm
 
 def test_a_given_map_is_checked_against_max_memory(tmp_path: Path) -> None:
     folder = _save(Deep(), tmp_path, "safetensors")
-    with pytest.raises(ValueError, match=r"puts 5.2 KB on device cpu, which may hold 4 KB by max_memory"):
+    with pytest.raises(ValueError, match=r"puts 5.2 KB on device cpu, which is limited to 4 KB by max_memory"):
         load_checkpoint_and_dispatch(_empty(), folder, {"": "cpu"}, max_memory={"cpu": "4KB"})
     load_checkpoint_and_dispatch(_empty(), folder, {"": "cpu"}, max_memory={"cpu": "6KB"})

@@ -483,7 +483,7 @@ def test_rare_dtypes_of_safetensors_files_are_read(tmp_path: Path, dtype: str) -
 
 def test_broken_and_foreign_folders_are_refused(tmp_path: Path) -> None:
     disk_offload(Deep(width=16), tmp_path)
-    with pytest.raises(ValueError, match="is another model's"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         disk_offload(Deep(width=8), tmp_path)
     with pytest.raises(ValueError, match=r"lack h\.4"):
         disk_offload(Deep(width=16, blocks=5), tmp_path)
