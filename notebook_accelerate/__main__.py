@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""``python -m notebook_accelerate``: the command line."""
+"""The command line, ``python -m notebook_accelerate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that makes many objects and no garbage, such as imports, without Python's automatic garbage collection."""
+"""Pause Python's garbage collection during work that creates many objects but no garbage, such as imports."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from contextlib import contextmanager
 
 
 class _Blocks:
-    """The blocks of all threads of this process that leave collections out now."""
+    """The blocks, in all threads of this process, that currently pause garbage collection."""
 
     def __init__(self) -> None:
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        self._lock = RLock()  # a signal handler or a finalizer may come here again
+    def _reset(self) -> None:
+        self._lock = RLock()  # It is reentrant, because a signal handler or a finalizer may enter a block, too.
         self._entered = 0
         self._switched_off = False
 
-    def begin_again(self) -> None:
-        """Switch collections on in a process forked meanwhile: the blocks of other threads end in the parent only."""
+    def resume_in_child(self) -> None:
+        """Resume garbage collection in a process forked inside a block: other threads end blocks only in the parent."""
         if self._switched_off:
             gc.enable()
-        self._begin()
+        self._reset()
 
     def enter(self) -> None:
         with self._lock:
             self._entered += 1
             if gc.isenabled():
-                self._switched_off = True  # before it is: a fork may come in between
+                self._switched_off = True  # Set this first, because a fork may happen in between.
                 gc.disable()
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         with self._lock:
             self._entered -= 1
             if self._switched_off and not self._entered:
@@ -44,21 +44,21 @@ class _Blocks:
 _blocks = _Blocks()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_blocks.begin_again)
+    os.register_at_fork(after_in_child=_blocks.resume_in_child)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Leave automatic collections out, in all threads, inside the block, which makes objects and drops few.
+    """Pause automatic garbage collection in all threads inside the block, which creates objects but drops few.
 
-    The collector runs after a number of new objects. A full collection then looks at all objects of the process: beside
-    torch's, that takes 0.1 s. Where collections are off already they stay off; ``gc.disable()`` in another thread
-    meanwhile ends with the block.
+    The collector runs after a number of new objects, and a full collection inspects all objects of the process, which
+    takes 0.1 s once torch is imported. If collection is off already, it stays off. If another thread calls
+    ``gc.disable()`` inside the block, that ends together with the block.
     """
     process = os.getpid()
     _blocks.enter()
     try:
         yield
     finally:
-        if os.getpid() == process:  # else it was forked inside the block
-            _blocks.leave()
+        if os.getpid() == process:  # Otherwise this process was forked inside the block.
+            _blocks.exit()

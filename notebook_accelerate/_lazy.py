@@ -1,4 +1,4 @@
-"""Modules that only re-export: each name is imported from its home on first use (PEP 562)."""
+"""Modules that only re-export names, and import each name from its home on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from notebook_accelerate._collection import uncollected
 
 
 class _LazyModule(ModuleType):
-    """A module that imports what it re-exports on first use, and passes what clients replace to its home."""
+    """A module that imports its exports on first use, and passes a name that a client replaces on to its home."""
 
     def __getattr__(self, name: str) -> Any:
         homes, submodules = exports(self.__name__)
@@ -30,7 +30,7 @@ class _LazyModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Importing a submodule sets it as an attribute of its package. It must not hide an export: utils.tqdm is both.
+        # Importing a submodule sets it as an attribute of its package, but must not hide an export: utils.tqdm is both.
         if isinstance(value, ModuleType) and name in self.__all__:
             return
         if name in exports(self.__name__).homes:
@@ -42,14 +42,15 @@ class _LazyModule(ModuleType):
         return sorted({*vars(self), *homes, *submodules})
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-        """Pickle by name, as cloudpickle does with plain modules: functions of cells refer to this package."""
+        """Pickle the module by name, as cloudpickle does with plain modules, because cells refer to this package."""
         return import_module, (self.__name__,)
 
 
 def replace_everywhere(home: ModuleType, name: str, value: object) -> None:
-    """Bind a function's name to another value in its home and in all modules of this package that imported it.
+    """Bind a function's name to another value in its home, and in all modules of this package that imported it.
 
-    Libraries replace functions of Accelerate where they find them; the callers here look in their own modules.
+    Libraries replace functions of Accelerate in the module that exports them, but callers in this package look them up
+    in their own modules.
 
     Args:
         home: The module that defines the name.
@@ -58,7 +59,7 @@ def replace_everywhere(home: ModuleType, name: str, value: object) -> None:
     """
     original = getattr(home, name, value)
     if original is value or not (isinstance(original, FunctionType) or isinstance(value, FunctionType)):
-        return  # an object in the place of a function, such as a mock, is replaced when the function is put back
+        return  # An object that replaced a function, such as a mock, is replaced when the function is restored.
     for module in _modules_of_this_package():
         if vars(module).get(name) is original:
             vars(module)[name] = value
@@ -76,18 +77,18 @@ def _modules_of_this_package() -> list[ModuleType]:
 def reexport(module_name: str) -> None:
     """Make a module re-export its type-checking imports, and list its exports in ``__all__``.
 
-    Type checkers see ordinary imports; at run time the same lines, read from the source, are the table of names. (The
-    package lazy_loader reads stub files for this.) Such a module reads::
+    Type checkers see ordinary imports. At run time the same lines, read from the source, are the table of names. (The
+    package lazy_loader reads stub files for this.) The module looks like this::
 
         if TYPE_CHECKING:
             from notebook_accelerate.batch_size_search import release_memory as release_memory
 
         reexport(__name__)
 
-    ``from <this package> import submodule as submodule`` makes a submodule an attribute, which is not in ``__all__``;
-    ``import *`` re-exports what another such module does, or what an ordinary module defines. As for type checkers,
-    an import without ``as`` is not re-exported, and one outside the block, which the module itself uses, may be. Public
-    definitions below the call are exports, too.
+    ``from <this package> import submodule as submodule`` makes a submodule an attribute that is not in ``__all__``.
+    ``import *`` re-exports the exports of another module of this kind, or the definitions of an ordinary module. As for
+    type checkers, an import without ``as`` is not re-exported, and an import outside the block, which the module itself
+    uses, may be. Public definitions below the call are exports, too.
 
     Args:
         module_name: The module's ``__name__``.
@@ -98,7 +99,7 @@ def reexport(module_name: str) -> None:
 
 
 class Exports(NamedTuple):
-    """What a module exports: the module that defines each name, and its own submodules."""
+    """The exports of a module: the module that defines each name, and its own submodules."""
 
     homes: dict[str, str]
     submodules: set[str]
@@ -106,7 +107,7 @@ class Exports(NamedTuple):
 
 @cache
 def exports(module_name: str) -> Exports:
-    """Read what a module exports from its source: its definitions, and what it re-exports if it calls `reexport`."""
+    """Read the exports of a module from its source: its definitions, and its re-exports if it calls `reexport`."""
     source = _source(module_name)
     head, call, body = source.partition(_CALL)
     homes = dict.fromkeys(_DEFINITION.findall(body if call else source), module_name)
@@ -126,13 +127,13 @@ def exports(module_name: str) -> Exports:
 
 
 _CALL = "\nreexport(__name__)\n"
-# Matches at the start of a line: parsing all of utils.imports would take 4 ms.
+# Matches definitions at the start of a line, because parsing all of utils.imports would take 4 ms.
 _DEFINITION = re.compile(r"^(?:class |def |(?=\w+ = ))([A-Za-z]\w*)", re.MULTILINE)
 
 
 def _source(module_name: str) -> str:
     spec = find_spec(module_name)
-    loader: Any = None if spec is None else spec.loader  # importlib.abc.InspectLoader takes 15 ms to import
+    loader: Any = None if spec is None else spec.loader  # Importing importlib.abc.InspectLoader takes 15 ms.
     source: str | None = loader.get_source(module_name) if hasattr(loader, "get_source") else None
     if source is None:
         raise ImportError(f"{module_name} reads its names from its source; install the package with its .py files")

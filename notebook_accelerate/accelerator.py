@@ -1,4 +1,4 @@
-"""`Accelerator`, the facade: it checks arguments, delegates to a strategy or another package, and wraps results."""
+"""`Accelerator`, the facade, which checks arguments, delegates to a strategy or package, and wraps the results."""
 
 from __future__ import annotations
 
@@ -55,38 +55,40 @@ _T = TypeVar("_T")
 
 
 class Accelerator(AcceleratorProperties):
-    """One training API for one process or many, any device, any precision.
+    """One training API for any number of processes, any device and any precision.
 
     Args:
-        device_placement: Move models, batches and optimizer states to the rank's device.
-        split_batches: Deprecated: `DataLoaderConfiguration(split_batches=...)`.
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes the launch's setting, or "no".
-        gradient_accumulation_steps: Batches per optimizer step (ACCELERATE_GRADIENT_ACCUMULATION_STEPS wins).
-        cpu: Train on the CPU, also where there are accelerators.
-        dataloader_config: How data loaders are divided among ranks.
-        deepspeed_plugin: A `DeepSpeedPlugin`, or several by name.
+        device_placement: Whether to move models, batches and optimizer states to the rank's device.
+        split_batches: Deprecated; use `DataLoaderConfiguration(split_batches=...)`.
+        mixed_precision: "no", "fp16", "bf16" or "fp8". None means the launch's setting, or "no".
+        gradient_accumulation_steps: The number of batches per optimizer step. The environment variable
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides it.
+        cpu: Whether to train on the CPU even if there are GPUs or other accelerators.
+        dataloader_config: How the batches of loaders are divided among ranks.
+        deepspeed_plugin: A `DeepSpeedPlugin`, or a dict of several by name.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`.
         megatron_lm_plugin: A `MegatronLMPlugin`.
-        rng_types: Random generators synchronized at the start of each pass over a loader: "torch", "cuda", ...
-        log_with: Trackers, by name or as objects; "all" selects every installed one.
-        project_dir: Folder of checkpoints and logs.
-        project_config: Folders, checkpoint names and limits (`ProjectConfiguration`).
-        gradient_accumulation_plugin: How to accumulate, instead of `gradient_accumulation_steps`.
+        rng_types: The random generators to synchronize at the start of each pass over a loader: "torch", "cuda", ...
+        log_with: Trackers, by name or as objects. "all" selects all installed trackers.
+        project_dir: The folder of checkpoints and logs.
+        project_config: The folders, checkpoint names and limits (`ProjectConfiguration`).
+        gradient_accumulation_plugin: How to accumulate gradients, instead of `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
-        kwargs_handlers: Settings of autocast, DDP, scaler, process group and profiler; at most one of each kind.
-        dynamo_backend: Backend of `torch.compile`.
+        kwargs_handlers: Settings of autocast, DDP, the scaler, the process group and the profiler, at most one of each
+            kind.
+        dynamo_backend: The backend of `torch.compile`.
         dynamo_plugin: How models are compiled, instead of `dynamo_backend`.
-        deepspeed_plugins: Alias of `deepspeed_plugin`.
+        deepspeed_plugins: An alias of `deepspeed_plugin`.
         parallelism_config: A `ParallelismConfig`.
 
     Attributes:
         state: The shared `AcceleratorState`.
-        gradient_state: The position in the window of gradient accumulation.
-        project_configuration: Folders, checkpoint names and limits.
-        scaler: The loss scaler; None in precisions that need none.
-        step: Batches that `accumulate` has seen in this window.
-        trackers: The trackers that `init_trackers` started.
+        gradient_state: The position in the accumulation window.
+        project_configuration: The folders, checkpoint names and limits.
+        scaler: The loss scaler, or None if the precision does not need one.
+        step: The number of batches that `accumulate` has counted in this window.
+        trackers: The trackers that `init_trackers` has started.
 
     Raises:
         ValueError: A setting is not allowed, or two settings contradict each other.
@@ -146,7 +148,7 @@ class Accelerator(AcceleratorProperties):
         self._device = self.state.device
         if self._handlers.fp8 is not None and self.state.mixed_precision != "fp8":
             raise ValueError(
-                f"kwargs_handlers holds {type(self._handlers.fp8).__name__}, a recipe of fp8, and mixed_precision is "
+                f"kwargs_handlers contains {type(self._handlers.fp8).__name__}, an fp8 recipe, but mixed_precision is "
                 f'{self.state.mixed_precision!r}; pass Accelerator(mixed_precision="fp8"), or omit the recipe'
             )
         self._precision = make_precision(
@@ -174,8 +176,8 @@ class Accelerator(AcceleratorProperties):
         )
         self.fp8_enabled = self.has_fp8_handler = self.state.mixed_precision == "fp8"
         self.delayed_fp8_autocast = False
-        self.scaler = self.strategy.setup.scaler  # FSDP 1 has one of its own
-        # The strategy's own lists; libraries on top of Accelerate read them under these names.
+        self.scaler = self.strategy.setup.scaler  # FSDP 1 has its own scaler.
+        # These are the strategy's lists. Libraries built on Accelerate read them under these names.
         self._models = self.strategy.models
         self._optimizers = self.strategy.optimizers
         self._schedulers = self.strategy.schedulers
@@ -204,20 +206,20 @@ class Accelerator(AcceleratorProperties):
     # ---- preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers, in any number and order; every rank must call this.
+        """Prepare any number of models, optimizers, loaders and schedulers in any order; every rank must call this.
 
         Args:
-            args: The objects. Others than models, optimizers, loaders and schedulers are returned unchanged.
-            device_placement: For each object, whether it goes to the device; None means the Accelerator's setting.
+            args: The objects. Objects other than models, optimizers, loaders and schedulers are returned unchanged.
+            device_placement: For each object, whether it is moved to the device; None means the Accelerator's setting.
 
         Returns:
-            The prepared objects in the order given: a tuple, or the object itself if only one was given.
+            The prepared objects in the same order, as a tuple, or the object itself if only one was given.
 
         Raises:
             AttributeError: The shared state was reset after this Accelerator was created.
-            ValueError: An object cannot be prepared, or `device_placement` does not have one item for each.
+            ValueError: An object cannot be prepared, or `device_placement` does not have an item for each object.
         """
-        self.state.distributed_type  # noqa: B018 - raises if the state was reset
+        self.state.distributed_type  # noqa: B018 - this raises if the state was reset
         placements: Sequence[bool | None] = [None] * len(args) if device_placement is None else device_placement
         accelerator_arguments.check_type(
             "device_placement", placements, (list, tuple), "a list with True or False for each object"
@@ -237,8 +239,9 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             model: The model.
-            device_placement: Whether it goes to the device; None means the Accelerator's setting.
-            evaluation_mode: Prepare it for inference only: it is not wrapped for several ranks, and not saved.
+            device_placement: Whether the model is moved to the device; None means the Accelerator's setting.
+            evaluation_mode: Whether to prepare the model for inference only. It is then neither wrapped for several
+                ranks nor saved.
 
         Returns:
             The prepared model.
@@ -253,7 +256,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             optimizer: The optimizer.
-            device_placement: Whether its state goes to the device; None means the Accelerator's setting.
+            device_placement: Whether its state is moved to the device; None means the Accelerator's setting.
 
         Returns:
             The prepared optimizer.
@@ -263,7 +266,7 @@ class Accelerator(AcceleratorProperties):
         return self.strategy.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a learning rate scheduler, after its optimizer.
+        """Prepare a learning rate scheduler. Its optimizer must be prepared first.
 
         Args:
             scheduler: The scheduler.
@@ -287,8 +290,9 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             data_loader: The loader.
-            device_placement: Whether batches go to the device; None means the Accelerator's setting.
-            slice_fn_for_dispatch: Cuts a batch that rank 0 reads into one for each rank; None cuts the first dimension.
+            device_placement: Whether batches are moved to the device; None means the Accelerator's setting.
+            slice_fn_for_dispatch: A function that returns a rank's part of a batch that rank 0 has read. None slices
+                the first dimension.
 
         Returns:
             The prepared loader.
@@ -298,11 +302,11 @@ class Accelerator(AcceleratorProperties):
     # ---- private methods of Accelerate that downstream libraries call
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
-        """Prepare objects as `prepare` does, and return a tuple also for one object."""
+        """Prepare objects as `prepare` does, but return a tuple even for one object."""
         return tuple(self.strategy.prepare(args, [None] * len(args)))
 
     def _get_named_parameters(self, *args: Any, drop_refs: bool = False) -> dict[str, Any]:
-        """Return the parameters of prepared models by name; with `drop_refs`, the addresses of their memory."""
+        """Return the parameters of prepared models by name or, with `drop_refs`, the addresses of their memory."""
         models = [self.unwrap_model(model) for model in args if isinstance(model, torch.nn.Module)]
         named = {name: parameter for model in models for name, parameter in model.named_parameters()}
         if not drop_refs:
@@ -322,7 +326,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             loss: The loss of one batch.
-            kwargs: As for `torch.Tensor.backward`; `learning_rate` for LOMO optimizers.
+            kwargs: The arguments of `torch.Tensor.backward`, and `learning_rate` for LOMO optimizers.
 
         Raises:
             ValueError: The loss is not a tensor.
@@ -340,7 +344,7 @@ class Accelerator(AcceleratorProperties):
             self._backward(loss, **kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients: they are exchanged, and optimizers step, only in the last batch of a window.
+        """Accumulate gradients, so that they are exchanged and optimizers step only in the last batch of a window.
 
         Args:
             models: The prepared models that are trained in the block.
@@ -366,7 +370,7 @@ class Accelerator(AcceleratorProperties):
             state.sync_gradients = self.step % (settings.get("num_steps") or 1) == 0
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Skip the exchange of a model's gradients in backward.
+        """Skip the exchange of a model's gradients in the backward pass.
 
         Args:
             model: A prepared model.
@@ -378,24 +382,24 @@ class Accelerator(AcceleratorProperties):
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Exchange a model's gradients in the next backward although its forward ran under `no_sync`.
+        """Exchange a model's gradients in the next backward pass although the forward pass ran under `no_sync`.
 
         Args:
             model: The prepared model.
 
         Returns:
-            A context manager for the backward.
+            A context manager for the backward pass.
         """
         return synchronised_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Allow different numbers of batches per rank; every rank must enter it.
+        """Allow ranks to have different numbers of batches; every rank must enter the context.
 
         Args:
-            joinables: Prepared models, and optimizers that communicate.
-            even_batches: Setting of the prepared loaders inside the block; None keeps it.
+            joinables: The prepared models, and optimizers that communicate.
+            even_batches: The setting of the prepared loaders inside the block; None keeps the current one.
 
         Returns:
             A context manager around the loop.
@@ -405,7 +409,7 @@ class Accelerator(AcceleratorProperties):
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
-        """Divide gradients by the scale of the loss, in precisions that scale it; at most once per step.
+        """Divide gradients by the scale of the loss, at most once per step. Without loss scaling, do nothing.
 
         Args:
             optimizer: A prepared optimizer or several; None means all.
@@ -420,7 +424,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             parameters: The parameters.
             max_norm: The largest norm allowed.
-            norm_type: Which norm.
+            norm_type: The type of the norm: 2 for the 2-norm.
 
         Returns:
             The norm before clipping.
@@ -442,7 +446,7 @@ class Accelerator(AcceleratorProperties):
         """Compute in this Accelerator's precision outside of prepared models, for example a loss.
 
         Args:
-            autocast_handler: Settings for this block; None means those in `kwargs_handlers`.
+            autocast_handler: The settings for this block; None means the settings in `kwargs_handlers`.
 
         Returns:
             A context manager.
@@ -454,7 +458,7 @@ class Accelerator(AcceleratorProperties):
         return self._precision.autocast(autocast_handler)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run the fused backward and step of LOMO optimizers.
+        """Run the fused backward pass and step of LOMO optimizers.
 
         Args:
             loss: The loss.
@@ -470,14 +474,15 @@ class Accelerator(AcceleratorProperties):
             optimizer.fused_backward(loss, learning_rate)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
-        """Profile the block; every rank must enter it.
+        """Profile the block; every rank must enter the context.
 
         Args:
-            profile_handler: What is recorded; None means the one in `kwargs_handlers`, or torch's defaults.
+            profile_handler: The settings of the profiler; None means the handler in `kwargs_handlers`, or torch's
+                defaults.
 
         Returns:
             A context manager that yields the profiler. With `output_trace_dir`, each rank writes its trace there at the
-            end, also when the block fails; the run's report lists the traces.
+            end even if the block fails, and the run's report lists the traces.
         """
         settings = profile_handler or self._handlers.profile or ProfileKwargs()
         return tracking.profiled(settings, self.process_index, self.wait_for_everyone)
@@ -485,15 +490,15 @@ class Accelerator(AcceleratorProperties):
     # ---- between ranks
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks have called this; every rank must."""
+        """Wait until all ranks have called this; every rank must call this."""
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on one rank of each machine.
 
         Args:
-            args: As for the built-in print.
-            kwargs: As for the built-in print.
+            args: The arguments of the built-in print.
+            kwargs: The keyword arguments of the built-in print.
         """
         self.state.print(*args, **kwargs)
 
@@ -502,7 +507,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
-            apply_padding: Repeat the last item so that all shares are equally long.
+            apply_padding: Whether to repeat the last item so that all shares have the same length.
 
         Returns:
             A context manager that yields the share.
@@ -510,7 +515,7 @@ class Accelerator(AcceleratorProperties):
         return self.state.split_between_processes(inputs, apply_padding=apply_padding)
 
     def gather(self, tensor: _T) -> _T:
-        """Concatenate every tensor of a nested structure over ranks, by the first dimension; every rank must call this.
+        """Concatenate each tensor of a nested structure over ranks in the first dimension; every rank must call this.
 
         Args:
             tensor: Nested containers of tensors with the same shapes on every rank.
@@ -524,11 +529,11 @@ class Accelerator(AcceleratorProperties):
         """Concatenate results over ranks, without the samples that pad the last batches; every rank must call this.
 
         Args:
-            input_data: Nested containers of tensors, or picklable objects in a list.
-            use_gather_object: Treat the data as Python objects although it holds tensors.
+            input_data: Nested containers of tensors, or a list of picklable objects.
+            use_gather_object: Whether to treat the data as Python objects although it contains tensors.
 
         Returns:
-            The results for each sample of the dataset once.
+            The results, once for each sample of the dataset.
         """
         return collectives.gather_for_metrics(input_data, self.gradient_state, use_gather_object)
 
@@ -538,7 +543,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             tensor: Nested containers of tensors with the same shapes on every rank.
             reduction: "sum", "mean", "max" or "none".
-            scale: Factor applied to the result, on XLA only.
+            scale: A factor for the result, on XLA only.
 
         Returns:
             The structure, the same on every rank.
@@ -550,9 +555,9 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             tensor: Nested containers of tensors.
-            dim: The dimension that is padded.
+            dim: The dimension to pad.
             pad_index: The value of the padding.
-            pad_first: Pad at the beginning instead of the end.
+            pad_first: Whether to pad at the beginning instead of the end.
 
         Returns:
             The structure.
@@ -567,7 +572,7 @@ class Accelerator(AcceleratorProperties):
         """Return whether any rank has set its flag, and clear it; every rank must call this.
 
         Returns:
-            True on every rank if any has called `set_trigger` since the last check.
+            True on every rank if any rank has called `set_trigger` since the last check.
         """
         mine = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
         raised = bool(collectives.reduce(mine, "sum").item() >= 1)
@@ -584,8 +589,9 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             model: The prepared model.
-            keep_fp32_wrapper: Keep the forward in mixed precision; otherwise the original one is restored, in place.
-            keep_torch_compile: Keep a compiled model compiled.
+            keep_fp32_wrapper: Whether to keep the forward method in mixed precision. If False, the original method is
+                restored in place.
+            keep_torch_compile: Whether to keep a compiled model compiled.
 
         Returns:
             The model.
@@ -601,13 +607,14 @@ class Accelerator(AcceleratorProperties):
         return is_on_several_devices(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Drop every prepared object, and release memory.
+        """Drop all prepared objects, and release memory.
 
         Args:
-            objects: More objects to drop.
+            objects: Further objects to drop.
 
         Returns:
-            A None for each, to assign to the names: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+            A None for each object, to assign to its name: `model, optimizer = accelerator.free_memory(model,
+                optimizer)`.
         """
         self.strategy.clear()
         self.step = 0
@@ -622,12 +629,12 @@ class Accelerator(AcceleratorProperties):
     # ---- files
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object to a file, once (or once per machine where `save_on_each_node` is set).
+        """Write an object to a file, once, or once per machine if `save_on_each_node` is set.
 
         Args:
             obj: The object.
             f: The file.
-            safe_serialization: Write safetensors instead of torch's format.
+            safe_serialization: Whether to write safetensors instead of torch's format.
         """
         checkpointing.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
@@ -643,27 +650,27 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: A prepared model.
             save_directory: The folder.
-            max_shard_size: Size of the largest file, in bytes or as text ("10GB").
-            safe_serialization: Write safetensors instead of torch's format.
+            max_shard_size: The largest size of a file, in bytes or as a string such as "10GB".
+            safe_serialization: Whether to write safetensors instead of torch's format.
         """
         checkpointing.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
-        """Write everything that is needed to resume training into a folder; every rank must call this.
+        """Write everything that is needed to resume training to a folder; every rank must call this.
 
         Args:
-            output_dir: The folder, or a URL that fsspec knows; None with automatic checkpoint naming.
-            safe_serialization: Write models as safetensors instead of torch's format.
-            save_model_func_kwargs: Additional arguments for the strategy; `blocking=False` writes in the background.
+            output_dir: The folder, or a URL that fsspec supports. None with automatic checkpoint naming.
+            safe_serialization: Whether to write models as safetensors instead of torch's format.
+            save_model_func_kwargs: Additional arguments for the strategy. `blocking=False` writes in the background.
 
         Returns:
             The folder.
 
         Raises:
             ValueError: No folder was passed, or the automatic name is taken.
-            CheckpointError: This checkpoint, or the one written in the background before, could not be written.
+            CheckpointError: This checkpoint, or an earlier one in the background, could not be written.
         """
         return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
 
@@ -673,35 +680,35 @@ class Accelerator(AcceleratorProperties):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Read what `save_state` wrote; every rank must call this.
+        """Load a checkpoint that `save_state` has written; every rank must call this.
 
         Args:
-            input_dir: The folder, or a URL that fsspec knows; None means the latest automatically named one.
+            input_dir: The folder, or a URL that fsspec supports. None means the latest automatically named checkpoint.
             load_kwargs: Additional arguments for loading custom objects and states.
-            load_model_func_kwargs: Additional arguments for the strategy; `strict` for models (default: True); and
+            load_model_func_kwargs: Additional arguments for the strategy, `strict` for models (default: True), and
                 `elastic=True`, which accepts a checkpoint of another number of ranks (default: False).
 
         Raises:
-            ValueError: The folder does not exist, or none was passed without automatic checkpoint naming.
+            ValueError: The folder does not exist, or no folder was passed without automatic checkpoint naming.
             BrokenCheckpointError: The checkpoint was never finished, or files are damaged.
-            CheckpointMismatchError: It belongs to another world size, strategy or set of objects.
+            CheckpointMismatchError: The checkpoint belongs to another world size, strategy or set of objects.
         """
         checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Include objects in `save_state` and `load_state`, in the order given.
+        """Include objects in `save_state` and `load_state` in this order.
 
         Args:
             objects: Objects with `state_dict` and `load_state_dict`.
 
         Raises:
-            ValueError: Some objects have no such methods.
+            ValueError: Some objects do not have these methods.
         """
         wrong = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
         if wrong:
             raise ValueError(
                 f"register_for_checkpointing takes objects with state_dict and load_state_dict; {len(wrong)} of "
-                f"{len(objects)} have no such methods: {', '.join(type(item).__name__ for item in wrong)}"
+                f"{len(objects)} do not have them: {', '.join(type(item).__name__ for item in wrong)}"
             )
         self._custom_objects.extend(objects)
 
@@ -709,9 +716,9 @@ class Accelerator(AcceleratorProperties):
         """Register a function that `save_state` calls before it writes models.
 
         Args:
-            hook: Called as `hook(models, weights, output_dir)`; it may remove weights that it writes itself. What it
-                writes to `output_dir` is part of the checkpoint. That folder has the checkpoint's name, and is moved to
-                its place when the checkpoint is complete: do not keep its path.
+            hook: A function that is called as `hook(models, weights, output_dir)`. It may remove weights that it writes
+                itself. Files that it writes to `output_dir` are part of the checkpoint. This folder has the
+                checkpoint's name, and is moved to its place when the checkpoint is complete: do not keep its path.
 
         Returns:
             A handle whose `remove()` unregisters the function.
@@ -722,7 +729,7 @@ class Accelerator(AcceleratorProperties):
         """Register a function that `load_state` calls before it reads models.
 
         Args:
-            hook: Called as `hook(models, input_dir)`; it may remove models that it loads itself.
+            hook: A function that is called as `hook(models, input_dir)`. It may remove models that it loads itself.
 
         Returns:
             A handle whose `remove()` unregisters the function.
@@ -734,7 +741,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             dataloader: A prepared loader.
-            num_batches: Number of batches to skip.
+            num_batches: The number of batches to skip.
 
         Returns:
             The loader.
@@ -749,11 +756,11 @@ class Accelerator(AcceleratorProperties):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers of `log_with`, on rank 0; a tracker that fails to start warns.
+        """Start the trackers of `log_with` on rank 0. If a tracker fails to start, a warning is issued.
 
         Args:
-            project_name: Name of the project.
-            config: Hyperparameters to record.
+            project_name: The name of the project.
+            config: The hyperparameters to record.
             init_kwargs: Additional arguments by tracker name.
 
         Raises:
@@ -772,14 +779,14 @@ class Accelerator(AcceleratorProperties):
         """Return a started tracker.
 
         Args:
-            name: Its name.
-            unwrap: Return the vendor's own run object.
+            name: The name of the tracker.
+            unwrap: Whether to return the vendor's own run object.
 
         Returns:
-            The tracker; one that does nothing on ranks without trackers.
+            The tracker. On ranks without trackers, a tracker that does nothing.
 
         Raises:
-            ValueError: No tracker of that name was requested.
+            ValueError: No tracker with this name was requested.
         """
         return tracking.get_tracker(self, name, unwrap)
 
@@ -789,15 +796,15 @@ class Accelerator(AcceleratorProperties):
         step: int | None = None,
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Record the values of one step: in the trackers on rank 0, and of every rank in the run that launched it.
+        """Record the values of a step: with the trackers on rank 0, and from every rank in the run's metrics.
 
         Args:
-            values: Numbers by name.
-            step: The step; None: in the run, the number of the optimizer's steps.
+            values: The numbers by name.
+            step: The step. In the run's metrics, None means the number of optimizer steps.
             log_kwargs: Additional arguments by tracker name.
 
         Raises:
-            ValueError: `values` is not a dict. Values that a tracker cannot record are left out, with a warning.
+            ValueError: `values` is not a dict. Values that a tracker cannot record are left out with a warning.
         """
         tracking.log(self, values, step, log_kwargs)
 
@@ -819,9 +826,9 @@ class Accelerator(AcceleratorProperties):
         """Split sequences between ranks inside the block, if the parallel layout has a context dimension.
 
         Args:
-            buffers: Tensors that are split in place.
-            buffer_seq_dims: Their sequence dimensions.
-            no_restore_buffers: Tensors that stay split after the block.
+            buffers: The tensors to split in place.
+            buffer_seq_dims: The sequence dimension of each buffer.
+            no_restore_buffers: The buffers that stay split after the block.
 
         Yields:
             Nothing.
@@ -830,19 +837,20 @@ class Accelerator(AcceleratorProperties):
             yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Make a loader yield slices of sequences, for DeepSpeed's sequence parallelism; every rank must call this.
+        """Make a loader yield slices of sequences for DeepSpeed's sequence parallelism; every rank must call this.
 
-        Loaders that are prepared together with the model do so already. Batches have input_ids, position_ids and
-        labels; slices have shift_labels in place of labels. The loss of a sequence is the mean of the losses of its
+        Loaders that are prepared together with the model already do so. Batches have input_ids, position_ids and
+        labels, and slices have shift_labels instead of labels. The loss of a sequence is the mean of the losses of its
         slices, each weighted by the number of its labels other than -100 and gathered over
         `accelerator.torch_device_mesh["sp"].get_group()` by `torch.distributed.nn.functional.all_gather`.
 
         Args:
             dl: The prepared loader.
-            model: Not used: batches go to this rank's device.
+            model: Not used, because batches are moved to this rank's device.
 
         Returns:
-            The loader of slices; without such a layout, or if it yields slices already, the loader itself.
+            The loader of slices, or the loader itself if it already yields slices or the layout has no sequence
+            parallelism.
         """
         return self.strategy.sequence_loader(dl)
 
@@ -858,7 +866,7 @@ def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return a public name of `utils`: Accelerate's module imports many, and libraries take or patch them there."""
+        """Return a public name of `utils`: libraries import or patch many of these in Accelerate's module."""
         utils = import_module("notebook_accelerate.utils")
         if name not in utils.__all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,24 +1,24 @@
-"""Every exception that notebook_accelerate raises on purpose, and how a rank's failure is described.
+"""The exceptions that notebook_accelerate raises on purpose, and the description of a rank's failure.
 
 A user's own error, a dead worker and a broken launch are different types::
 
     NotebookAccelerateError
     ├── LaunchError                     the launch could not be planned or started
     │   ├── PortInUseError              a fixed port of a multi-node launch is taken
-    │   ├── DeviceBusyError             another run holds the accelerators
+    │   ├── DeviceBusyError             another run uses the accelerators
     │   └── AuthenticationError         another machine did not prove that it belongs to the run
     ├── WorkerError                     a run ended without success; carries ``.run``
     │   ├── RunStoppedError             stopped by the user
     │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
     │   ├── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
-    │   └── RunLostError                the process that ran a kept run is gone, and recorded no end
-    ├── BrokenRunError                  the journal of a kept run is damaged, or not of this package
+    │   └── RunLostError                the process of a kept run is gone, and has not recorded an end
+    ├── BrokenRunError                  the journal of a kept run is damaged, or not from this package
     ├── AskError                        a rank could not answer a question
     ├── RunNotFinishedError             results requested, or run closed, before its end
     ├── ResultsFreedError               results were requested after they were freed
     ├── CheckpointError                 a checkpoint could not be written or loaded
-    │   ├── BrokenCheckpointError       it is incomplete or damaged
-    │   └── CheckpointMismatchError     it belongs to another world size, strategy or set of objects
+    │   ├── BrokenCheckpointError       a checkpoint is incomplete or damaged
+    │   └── CheckpointMismatchError     a checkpoint belongs to another world size, strategy or set of objects
     ├── SerializationError              something cannot be transferred between the kernel and a rank
     ├── ChannelClosedError              the other end of a channel is gone
     └── DistributedOperationException   debug mode: ranks passed different tensors to a collective
@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 PAGES = "https://notebook-accelerate.github.io/notebook-accelerate/e/"
-"""Where the documentation's pages on exceptions have short addresses, which stay: the name of a class follows."""
+"""The permanent short address of the documentation's pages on exceptions, to which the name of a class is appended."""
 
 
 class FrameInfo(NamedTuple):
-    """One line of a traceback."""
+    """A line of a traceback."""
 
     filename: str
     lineno: int
@@ -48,7 +48,7 @@ class FrameInfo(NamedTuple):
 
 
 class ExceptionInfo(NamedTuple):
-    """One exception of a chain; ``link`` says how it led to the next: "cause", "context" or "" for the last."""
+    """An exception in a chain. ``link`` says how it led to the next one: "cause", "context", or "" for the last."""
 
     type: str
     message: str
@@ -58,17 +58,17 @@ class ExceptionInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why one rank did not succeed.
+    """The reason why a rank did not succeed.
 
     Attributes:
-        rank: Global index.
+        rank: The global index of the rank.
         kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "interrupted" or "lost" (with its machine).
         time: Seconds since the epoch.
         message: One sentence.
-        chain: The exceptions, the one that left the function last; empty when the process just died.
+        chain: The exceptions, ending with the one that left the function. Empty if the process just died.
         exception: The original exception, if it could be transferred to the kernel.
-        signal: Number of the signal that ended the process.
-        consequence: Whether another rank's failure caused this one.
+        signal: The number of the signal that killed the process.
+        consequence: Whether another rank's failure caused this failure.
     """
 
     rank: int
@@ -82,11 +82,11 @@ class RankFailure:
 
 
 class RankOutcome(Protocol):
-    """One rank of a `FailedRun`."""
+    """A rank of a `FailedRun`."""
 
     @property
     def rank(self) -> int:
-        """Global index."""
+        """The global index of the rank."""
 
     @property
     def state(self) -> str:
@@ -94,19 +94,19 @@ class RankOutcome(Protocol):
 
     @property
     def exit(self) -> str:
-        """How its process ended, as "exit 0" or "SIGKILL"; "" while it runs."""
+        """How its process ended, such as "exit 0" or "SIGKILL", or "" while it is running."""
 
     @property
     def last_step(self) -> int | None:
-        """The last step it logged; None when it logged none."""
+        """The last step that it logged, or None if it has not logged a step."""
 
     @property
     def result(self) -> Any:
-        """What the function returned; None unless the rank succeeded."""
+        """The return value of the function, or None unless the rank has succeeded."""
 
 
 class RunReport(Protocol):
-    """A run as static HTML and as text."""
+    """The report on a run, as static HTML and as text."""
 
     @property
     def text(self) -> str:
@@ -117,18 +117,19 @@ class RunReport(Protocol):
         """The report as HTML."""
 
     def error_lines(self, error: WorkerError) -> list[str]:
-        """Return the lines that IPython shows in place of a traceback."""
+        """Return the lines that IPython shows instead of a traceback."""
 
 
 class FailedRun(Protocol):
-    """The run that an error carries: a `notebook_accelerate.Run`.
+    """The run of an error, which is a `notebook_accelerate.Run`.
 
-    These are the attributes that are of use after a failure; ``isinstance(error.run, Run)`` narrows it to all of them.
+    This class lists the attributes that are useful after a failure. ``isinstance(error.run, Run)`` gives type checkers
+    all attributes.
     """
 
     @property
     def id(self) -> int:
-        """Number of the run in its kernel, from 1."""
+        """The number of the run in its kernel, counted from 1."""
 
     @property
     def status(self) -> str:
@@ -136,59 +137,59 @@ class FailedRun(Protocol):
 
     @property
     def error(self) -> WorkerError | None:
-        """Why the run did not succeed; see `Run.error`."""
+        """The reason why the run did not succeed (see `Run.error`)."""
 
     @property
     def elapsed(self) -> float:
-        """Seconds from the launch to the end."""
+        """The seconds from the launch to the end."""
 
     @property
     def ranks(self) -> Sequence[RankOutcome]:
-        """The ranks, in order."""
+        """The ranks in order."""
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The series that the ranks logged, by name; see `Run.metrics`."""
+        """The series that the ranks have logged, by name (see `Run.metrics`)."""
 
     def logs(self, rank: int | None = None, tail: int | None = None) -> list[str]:
-        """Return the lines that the ranks wrote; see `Run.logs`."""
+        """Return the lines that the ranks have written (see `Run.logs`)."""
 
     def report(self) -> RunReport:
-        """Return the run as static HTML and as text; see `Run.report`."""
+        """Return the report on the run (see `Run.report`)."""
 
     def debug(self, rank: int | None = None) -> None:
-        """Open a debugger in a rank that was kept; see `Run.debug`."""
+        """Open a debugger in a rank that was held after its failure (see `Run.debug`)."""
 
     def stop(self, grace: float = 5.0) -> None:
-        """End the ranks that were kept; see `Run.stop`."""
+        """End the ranks that were held after their failure (see `Run.stop`)."""
 
 
 def page_of(kind: type[BaseException]) -> str:
-    """Return the address of the page on an exception's class, or on the nearest base that is of this module."""
+    """Return the address of the page on an exception's class, or on its nearest base class in this module."""
     documented = next(each for each in kind.__mro__ if each.__module__ == __name__)
     return f"{PAGES}{documented.__name__}"
 
 
 def with_page(lines: list[str], kind: type[BaseException]) -> list[str]:
-    """Return the lines of an error that IPython shows; in a notebook, which makes links, the page's address follows.
+    """Return the lines that IPython shows for an error, followed in a notebook by the address of its page.
 
-    A terminal gets the lines alone: there an error is often one line, and a log has no use for the address.
+    A terminal shows only the lines, because an error is often a single line there, and a log does not need the address.
     """
     in_notebook = getattr(ipython_shell(), "kernel", None) is not None
     return [*lines, f"see {page_of(kind)}"] if in_notebook else lines
 
 
 def ipython_shell() -> Any:
-    """Return IPython's shell in this process; None outside IPython, which is not imported for this."""
+    """Return IPython's shell in this process, or None outside of IPython. IPython is not imported for this."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
 
 
 class NotebookAccelerateError(Exception):
-    """Base of every exception of this package."""
+    """The base class of all exceptions of this package."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows: its own, and in a notebook the address of the class's page."""
+        """Return the lines that IPython shows, followed in a notebook by the address of the class's page."""
         formatter = getattr(ipython_shell(), "InteractiveTB", None)
         if formatter is None:
             return traceback.format_exception(self)
@@ -196,27 +197,27 @@ class NotebookAccelerateError(Exception):
 
 
 class LaunchError(NotebookAccelerateError):
-    """A launch could not be planned or its processes could not be started."""
+    """Raised when a launch cannot be planned, or its processes cannot be started."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the one line that IPython shows: the launcher's own frames explain nothing."""
+        """Return the only line that IPython shows, because the launcher's own frames explain nothing."""
         return with_page([f"{type(self).__name__}: {self}"], type(self))
 
 
 class PortInUseError(LaunchError):
-    """The fixed port of a multi-node launch is taken on this machine."""
+    """Raised when the fixed port of a multi-node launch is taken on this machine."""
 
 
 class DeviceBusyError(LaunchError):
-    """Another run of this kernel, or a detached run, holds the accelerators that this launch needs."""
+    """Raised when another run of this kernel, or a detached run, uses the accelerators that a launch needs."""
 
 
 class AuthenticationError(LaunchError):
-    """The other end of a connection did not prove that it belongs to this run."""
+    """Raised when the other end of a connection does not prove that it belongs to this run."""
 
 
 class _Results(Mapping[int, Any]):
-    """Return values by rank, each of which is unpickled when it is read."""
+    """The return values by rank. Each value is unpickled when it is read."""
 
     def __init__(self, infos: Mapping[int, RankOutcome]) -> None:
         self._infos = infos
@@ -235,16 +236,16 @@ class _Results(Mapping[int, Any]):
 
 
 class WorkerError(NotebookAccelerateError):
-    """A run ended without success.
+    """Raised when a run ends without success.
 
     Args:
-        message: What happened, in one paragraph.
+        message: A description of what happened, in one paragraph.
         run: The run.
-        failures: One entry per rank that failed.
+        failures: One entry for each rank that failed.
 
     Attributes:
         run: The run, with its logs, metrics, ranks and report.
-        failures: One `RankFailure` per rank that failed, in order of time; empty if none did.
+        failures: One `RankFailure` for each rank that failed, in order of time. Empty if no rank failed.
     """
 
     def __init__(self, message: str, run: FailedRun | None = None, failures: Sequence[RankFailure] = ()) -> None:
@@ -254,7 +255,7 @@ class WorkerError(NotebookAccelerateError):
 
     @property
     def rank(self) -> int | None:
-        """Global index of the rank that failed first; None when no rank did."""
+        """The global index of the rank that failed first, or None if no rank failed."""
         return self.failures[0].rank if self.failures else None
 
     @property
@@ -271,35 +272,35 @@ class WorkerError(NotebookAccelerateError):
 
     @property
     def page(self) -> str:
-        """Address of the page that explains the error."""
+        """The address of the page that explains the error."""
         return page_of(self.documented_kind)
 
     @property
     def documented_kind(self) -> type[BaseException]:
-        """The class whose page helps: that of the first rank's exception where it is one of this module."""
+        """The class whose page to show: the first rank's exception class if it is in this module, else this class."""
         chain = self.failures[0].chain if self.failures else ()
         kind = globals().get(chain[-1].type.rpartition(".")[2]) if chain else None
         return kind if isinstance(kind, type) and issubclass(kind, NotebookAccelerateError) else type(self)
 
 
 class RunStoppedError(WorkerError):
-    """The run was stopped: by the stop button, by ``run.stop()``, or with the kernel."""
+    """Raised when a run is stopped by the stop button, by ``run.stop()``, or together with the kernel."""
 
 
 class RunTimeoutError(WorkerError):
-    """The run reached its ``timeout`` or ``hang_timeout`` and was stopped."""
+    """Raised when a run reaches its ``timeout`` or ``hang_timeout`` and is stopped."""
 
 
 class RunLostError(WorkerError):
-    """The process that ran a kept run is gone, and recorded no end: its kernel was killed, or its machine restarted."""
+    """Raised when the process of a kept run is gone without having recorded an end, for example after a restart."""
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """The user interrupted a launch; every rank has ended.
+    """Raised when the user interrupts a launch, after all ranks have ended.
 
-    It is a KeyboardInterrupt, so that what interrupts a cell still interrupts it, and it carries ``.run``. An interrupt
-    that arrives as a run ends is raised too, so that the code after the launch does not go on; ``run.status`` then
-    tells how the run had ended.
+    It is a KeyboardInterrupt, so that it still interrupts the cell, and it has the attribute ``run``. An interrupt
+    that arrives while a run is ending is raised, too, so that the code after the launch does not continue.
+    ``run.status`` then says how the run ended.
 
     Attributes:
         run: The run.
@@ -314,7 +315,7 @@ class RunInterrupted(KeyboardInterrupt):
         self.run = run
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines IPython shows instead of the supervisor's own frames."""
+        """Return the lines that IPython shows instead of the supervisor's own frames."""
         error = self.run.error if self.run.status == "failed" else None
         if error is not None:
             return [*error._render_traceback_(), f"KeyboardInterrupt: {self}"]
@@ -322,44 +323,44 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class WorkerDiedError(WorkerError):
-    """A rank's process ended without raising: killed by a signal, or by ``os._exit``."""
+    """Raised when a rank's process ends without an exception, because of a signal or ``os._exit``."""
 
 
 class RunNotFinishedError(NotebookAccelerateError, RuntimeError):
-    """The results of a run were requested, or the run was closed, before it ended."""
+    """Raised when the results of a run are requested, or the run is closed, before it has ended."""
 
 
 class ResultsFreedError(NotebookAccelerateError):
-    """The results of a run were requested after they were freed."""
+    """Raised when the results of a run are requested after they have been freed."""
 
 
 class BrokenRunError(NotebookAccelerateError, ValueError):
-    """The journal of a kept run is damaged, or was not written by this package."""
+    """Raised when the journal of a kept run is damaged, or was not written by this package."""
 
 
 class CheckpointError(NotebookAccelerateError, RuntimeError):
-    """A checkpoint could not be written or loaded."""
+    """Raised when a checkpoint cannot be written or loaded."""
 
 
 class BrokenCheckpointError(CheckpointError):
-    """A checkpoint was never finished, or its files are not what its manifest says."""
+    """Raised when a checkpoint was never finished, or its files do not match its manifest."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint belongs to another world size, strategy or set of objects."""
+    """Raised when a checkpoint belongs to another world size, strategy or set of objects."""
 
 
 class SerializationError(NotebookAccelerateError):
-    """A function, argument, return value or exception cannot be transferred between the kernel and a rank."""
+    """Raised when a function, argument, return value or exception cannot be sent between the kernel and a rank."""
 
 
 class AskError(NotebookAccelerateError):
-    """A rank could not answer a question; returned in place of its answer, not raised."""
+    """Returned (not raised) instead of a rank's answer if the rank could not answer a question."""
 
 
 class ChannelClosedError(NotebookAccelerateError):
-    """The other end of a channel is gone."""
+    """Raised when the other end of a channel is gone."""
 
 
 class DistributedOperationException(NotebookAccelerateError):  # noqa: N818 - Accelerate's name
-    """Ranks passed different structures, shapes or dtypes to a collective (checked where ACCELERATE_DEBUG_MODE=1)."""
+    """Raised when ranks pass different structures, shapes or dtypes to a collective (with ACCELERATE_DEBUG_MODE=1)."""

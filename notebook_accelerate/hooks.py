@@ -1,4 +1,4 @@
-"""Re-exports: Accelerate's hooks on modules."""
+"""Re-exports Accelerate's module hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline-parallel inference: each rank computes some of a model's layers, with `torch.distributed.pipelining`."""
+"""Pipeline-parallel inference with `torch.distributed.pipelining`: each rank computes some of a model's layers."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Divide the layers of a model among the ranks, for inference; every rank must call this, and then the model.
+    """Divide the layers of a model among ranks for inference; every rank must call this, and then the model.
 
-    A batch is split into chunks, and while one rank computes a chunk, the rank before it computes the next (GPipe,
-    https://arxiv.org/abs/1811.06965). Rank 0 passes the batch, of any number of rows; the arguments of other ranks are
-    ignored.
+    A batch is split into chunks. While one rank computes a chunk, the rank before it computes the next chunk (GPipe,
+    https://arxiv.org/abs/1811.06965). Rank 0 passes the batch, which may have any number of rows. The arguments of
+    other ranks are ignored.
 
-    With `ParallelismConfig(pp_size=...)` the layers are divided among the ranks along that dimension only: there are as
-    many pipelines as replicas, and the first rank of each passes its batch.
+    With `ParallelismConfig(pp_size=...)`, layers are divided only among the ranks along that dimension: there are as
+    many pipelines as replicas, and the first rank of each pipeline passes its batch.
 
     Args:
-        model: The model, on the CPU. `torch.export` traces it, so its forward must not branch on values.
-        split_points: Names of the submodules at which a rank's part begins, one fewer than there are ranks. "auto"
-            minimizes the largest part, in bytes of parameters and buffers.
-        no_split_module_classes: Names of classes whose modules stay whole; None means `model._no_split_modules`.
-        example_args: Positional arguments of one chunk. Tensors have the rows of one chunk; other values are fixed to
-            those given here.
-        example_kwargs: Keyword arguments of one chunk.
-        num_chunks: Chunks in the pipeline at a time; None means the number of ranks.
-        gather_output: Whether every rank gets the outputs; otherwise only the last one does, and the others get None.
+        model: The model, on the CPU. `torch.export` traces it, so its forward method must not branch on values.
+        split_points: The names of the submodules that start a new rank's part, one fewer than there are ranks. "auto"
+            minimizes the size of the largest part in bytes of parameters and buffers.
+        no_split_module_classes: The names of classes whose modules stay whole; None means `model._no_split_modules`.
+        example_args: The positional arguments for one chunk. Tensors have the rows of one chunk, and all other values
+            are fixed to the values given here.
+        example_kwargs: The keyword arguments for one chunk.
+        num_chunks: The number of chunks in the pipeline at a time; None means the number of ranks.
+        gather_output: Whether every rank gets the outputs. If False, only the last rank does, and the others get None.
 
     Returns:
-        The model with its forward replaced; its attribute `hf_split_points` has the split points.
+        The model, with its forward method replaced. Its attribute `hf_split_points` contains the split points.
 
     Raises:
         ValueError: The example or an output has no batch dimension, the model has fewer parts than there are ranks, or
-            split points are too many, too few or unknown.
+            there are too many, too few or unknown split points.
     """
     group = _pipeline_group()
     parts = len(group.ranks)
@@ -80,7 +80,7 @@ def _trace(model: nn.Module, args: Sequence[Any] | None, kwargs: Mapping[str, An
     rows = find_pippy_batch_size(args, kwargs)
     if rows is None:
         raise ValueError(
-            "prepare_pippy traces the model with an example, and the given one has no tensor with a batch dimension; "
+            "prepare_pippy traces the model with an example, but this example has no tensor with a batch dimension; "
             "write prepare_pippy(model, example_args=(inputs[:1],))"
         )
     return _TracedModel(model, tuple(args or ()), dict(kwargs or {}), rows)
@@ -97,16 +97,16 @@ def build_pipeline(
 
     Args:
         model: The model, on the CPU.
-        split_points: Names of the submodules at which a rank's part begins, one fewer than there are ranks.
-        args: Positional arguments of one chunk.
-        kwargs: Keyword arguments of one chunk.
-        num_chunks: Chunks in the pipeline at a time.
+        split_points: The names of the submodules that start a new rank's part, one fewer than there are ranks.
+        args: The positional arguments for one chunk.
+        kwargs: The keyword arguments for one chunk.
+        num_chunks: The number of chunks in the pipeline at a time.
 
     Returns:
         The `forward` argument of `pippy_forward`.
 
     Raises:
-        ValueError: As for `prepare_pippy`.
+        ValueError: See `prepare_pippy`.
     """
     group = _pipeline_group()
     _check_split_points(model, split_points, len(group.ranks))
@@ -119,13 +119,13 @@ def generate_device_map(
     no_split_module_classes: list[str] | None = None,
     max_memory: dict[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Assign a model's modules to ranks, in the order of their registration.
+    """Assign a model's modules to ranks in the order of their registration.
 
     Args:
         model: The model.
-        num_processes: Number of ranks.
-        no_split_module_classes: Names of classes whose modules stay whole.
-        max_memory: Limit of each rank, as for `infer_auto_device_map`; None divides the bytes evenly.
+        num_processes: The number of ranks.
+        no_split_module_classes: The names of classes whose modules stay whole.
+        max_memory: The limit of each rank, as in `infer_auto_device_map`. None divides the bytes evenly.
 
     Returns:
         The rank of each module.
@@ -139,7 +139,7 @@ def generate_device_map(
     sizes = dict(_smallest_parts(model, set(no_split_module_classes or ())))
     if len(sizes) < num_processes:
         raise ValueError(
-            f"{type(model).__name__} has {len(sizes)} modules that stay whole, and there are {num_processes} ranks; "
+            f"{type(model).__name__} has {len(sizes)} modules that stay whole, but there are {num_processes} ranks; "
             "pass fewer no_split_module_classes, or a smaller num_processes"
         )
     cuts = balanced_cuts(list(sizes.values()), num_processes)
@@ -147,20 +147,20 @@ def generate_device_map(
 
 
 def pippy_forward(forward: Any, num_chunks: int, gather_output: bool | None, *args: Any, **kwargs: Any) -> Any:
-    """Run one batch through a pipeline; every rank must call this.
+    """Run a batch through a pipeline; every rank must call this.
 
     Args:
         forward: This rank's part of the pipeline, from `build_pipeline`.
-        num_chunks: Chunks in the pipeline at a time.
+        num_chunks: The number of chunks in the pipeline at a time.
         gather_output: Whether every rank gets the outputs.
-        args: The model's positional arguments on rank 0; other ranks may leave them out.
-        kwargs: Its keyword arguments, the same.
+        args: The model's positional arguments on rank 0. Other ranks may leave them out.
+        kwargs: The model's keyword arguments on rank 0.
 
     Returns:
-        The outputs, as many rows as rank 0 passed: on the last rank, or on all. None elsewhere.
+        The outputs, with as many rows as rank 0 passed, on the last rank or on all ranks. None on other ranks.
 
     Raises:
-        ValueError: Rank 0 passed no tensor with a batch dimension, or values other than tensors that differ from the
+        ValueError: Rank 0 passed no tensor with a batch dimension, or non-tensor values that differ from the
             traced ones.
     """
     if not isinstance(forward, _Stage):
@@ -182,11 +182,11 @@ def pippy_forward(forward: Any, num_chunks: int, gather_output: bool | None, *ar
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
-    """Return the number of rows of the first tensor with a batch dimension; None if there is none.
+    """Return the number of rows of the first tensor that has a batch dimension, or None if there is no such tensor.
 
     Args:
-        args: Positional arguments of a model.
-        kwargs: Its keyword arguments.
+        args: The positional arguments of a model.
+        kwargs: The keyword arguments of the model.
     """
     for value in (*(args or ()), *(kwargs or {}).values()):
         found = ignorant_find_batch_size(value)
@@ -197,13 +197,13 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
 
 @dataclass(frozen=True)
 class _PipelineGroup:
-    """The ranks of one pipeline, in the order of the layers."""
+    """The ranks of a pipeline, in the order of layers."""
 
     ranks: tuple[int, ...]
     stage_index: int
-    """This rank's index among them."""
+    """The index of this rank among them."""
     process_group: Any
-    """None means all ranks."""
+    """The process group of these ranks; None means all ranks."""
 
     @property
     def is_first(self) -> bool:
@@ -211,7 +211,7 @@ class _PipelineGroup:
         return self.stage_index == 0
 
     def broadcast_objects(self, values: list[Any]) -> list[Any]:
-        """Return the first rank's values, on all ranks of the pipeline."""
+        """Return the values of the first rank on all ranks of the pipeline."""
         if self.process_group is None:
             return broadcast_object_list(values)
         dist.broadcast_object_list(values, src=self.ranks[0], group=self.process_group)
@@ -229,16 +229,16 @@ def _pipeline_group() -> _PipelineGroup:
 
 @dataclass(frozen=True)
 class _Structure:
-    """The nested containers of a flat list of tensors, with the leaves that are not tensors."""
+    """The nested containers around a flat list of tensors, and the leaves that are not tensors."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    """The leaves; None in place of tensors."""
+    """The leaves, with None in place of tensors."""
     is_tensor: tuple[bool, ...]
 
     @classmethod
     def flatten(cls, value: Any) -> tuple[_Structure, list[torch.Tensor]]:
-        """Return the structure of nested containers, and their tensors."""
+        """Return the structure of nested containers, and the tensors in them."""
         leaves, spec = pytree.tree_flatten(value)
         is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         others = tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True))
@@ -250,7 +250,7 @@ class _Structure:
         return f"model({', '.join(arguments)})"
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
-        """Return the containers with these tensors."""
+        """Return the containers filled with these tensors."""
         remaining = iter(tensors)
         leaves = [next(remaining) if tensor else leaf for leaf, tensor in zip(self.leaves, self.is_tensor, strict=True)]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -259,7 +259,7 @@ class _Structure:
 class _FlatModel(nn.Module):
     """A model that takes and returns flat lists of tensors.
 
-    Every input passes through the first part: torch gives the pipeline's inputs to the first rank only.
+    Every input passes through the first part, because torch gives the pipeline's inputs only to the first rank.
     """
 
     def __init__(self, model: nn.Module, inputs: _Structure, batched: Sequence[bool]) -> None:
@@ -278,7 +278,7 @@ class _FlatModel(nn.Module):
 
 
 class _TracedModel:
-    """A model and the structure of one chunk of its inputs and outputs."""
+    """A model, and the structure of its inputs and outputs for one chunk."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
         self._model, self._rows = model, rows
@@ -291,7 +291,7 @@ class _TracedModel:
         self._outputs, self._fake_outputs = self._run_example()
 
     def _run_example(self) -> tuple[_Structure, list[torch.Tensor]]:
-        """Run the example on fake tensors: record the order of first calls, and return the outputs."""
+        """Run the example on fake tensors to record the order of first calls, and return the outputs."""
         from notebook_accelerate.torch_internals import FakeTensorMode
 
         handles = [
@@ -314,26 +314,26 @@ class _TracedModel:
         return structure, tensors
 
     def balanced_split_points(self, parts: int, whole: set[str]) -> list[str]:
-        """Return the modules at which parts of about equal bytes begin."""
+        """Return the modules that start a new part, so that parts have about the same size in bytes."""
         sizes = dict(_smallest_parts(self._model, whole))
         called = [name for name in self._call_order if name in sizes]
         if len(called) < parts:
             raise ValueError(
-                f"{type(self._model).__name__} has {len(called)} parts that it calls one after the other, and there "
+                f"{type(self._model).__name__} has {len(called)} parts that it calls one after the other, but there "
                 f"are {parts} ranks; launch with num_processes={max(1, len(called))}, or pass fewer "
                 "no_split_module_classes"
             )
         return [called[at] for at in balanced_cuts([sizes[name] for name in called], parts)]
 
     def build_stage(self, split_points: Sequence[str], chunks: int, group: _PipelineGroup) -> _Stage:
-        """Build the part of this rank."""
+        """Build this rank's part."""
         from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
         cut = {f"model.{name}": SplitPoint.BEGINNING for name in split_points}
         pipe = pipeline(self._flat, mb_args=tuple(self._example), split_spec=cut)
         if pipe.num_stages != len(group.ranks):
             raise ValueError(
-                f"split_points={list(split_points)} divide the model into {pipe.num_stages} parts, and there are "
+                f"split_points={list(split_points)} divide the model into {pipe.num_stages} parts, but there are "
                 f"{len(group.ranks)} ranks: name modules that the forward calls one after the other"
             )
         device = PartialState().device
@@ -353,7 +353,7 @@ class _TracedModel:
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
-    """One rank's part of a pipeline: it runs chunks of a fixed number of rows."""
+    """A rank's part of a pipeline, which runs chunks with a fixed number of rows."""
 
     schedule: Any
     inputs: _Structure
@@ -365,12 +365,12 @@ class _Stage:
     group: _PipelineGroup
 
     def describe_mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Describe how the arguments differ from the traced ones; None if only tensors do."""
+        """Describe how the arguments differ from the traced ones, or return None if only tensors differ."""
         inputs, _ = _Structure.flatten((args, kwargs))
         if inputs == self.inputs:
             return None
         return (
-            f"the model was traced with {self.inputs}, and was called with {inputs}; call it with the same arguments, "
+            f"the model was traced with {self.inputs}, but was called with {inputs}; call it with the same arguments, "
             "only tensors may differ"
         )
 
@@ -378,7 +378,7 @@ class _Stage:
         """Run a batch through the pipeline, in as many passes as its rows need.
 
         Returns:
-            The outputs on the last rank, None elsewhere.
+            The outputs on the last rank, and None on other ranks.
         """
         _, tensors = _Structure.flatten((args, kwargs))
         window = chunks * self.rows
@@ -396,7 +396,7 @@ class _Stage:
         return [torch.cat(parts)[:rows] for parts in zip(*found, strict=True)]
 
     def broadcast_outputs(self, outputs: list[torch.Tensor] | None, rows: int) -> list[torch.Tensor]:
-        """Return the outputs of the last rank, on every rank."""
+        """Return the outputs of the last rank on every rank."""
         if outputs is None:
             outputs = [
                 torch.empty((rows, *shape), dtype=dtype, device=self.device) for shape, dtype in self.output_specs
@@ -407,17 +407,17 @@ class _Stage:
 
 
 def _with_rows(tensors: Sequence[torch.Tensor], batched: Sequence[bool], rows: int) -> list[torch.Tensor]:
-    """Extend every tensor to `rows` rows: repeat its last row, or all of it if it has no batch dimension."""
+    """Extend each tensor to `rows` rows by repeating its last row, or all of it if it has no batch dimension."""
     return [
         torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
         if has_batch
-        else tensor.expand(rows, *tensor.shape).contiguous()  # torch compares strides with those of the trace
+        else tensor.expand(rows, *tensor.shape).contiguous()  # torch compares strides with the trace.
         for tensor, has_batch in zip(tensors, batched, strict=True)
     ]
 
 
 def _smallest_parts(module: nn.Module, whole: set[str], name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the smallest modules that a model can be divided into, and their bytes."""
+    """Yield the smallest modules that a model can be divided into, and their sizes in bytes."""
     children = dict(module.named_children())
     if name and (not children or type(module).__name__ in whole):
         tensors = itertools.chain(module.parameters(), module.buffers())
@@ -434,6 +434,6 @@ def _check_split_points(model: nn.Module, points: Sequence[str], parts: int) -> 
         raise ValueError(f"split_points={list(points)}: {type(model).__name__} has no module {', '.join(unknown)}")
     if len(set(points)) != parts - 1:
         raise ValueError(
-            f"split_points={list(points)} make {len(set(points)) + 1} parts, and there are {parts} ranks; name "
+            f"split_points={list(points)} make {len(set(points)) + 1} parts, but there are {parts} ranks; name "
             f"{parts - 1} modules, or pass split_points='auto'"
         )

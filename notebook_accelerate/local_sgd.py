@@ -1,4 +1,4 @@
-"""`LocalSGD`: ranks train independently for some steps, then average their parameters."""
+"""`LocalSGD`, which lets ranks train independently for some steps before they average their parameters."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SUPPORTED = ("NO", "MULTI_")
 
 
 class LocalSGD:
-    """Train without exchanging gradients, and average parameters every few steps; every rank must enter it.
+    """Trains without exchanging gradients, and averages parameters every few steps; every rank must enter the block.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little" (https://arxiv.org/abs/1805.09767).
 
     Args:
-        accelerator: The `Accelerator` that prepared the model.
+        accelerator: The `Accelerator` that has prepared the model.
         model: The prepared model.
-        local_sgd_steps: Optimizer steps between two averages.
-        enabled: False makes every method do nothing.
+        local_sgd_steps: The number of optimizer steps between two averages.
+        enabled: Whether this object does anything.
 
     Raises:
         ValueError: The model is sharded, or `local_sgd_steps` is less than 1.
@@ -40,7 +40,7 @@ class LocalSGD:
     ) -> None:
         kind = accelerator.distributed_type.value
         if enabled and not kind.startswith(_SUPPORTED):
-            raise ValueError(f"LocalSGD averages whole models, and {kind} shards them; pass enabled=False")
+            raise ValueError(f"LocalSGD averages whole models, but {kind} shards them; pass enabled=False")
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} is not allowed; pass a whole number of at least 1")
         self.enabled = enabled and kind != "NO"
@@ -61,14 +61,14 @@ class LocalSGD:
     ) -> None:
         if self._no_sync is None:
             return
-        # After an error the other ranks may not reach the collective; waiting for them would hide the error.
+        # After an error, other ranks may not reach the collective, and waiting for them would hide the error.
         if error is None:
             self._average()
         self._no_sync.__exit__(kind, error, trace)
         self._no_sync = None
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters when due; every rank must call this."""
+        """Count an optimizer step, and average the parameters if enough steps were taken; every rank must call this."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

@@ -1,4 +1,4 @@
-"""Loggers that know their rank, and a progress bar that one rank per machine shows."""
+"""Loggers that know their rank, and a progress bar that is shown by one rank per machine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.versions import is_package
 from notebook_accelerate.state import PartialState
 
-# Frames between the caller of `info` and the logger: Python 3.11 and later do not count those of the logging module.
+# The number of frames between the caller of `info` and the logger. Python 3.11 and later do not count the logging
+# module's frames.
 _STACKLEVEL = 2 if sys.version_info >= (3, 11) else 3
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger that emits records on the main process, on all ranks, or on all ranks in order.
 
-    Every method takes two more keywords: ``main_process_only`` (default True) and ``in_order`` (default False), with
-    which ranks log one after the other; every rank must call it then.
+    Each method accepts two additional keywords: ``main_process_only`` (default True) and ``in_order`` (default False).
+        With
+    ``in_order``, ranks log one after the other, and every rank must call the method.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -36,10 +38,10 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         """Log a message.
 
         Args:
-            level: Its level.
+            level: The level of the message.
             msg: The message.
-            args: The values of its placeholders.
-            kwargs: ``main_process_only``, ``in_order``, and those of ``logging.Logger.log``.
+            args: The values for its placeholders.
+            kwargs: ``main_process_only``, ``in_order``, and the keywords of ``logging.Logger.log``.
 
         Raises:
             RuntimeError: No Accelerator or PartialState exists yet.
@@ -73,24 +75,24 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         self.logger.log(level, msg, *args, **rest)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Label a message with its rank.
+        """Prefix a message with its rank.
 
         Args:
             msg: The message.
             kwargs: The keywords of the call.
 
         Returns:
-            The labelled message, and the keywords.
+            The message with its prefix, and the keywords.
         """
         msg, rest = super().process(msg, dict(kwargs))
         return f"[RANK {PartialState().process_index}] {msg}", rest
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Log a warning, unless this logger has logged the same one before.
+        """Log a warning, unless this logger has logged the same warning before.
 
         Args:
-            args: As for ``warning``.
-            kwargs: As for ``warning``.
+            args: The arguments of ``warning``.
+            kwargs: The keyword arguments of ``warning``.
         """
         key = repr((args, sorted(kwargs.items())))
         if key not in self._warned:
@@ -103,11 +105,12 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """Return a logger that knows its rank.
 
     Args:
-        name: Name of the logger, usually ``__name__``.
-        log_level: Level for it and for the root logger, as "INFO"; None takes ACCELERATE_LOG_LEVEL, or changes none.
+        name: The name of the logger, usually ``__name__``.
+        log_level: The level of this logger and of the root logger, such as "INFO". None means ACCELERATE_LOG_LEVEL or,
+            if it is not set, no change.
 
     Returns:
-        The logger; it can log once an Accelerator or a PartialState exists.
+        The logger, which can log once an Accelerator or a PartialState exists.
     """
     level = log_level or environ.text("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
@@ -118,15 +121,15 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Create a tqdm progress bar that the first rank of each machine shows.
+    """Create a tqdm progress bar that is shown by the first rank on each machine.
 
     Args:
-        args: As for ``tqdm.tqdm``.
+        args: The arguments of ``tqdm.tqdm``.
         main_process_only: Whether the bar is disabled on the other ranks.
-        kwargs: As for ``tqdm.tqdm``.
+        kwargs: The keyword arguments of ``tqdm.tqdm``.
 
     Returns:
-        The bar; in a launched run it also reports progress to the run's panels.
+        The bar. In a launched run, it also reports progress to the run's panels.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -138,6 +141,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         raise ValueError(f"tqdm({args[0]}, ...) is not allowed; pass main_process_only={args[0]} as a keyword")
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = not PartialState().is_local_main_process
-    # Text in a rank, where no front end is: each bar that is drawn there is reported.
+    # A rank has no front end, so it draws bars as text. Each bar that it draws is reported.
     module = "tqdm.auto" if telemetry.current_sink() is None else "tqdm.std"
     return import_module(module).tqdm(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Cell magics for warm ranks, after ``%load_ext notebook_accelerate``: ``%%ranks``, ``%%rank``, ``%rank_start``, ...
+"""Cell magics for warm ranks: ``%%ranks``, ``%%rank``, ``%rank_start``, ... (``%load_ext notebook_accelerate``).
 
-Several notebooks that share a secret, in the variable NOTEBOOK_ACCELERATE_SECRET or in a ``LaunchConfig``, may share
-warm ranks: the first notebook's cells run on all of them, the other notebooks' cells on their own ranks.
+Several notebooks that share a secret, in the variable NOTEBOOK_ACCELERATE_SECRET or in a ``LaunchConfig``, can share
+warm ranks: the cells of the first notebook run on all ranks, and the cells of another notebook on its own ranks.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ class RankMagics(Magics):
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
-        """Run the cell on every warm rank; the first use starts the ranks.
+        """Run the cell on every warm rank. The first use starts the ranks.
 
         ``%%ranks [-n N] [-i a,b] [-o c] [-s START_METHOD] [-p PRECISION] [-c CONFIG] [--on WHERE]``: ``-i`` sends
         variables of the kernel, ``-o`` returns variables as a list with one value per rank, ``-c`` names a variable
         with a ``LaunchConfig``, and ``--on`` starts the ranks on a cluster: ray, ray://host:port, or the name of a
         variable with a ``RayCluster``. ``[--num-nodes N] [--node-rank I] [--master-addr ADDRESS] [--port PORT]
-        [--rdzv-backend static|c10d]`` start them together with the ranks of other notebooks, which run ``%rank_start``.
+        [--rdzv-backend static|c10d]`` start the ranks together with the ranks of other notebooks that run
+        ``%rank_start``.
 
         Raises:
             ValueError: An option is not allowed, or warm ranks are running and ``-n`` is another number.
             LaunchError: The ranks could not be started.
-            WorkerError: The cell failed on a rank; the ranks live on. WorkerDiedError: a rank ended.
+            WorkerError: The cell failed on a rank; the ranks keep running. WorkerDiedError: A rank died.
         """
         options = _with_variables(_start_parser("%%ranks")).parse_args(shlex.split(line))
         group = self._group(options)
@@ -52,7 +53,7 @@ class RankMagics(Magics):
 
         Raises:
             ValueError: An option or a rank is not allowed, or there are no warm ranks.
-            WorkerError: The cell failed on a rank; the ranks live on. WorkerDiedError: a rank ended.
+            WorkerError: The cell failed on a rank; the ranks keep running. WorkerDiedError: A rank died.
         """
         parser = _Parser("%%rank", add_help=False)
         parser.add_argument("ranks")
@@ -65,9 +66,10 @@ class RankMagics(Magics):
 
     @line_magic
     def rank_start(self, line: str) -> None:
-        """Start the warm ranks without running a cell; the options are those of ``%%ranks``.
+        """Start the warm ranks without running a cell. The options are the same as for ``%%ranks``.
 
-        Of several notebooks, all but the first use this: their ranks then run the first notebook's cells.
+        If several notebooks share ranks, all except the first use this, and their ranks then run the first notebook's
+        cells.
 
         Raises:
             ValueError: An option is not allowed, or warm ranks are running.
@@ -92,7 +94,7 @@ class RankMagics(Magics):
 
     @line_magic
     def rank_restart(self, line: str) -> None:
-        """End the warm ranks and start the same number again; their variables are lost.
+        """End the warm ranks, and start the same number again. Their variables are lost.
 
         Raises:
             ValueError: There are no warm ranks.
@@ -104,7 +106,7 @@ class RankMagics(Magics):
 
     @line_magic
     def rank_stop(self, line: str) -> None:
-        """End the warm ranks; does nothing where there are none."""
+        """End the warm ranks, if there are any."""
         if self.group is not None:
             self.group.stop()
             self.group = None
@@ -121,7 +123,7 @@ class RankMagics(Magics):
         return self.group
 
     def _config(self, options: argparse.Namespace) -> LaunchConfig:
-        """Return the named configuration, or the default one, changed by the options of the line."""
+        """Return the named or default configuration, changed by the options on the line."""
         known = LaunchConfig.__dataclass_fields__
         given = {name: value for name, value in vars(options).items() if name in known and value is not None}
         cluster = self.shell.user_ns.get(options.on)
@@ -150,7 +152,7 @@ class RankMagics(Magics):
         user = self.shell.user_ns
         if missing := [name for name in inputs if name not in user]:
             raise ValueError(f"-i {','.join(missing)}: not a variable of the kernel; assign a value in a cell first")
-        source = "\n" + cell  # the line of the magic is the first line of the cell
+        source = "\n" + cell  # The line of the magic counts as the first line of the cell.
         filename = self.shell.compile.cache(source, self.shell.execution_count)
         result = group.execute(source, filename, ranks, {name: user[name] for name in inputs}, outputs)
         for name in outputs:
@@ -159,7 +161,7 @@ class RankMagics(Magics):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError; argparse would exit the kernel."""
+    """A parser that raises ValueError, whereas argparse would exit the kernel."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; {self.format_usage().strip()}")

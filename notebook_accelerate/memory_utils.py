@@ -1,4 +1,4 @@
-"""The module that has become `utils.memory`, under Accelerate's module name."""
+"""The former name of `utils.memory` in Accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AcceleratedOptimizer`: an optimizer that steps only when a gradient accumulation window is complete."""
+"""`AcceleratedOptimizer`, which steps only when a gradient accumulation window is complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def move_to_device(state: Any, device: torch.device) -> Any:
         device: The device.
 
     Returns:
-        The state on that device.
+        The state on the device.
     """
     if isinstance(state, (list, tuple)):
         return type(state)(move_to_device(item, device) for item in state)
@@ -34,10 +34,10 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
 
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an optimizer's step so that it records the call in the optimizer's wrapper.
+    """Wrap an optimizer's step so that it records each call in the optimizer's wrapper.
 
     Args:
-        accelerated_optimizer: The wrapper; each call sets its `_accelerate_step_called`.
+        accelerated_optimizer: The wrapper, whose `_accelerate_step_called` each call sets.
         method: The optimizer's step.
 
     Returns:
@@ -56,8 +56,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: The wrapped optimizer.
-        device_placement: Move its state to the device of this rank.
-        scaler: The loss scaler; None in precisions that need none.
+        device_placement: Whether to move its state to the device of this rank.
+        scaler: The loss scaler, or None if the precision does not need one.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        # The base class's constructor is not called: the parameter groups are the wrapped optimizer's.
+        # Don't call the base class's constructor: the parameter groups are the wrapped optimizer's.
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
@@ -86,13 +86,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = True
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step if this batch completes a window; otherwise do nothing.
+        """Step if this batch completes a window, otherwise do nothing.
 
         Args:
-            closure: Recomputes the loss, for optimizers that need it; not together with a scaler.
+            closure: A function that recomputes the loss, for optimizers that need it. Not allowed with a scaler.
 
         Returns:
-            The result of the optimizer's step; None if it did not step.
+            The result of the optimizer's step, or None if it did not step.
         """
         if not self.gradient_state.sync_gradients:
             return None
@@ -116,15 +116,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         more = () if closure is None else (closure,)
         result = scaler.step(self.optimizer, *more)
         scaler.update()
-        # The scaler skips the step when gradients contain infinities.
+        # The scaler skips the step if gradients contain infinities.
         self._is_overflow = not self._accelerate_step_called
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients if this batch completes a window; otherwise do nothing.
+        """Clear gradients if this batch completes a window, otherwise do nothing.
 
         Args:
-            set_to_none: Set gradients to None rather than zero; None means the optimizer's default.
+            set_to_none: Whether to set gradients to None instead of zero; None means the optimizer's default.
         """
         if self.gradient_state.sync_gradients:
             if set_to_none is None:
@@ -168,7 +168,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Add a parameter group to the optimizer.
 
         Args:
-            param_group: As for `torch.optim.Optimizer.add_param_group`.
+            param_group: See `torch.optim.Optimizer.add_param_group`.
         """
         self.optimizer.add_param_group(param_group)
 
@@ -176,7 +176,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Load the optimizer's state.
 
         Args:
-            state_dict: As from `state_dict`.
+            state_dict: The result of `state_dict`.
         """
         self.optimizer.load_state_dict(state_dict)
 
@@ -184,25 +184,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Return the optimizer's state.
 
         Returns:
-            As from `torch.optim.Optimizer.state_dict`.
+            The result of `torch.optim.Optimizer.state_dict`.
         """
         return self.optimizer.state_dict()
 
     def train(self) -> None:
-        """Switch an optimizer that has a training mode (schedule-free ones do) to it."""
+        """Switch to the training mode, if the optimizer has one, as schedule-free optimizers do."""
         switch = getattr(self.optimizer, "train", None)
         if callable(switch):
             switch()
 
     def eval(self) -> None:
-        """Switch an optimizer that has an evaluation mode (schedule-free ones do) to it."""
+        """Switch to the evaluation mode, if the optimizer has one, as schedule-free optimizers do."""
         switch = getattr(self.optimizer, "eval", None)
         if callable(switch):
             switch()
 
     def __getattr__(self, name: str) -> Any:
-        # The rest is the wrapped optimizer's: hooks are registered there and run in real steps only.
-        if name == "optimizer" or name.startswith("__"):  # a copy that has no attributes yet
+        # All other attributes are the wrapped optimizer's: hooks are registered there, and run only in real steps.
+        if name == "optimizer" or name.startswith("__"):  # A copy has no attributes yet.
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

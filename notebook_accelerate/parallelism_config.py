@@ -1,4 +1,4 @@
-"""Re-export: `ParallelismConfig`, under Accelerate's module name."""
+"""Re-exports `ParallelismConfig` under Accelerate's module name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AcceleratedScheduler`: a learning rate scheduler that steps only when the optimizers have stepped."""
+"""`AcceleratedScheduler`, a learning rate scheduler that steps only when the optimizers have stepped."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from notebook_accelerate.torch_internals import count_scheduler_step, scheduler_
 
 
 class AcceleratedScheduler:
-    """A scheduler that steps with the optimizers: not inside an accumulation window, not after a skipped step.
+    """A scheduler that steps with the optimizers, but not inside an accumulation window or after a skipped step.
 
-    Schedules are written for one process: where ranks read different batches, each step here is as many steps of the
-    wrapped scheduler as there are such ranks. Ranks that work on the same batch (tensor, context, sequence or pipeline
-    parallelism) count as one: they do not shorten the loader. (Accelerate 1.15 counts all ranks, and reaches the end of
-    the schedule before the end of the data.) Accumulated batches are not steps: a schedule for the whole training has
-    as many steps as there are windows, whatever the plugin's `adjust_scheduler` is.
+    Schedules are written for one process. If ranks read different batches, each step here is therefore as many steps of
+    the wrapped scheduler as there are such ranks. Ranks that work on the same batch (tensor, context, sequence or
+    pipeline parallelism) count as one, because they do not shorten the loader. (Accelerate 1.15 counts all ranks, and
+    reaches the end of the schedule before the end of the data.) Accumulated batches are not steps: a schedule for the
+    whole training has as many steps as there are windows, regardless of the plugin's `adjust_scheduler`.
 
     Args:
         scheduler: The wrapped scheduler.
         optimizers: The prepared optimizer or optimizers that it belongs to.
-        step_with_optimizer: Step only with the optimizers; otherwise once at each call.
-        split_batches: Whether ranks share each batch: then one step here is one step of the wrapped scheduler.
+        step_with_optimizer: Whether to step only with the optimizers. If False, each call is one step.
+        split_batches: Whether ranks share each batch, so that one step here is one step of the wrapped scheduler.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
-        # A metric does not depend on the number of ranks: more ranks do not reach a plateau in fewer steps.
+        # A metric does not depend on the number of ranks, so more ranks do not reach a plateau in fewer steps.
         once = split_batches or isinstance(scheduler, ReduceLROnPlateau)
         self._repeats = 1 if once else _data_parallel_size(AcceleratorState())
         self._is_accelerate_prepared = False
@@ -45,8 +45,8 @@ class AcceleratedScheduler:
         """Step the wrapped scheduler if the optimizers have stepped.
 
         Args:
-            args: As for the wrapped scheduler's step.
-            kwargs: As for the wrapped scheduler's step.
+            args: The arguments of the wrapped scheduler's step.
+            kwargs: The keyword arguments of the wrapped scheduler's step.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -66,13 +66,13 @@ class AcceleratedScheduler:
     def _step_for_all_ranks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._repeats):
-            # OneCycleLR raises after its last step, which padded last batches would exceed.
+            # OneCycleLR raises after its last step, which padding of the last batches would exceed.
             if total is None or scheduler_steps(self.scheduler) <= total:
                 self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # The rest is the wrapped scheduler's: total_steps, base_lrs, last_epoch, its optimizer, ...
-        if name == "scheduler" or name.startswith("__"):  # a copy that has no attributes yet
+        # All other attributes are the wrapped scheduler's: total_steps, base_lrs, last_epoch, optimizer, ...
+        if name == "scheduler" or name.startswith("__"):  # A copy has no attributes yet.
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -95,7 +95,7 @@ class AcceleratedScheduler:
         """Load the wrapped scheduler's state.
 
         Args:
-            state_dict: As from `state_dict`.
+            state_dict: The result of `state_dict`.
         """
         self.scheduler.load_state_dict(state_dict)
 
@@ -105,11 +105,11 @@ class AcceleratedScheduler:
         return rates
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
-        """Print the learning rates, if the wrapped scheduler can.
+        """Print the learning rates, if the wrapped scheduler supports this.
 
         Args:
-            args: As for its print_lr.
-            kwargs: As for its print_lr.
+            args: The arguments of its print_lr.
+            kwargs: The keyword arguments of its print_lr.
 
         Returns:
             The result of its print_lr.

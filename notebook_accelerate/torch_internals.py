@@ -1,4 +1,4 @@
-"""Everything this package uses of torch that torch does not document: nowhere else is a private name of torch used.
+"""The undocumented parts of torch that this package uses. No other module uses a private name of torch.
 
 Tried with torch 2.9 to 2.15: ``tests/unit/test_torch_internals.py`` tries each, and `make test-matrix` runs it with the
 oldest, a middle and the newest torch. Importing this module imports no torch.
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class PrivateName(NamedTuple):
-    """A private name that this module exports under a name of its own.
+    """A private name that this module exports under another name.
 
     Attributes:
-        name: The name in torch, after its module and a colon; a module alone ends with the colon.
-        use: What it is used for, and what a torch without it would need in its place.
+        name: The module in torch, a colon, and the name. For the module itself, the name is empty.
+        use: The purpose, and the replacement for a torch that does not have it.
     """
 
     name: str
@@ -76,14 +76,14 @@ NAMES: dict[str, PrivateName] = {
 }
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
-"""The tables of every `torch.nn.Module`, the only private names that other files use: weights are replaced there."""
+"""The tables in each `torch.nn.Module`. Other files use only these private names, in order to replace weights."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a private name on its first use.
 
     Raises:
-        AttributeError: This module has no such name.
+        AttributeError: This module does not have the name.
         ImportError: This version of torch does not have it.
     """
     if name not in NAMES:
@@ -102,28 +102,28 @@ def __getattr__(name: str) -> Any:
 
 
 def weights_only_globals() -> dict[str, Any]:
-    """Return what torch.load with `weights_only` may create and call, by the dotted names in files."""
+    """Return the objects that torch.load with `weights_only` may create and call, by the dotted names in files."""
     found: dict[str, Any] = import_module("torch._weights_only_unpickler")._get_allowed_globals()
     return found
 
 
 def import_inductor() -> None:
-    """Import what torch's profiler imports when it starts, which takes seconds.
+    """Import the modules that torch's profiler imports when it starts, which takes seconds.
 
-    The two packages import each other. The first optimizer imports them too, beginning with the same one: where another
-    thread begins with the other one, both imports fail.
+    The two packages import each other. The first optimizer imports them, too, beginning with the same package. If
+    another thread begins with the other package, both imports fail.
     """
     import_module("torch._dynamo")
     import_module("torch._inductor.config")
 
 
 def profiler_enabled() -> bool:
-    """Return whether a profiler of torch records on this thread."""
+    """Return whether a profiler of torch is recording this thread."""
     return bool(import_module("torch.autograd")._profiler_enabled())
 
 
 def trace_only() -> dict[str, Any]:
-    """Return the arguments of ``torch.profiler.profile`` by which it makes no objects of events; {} before 2.13."""
+    """Return arguments that keep ``torch.profiler.profile`` from creating objects for events, or {} before 2.13."""
     config: Any = import_module("torch._C._profiler")._ExperimentalConfig
     try:
         return {"experimental_config": config(trace_only=True)}
@@ -132,10 +132,10 @@ def trace_only() -> dict[str, Any]:
 
 
 def before_profilers_start(call: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``call`` called with each `torch.autograd.profiler.profile` before it prepares to record.
+    """Call a function with each `torch.autograd.profiler.profile` before it prepares to record.
 
     Returns:
-        Ends this.
+        A function that ends this.
     """
     kind: Any = import_module("torch.autograd.profiler").profile
     original = kind._prepare_trace
@@ -161,13 +161,13 @@ _TABLES_OF_GROUPS = (
 
 
 def process_groups() -> list[Any]:
-    """Return this process's groups, in the order in which they were created; takes about a microsecond."""
+    """Return this process's groups in the order of their creation, in about a microsecond."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     return list(getattr(world, "pg_map", None) or ())
 
 
 def group_timeouts(group: Any) -> dict[str, timedelta]:
-    """Return the time limits of a group's back ends, by name, as "gloo" and "nccl".
+    """Return the time limits of a group's back ends by name, such as "gloo" and "nccl".
 
     Args:
         group: The group.
@@ -180,18 +180,18 @@ def group_timeouts(group: Any) -> dict[str, timedelta]:
 
 
 def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
-    """Set the time limit of a group's operations that start from now on.
+    """Set the time limit for operations of a group that start from now on.
 
-    torch 2.15 has `torch.distributed.set_timeout`, and warns of the private name. Earlier versions can set it for nccl
-    and gloo only, and warn of other back ends, whose limit stays.
+    torch 2.15 has `torch.distributed.set_timeout`, and warns about the private name. Earlier versions can set the limit
+    for nccl and gloo only, and warn about other back ends, whose limit does not change.
 
     Args:
         timeout: The limit.
-        group: The group; None: the default one.
+        group: The group; None means the default group.
     """
     distributed: Any = import_module("torch.distributed")
     public = getattr(distributed, "set_timeout", None)
-    settable = {"nccl", "gloo", "undefined"}  # the last one: each type of device has its default
+    settable = {"nccl", "gloo", "undefined"}  # "undefined" means that each device type has its default.
     if public is None and settable.isdisjoint(distributed.get_backend(group).replace(",", ":").split(":")):
         return
     (public or distributed.distributed_c10d._set_pg_timeout)(timeout, group)
@@ -201,7 +201,7 @@ def drop_process_groups() -> list[Any]:
     """Empty the tables of torch.distributed without destroying the groups in them.
 
     Returns:
-        What has to be kept alive: the groups' destructors would wait for threads that do not exist in a forked process.
+        The objects to keep alive, because the groups' destructors would wait for threads that a forked process lacks.
     """
     c10d: Any = import_module("torch.distributed.distributed_c10d")
     world = c10d._world
@@ -218,27 +218,27 @@ def drop_process_groups() -> list[Any]:
 
 
 def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> Any:
-    """Start an all-gather into one tensor by the group's own method, 14 us faster than the public function.
+    """Start an all-gather into one tensor with the group's own method, which is 14 us faster than the public function.
 
     Args:
         group: The group.
-        rows: The tensor to write, of shape (ranks * count,).
+        rows: The tensor to write to, of shape (ranks * count,).
         flat: This rank's tensor, of shape (count,).
         options: `torch.distributed.AllgatherOptions`.
 
     Returns:
-        The operation, to wait for.
+        The operation to wait for.
     """
     return group._allgather_base(rows, flat, options)
 
 
 def greet_in_one_dtype(stage: Any) -> None:
-    """Have a stage of a pipeline send its neighbours the float that they expect first.
+    """Make a stage of a pipeline first send its neighbours the float that they expect.
 
-    torch 2.9 sends an integer of twice the size, for which gloo ends the process of the receiver.
+    torch 2.9 sends an integer of twice the size, and gloo then kills the receiver's process.
 
     Args:
-        stage: The stage that `torch.distributed.pipelining` has built, before its schedule begins.
+        stage: The stage that `torch.distributed.pipelining` has built, before its schedule starts.
     """
     operations = getattr(stage, "_get_init_p2p_neighbors_ops", None)
     if operations is None:
@@ -254,7 +254,7 @@ def greet_in_one_dtype(stage: Any) -> None:
 
 
 def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
-    """Return the functions that dump torch's flight recorders as JSON, by name; empty until torch is loaded.
+    """Return the functions that dump torch's flight recorders as JSON, by name. Until torch is loaded, there are none.
 
     NCCL has a separate recorder, which exists only in CUDA and ROCm builds of torch.
     """
@@ -267,12 +267,12 @@ def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
 
 
 def default_device() -> str:
-    """Return the type of the thread's default device; "" where none is set.
+    """Return the type of the thread's default device, or "" if no default device is set.
 
-    `torch.get_default_device` creates a tensor to find the index, and with it a CUDA context in the kernel.
+    `torch.get_default_device` would create a tensor to find the index, and with it a CUDA context in the kernel.
     """
     contexts: Any = sys.modules.get("torch.utils._device")
-    if contexts is None:  # no device was ever set
+    if contexts is None:  # No device was ever set.
         return ""
     modes = sys.modules["torch"].overrides._get_current_function_mode_stack()
     devices = [mode.device.type for mode in modes if isinstance(mode, contexts.DeviceContext)]
@@ -280,9 +280,9 @@ def default_device() -> str:
 
 
 def cuda_seed() -> int | None:
-    """Return the seed that this process's CUDA generators have, or get once CUDA is used; None if it is not seeded.
+    """Return the seed that CUDA generators have, or will get once CUDA is used, or None if none was chosen.
 
-    torch seeds the generators of a process that has not chosen a seed with a random number, when CUDA is first used.
+    If a process has not chosen a seed, torch seeds the generators with a random number when CUDA is first used.
     """
     torch: Any = sys.modules["torch"]
     if torch.cuda.is_initialized():
@@ -295,14 +295,14 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> Any:
     """Add a flat dimension over all dimensions of a device mesh.
 
     Args:
-        mesh: The mesh, or a part of one.
+        mesh: The mesh, or a part of a mesh.
         name: The name of the new dimension.
     """
     return mesh._flatten(name)
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return this rank's part of a DTensor, not a view of it as `to_local` does.
+    """Return this rank's part of a DTensor itself, whereas `to_local` returns a view of it.
 
     Args:
         tensor: The DTensor.
@@ -311,7 +311,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 
 def viewed_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor that a tensor is a view of, or the tensor itself.
+    """Return the base of a tensor that is a view, or the tensor itself.
 
     Args:
         tensor: The tensor.
@@ -320,7 +320,7 @@ def viewed_tensor(tensor: Tensor) -> Tensor:
 
 
 def storage_key(storage: UntypedStorage) -> int:
-    """Return a number that equal storages share, also on devices without memory.
+    """Return a number that is the same for the same storage, even on devices without memory.
 
     Args:
         storage: An untyped storage.
@@ -329,7 +329,7 @@ def storage_key(storage: UntypedStorage) -> int:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for tensors made in inference mode, which do not count.
+    """Return how often a tensor has been changed in place, or 0 for inference tensors, which do not count changes.
 
     Args:
         tensor: The tensor.
@@ -341,7 +341,7 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `torch.compile` returned a module.
+    """Return whether a module is the result of `torch.compile`.
 
     Args:
         module: A `torch.nn.Module`.
@@ -350,7 +350,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_module(module: nn.Module) -> Any:
-    """Return the module inside a compiled one.
+    """Return the module inside a compiled module.
 
     Args:
         module: A module for which `is_compiled` is true.
@@ -359,7 +359,7 @@ def compiled_module(module: nn.Module) -> Any:
 
 
 def uncompiled_name(name: str) -> str:
-    """Return the name of a tensor without the modules that `torch.compile` adds around others.
+    """Return the name of a tensor without the modules that `torch.compile` adds.
 
     Args:
         name: A name in a state dict.
@@ -371,7 +371,7 @@ def compiled_name(name: str) -> str:
     """Return the name that a tensor has in the module that `torch.compile` returns.
 
     Args:
-        name: Its name in the module that was compiled.
+        name: The name in the original module.
     """
     return f"_orig_mod.{name}"
 
@@ -395,7 +395,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def refresh_parameters(module: nn.Module) -> None:
-    """Have FSDP 2 read the parameters' new objects, as it does when a function is applied to a model.
+    """Make FSDP 2 read the new parameter objects, as it does when a function is applied to a model.
 
     Args:
         module: The model.
@@ -404,7 +404,7 @@ def refresh_parameters(module: nn.Module) -> None:
 
 
 def has_own_names(module: nn.Module) -> bool:
-    """Return whether a module leaves the names of its parameters in state dicts as they are.
+    """Return whether a module does not change the names of its parameters in state dicts.
 
     Args:
         module: The module.
@@ -413,7 +413,7 @@ def has_own_names(module: nn.Module) -> bool:
 
 
 def recorded_static_graph(model: nn.Module) -> bool:
-    """Return whether a DDP model with a static graph has recorded it; True where torch no longer tells.
+    """Return whether a DDP model with a static graph has recorded it, or True if torch no longer reports this.
 
     Args:
         model: The DDP module.
@@ -457,7 +457,7 @@ def names_in_flat_parameter(flat: Any) -> tuple[str, ...]:
 
 
 def flat_parameter_sizes(flat: Any) -> tuple[int, int]:
-    """Return the elements of a flat parameter: of all ranks without padding, and of this rank with it.
+    """Return the numbers of elements of a flat parameter: on all ranks without padding, and on this rank with padding.
 
     Args:
         flat: The flat parameter.
@@ -475,11 +475,11 @@ def group_of_sharded_tensor(tensor: ShardedTensor) -> Any:
 
 
 def sharded_tensor(shards: list[Any], metadata: Any, group: Any) -> ShardedTensor:
-    """Return a `ShardedTensor` of this rank's shards, without communication.
+    """Create a `ShardedTensor` from this rank's shards without communication.
 
     Args:
-        shards: This rank's.
-        metadata: Of all ranks' shards.
+        shards: The shards of this rank.
+        metadata: The metadata of all ranks' shards.
         group: The process group.
     """
     kind = __getattr__("ShardedTensor")
@@ -493,7 +493,7 @@ def sharded_tensor(shards: list[Any], metadata: Any, group: Any) -> ShardedTenso
 
 
 def sampler_length(sampler: Any) -> int | None:
-    """Return the number of samples that a `RandomSampler` was given; None: as many as the data set has.
+    """Return the number of samples given to a `RandomSampler`, or None if it is the size of the dataset.
 
     Args:
         sampler: The sampler.
@@ -512,7 +512,7 @@ def count_scheduler_step(scheduler: Any) -> None:
 
 
 def scheduler_steps(scheduler: Any) -> int:
-    """Return the number of a scheduler's steps, the first of which is its construction.
+    """Return the number of a scheduler's steps, where its construction counts as the first step.
 
     Args:
         scheduler: The scheduler.
@@ -521,7 +521,7 @@ def scheduler_steps(scheduler: Any) -> int:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Have a scheduler believe that its optimizer has stepped; it warns otherwise.
+    """Mark an optimizer as stepped, because its scheduler warns otherwise.
 
     Args:
         optimizer: The optimizer.

@@ -113,7 +113,7 @@ def generators(kinds: Any) -> list[Any]:
     check_type("rng_types", kinds, (list, tuple), f"a list of {', '.join(map(repr, RNGType.list()))}")
     for kind in kinds:
         if kind not in RNGType.list():
-            raise ValueError(f"rng_types holds {kind!r}; there are {', '.join(map(repr, RNGType.list()))}")
+            raise ValueError(f"rng_types contains {kind!r}; allowed: {', '.join(map(repr, RNGType.list()))}")
     return list(kinds)
 
 
@@ -275,11 +275,11 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         field = next((name for kind, name in _FIELD_OF_CLASS if isinstance(handler, kind)), None)
         if field is None:
             raise ValueError(
-                f"kwargs_handlers holds {handler!r}, which is none of AutocastKwargs, DistributedDataParallelKwargs, "
+                f"kwargs_handlers contains {handler!r}, which is not one of AutocastKwargs, DistributedDataParallelKwargs, "
                 "FP8RecipeKwargs (or another recipe), GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs"
             )
         if field in found:
-            raise ValueError(f"kwargs_handlers holds two {type(handler).__name__}; pass at most one of a kind")
+            raise ValueError(f"kwargs_handlers contains two {type(handler).__name__}; pass at most one of each kind")
         found[field] = handler
     return Handlers(**found)
 

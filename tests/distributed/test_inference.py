@@ -186,9 +186,9 @@ class Mean(nn.Module):
     ("reason", "message"),
     [
         ("unknown", r"has no module blocks\.9"),
-        ("many", "make 3 parts, and there are 2 ranks"),
+        ("many", "make 3 parts, but there are 2 ranks"),
         ("rows", "no tensor with a batch dimension"),
-        ("few", "has 1 parts that it calls .*, and there are 2 ranks"),
+        ("few", "has 1 parts that it calls .*, but there are 2 ranks"),
         ("scalar", r"returns a tensor of shape \[\] for 1 rows"),
         ("other", r"traced with model\(<tensor>, mask=<tensor>, .*scale=2\.0\), .* scale=3\.0\)"),
     ],

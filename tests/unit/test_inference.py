@@ -48,5 +48,5 @@ def test_modules_are_divided_evenly() -> None:
     assert generate_device_map(model, 2) == {"0": 0, "1.0": 0, "1.1": 1, "2": 1}
     assert generate_device_map(model, 3, ["Sequential"]) == {"0": 0, "1": 1, "2": 2}
     assert generate_device_map(model, 2, max_memory={0: 170, 1: 1000})["0"] == 0
-    with pytest.raises(ValueError, match="has 3 modules that stay whole, and there are 4 ranks"):
+    with pytest.raises(ValueError, match="has 3 modules that stay whole, but there are 4 ranks"):
         generate_device_map(model, 4, ["Sequential"])

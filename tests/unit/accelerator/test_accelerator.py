@@ -228,7 +228,7 @@ class TestSettings:
             Accelerator(cpu=True, kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])
 
     def test_an_object_that_is_not_a_handler(self) -> None:
-        with pytest.raises(ValueError, match="kwargs_handlers holds 3, which is none of"):
+        with pytest.raises(ValueError, match="kwargs_handlers contains 3, which is not one of"):
             Accelerator(cpu=True, kwargs_handlers=[3])  # type: ignore[list-item]
 
     def test_project_folders(self, tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ class TestModels:
 
     def test_checkpoint_objects(self) -> None:
         accelerator = Accelerator(cpu=True)
-        with pytest.raises(ValueError, match="1 of 2 have no such methods: int"):
+        with pytest.raises(ValueError, match="1 of 2 do not have them: int"):
             accelerator.register_for_checkpointing(nn.Linear(1, 1), 3)
         model = nn.Linear(1, 1)
         accelerator.register_for_checkpointing(model)
