@@ -275,8 +275,9 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         field = next((name for kind, name in _FIELD_OF_CLASS if isinstance(handler, kind)), None)
         if field is None:
             raise ValueError(
-                f"kwargs_handlers contains {handler!r}, which is not one of AutocastKwargs, DistributedDataParallelKwargs, "
-                "FP8RecipeKwargs (or another recipe), GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs"
+                f"kwargs_handlers contains {handler!r}, which is not one of AutocastKwargs, "
+                "DistributedDataParallelKwargs, FP8RecipeKwargs (or another recipe), GradScalerKwargs, "
+                "InitProcessGroupKwargs, ProfileKwargs"
             )
         if field in found:
             raise ValueError(f"kwargs_handlers contains two {type(handler).__name__}; pass at most one of each kind")

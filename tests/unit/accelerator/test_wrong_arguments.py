@@ -13,7 +13,7 @@ from notebook_accelerate import Accelerator, AutocastKwargs
 from notebook_accelerate.utils import RNGType
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"rng_types": ["foo"]}, r"rng_types holds 'foo'; there are 'torch', 'cuda'"),
+    ({"rng_types": ["foo"]}, r"rng_types contains 'foo'; allowed: 'torch', 'cuda'"),
     ({"rng_types": "torch"}, r"rng_types takes a list of 'torch', .*; got str \('torch'\)"),
     ({"project_config": {"project_dir": "x"}}, r"project_config takes ProjectConfiguration\(\.\.\.\); got dict"),
     ({"dataloader_config": {}}, r"dataloader_config takes DataLoaderConfiguration\(\.\.\.\); got dict"),
