@@ -56,8 +56,8 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda a: a.backward(_Output()), r"got _Output .*accelerator\.backward\(output\.loss\)"),
     (lambda a: a.backward(None), "got NoneType"),
     (lambda a: a.autocast(3), r"autocast_handler takes AutocastKwargs\(\.\.\.\); got int"),
-    (lambda a: a.clip_grad_norm_(nn.Linear(2, 2), 1.0), r"got Linear: write .*model\.parameters\(\)"),
-    (lambda a: a.clip_grad_value_(nn.Linear(2, 2), 1.0), r"got Linear: write .*model\.parameters\(\)"),
+    (lambda a: a.clip_grad_norm_(nn.Linear(2, 2), 1.0), r"not a Linear; write .*model\.parameters\(\)"),
+    (lambda a: a.clip_grad_value_(nn.Linear(2, 2), 1.0), r"not a Linear; write .*model\.parameters\(\)"),
     (lambda a: a.register_save_state_pre_hook(3), r"a hook must be callable; got int \(3\): pass a function"),
 ]
 
