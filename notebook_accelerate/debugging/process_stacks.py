@@ -69,7 +69,7 @@ class ProcessInspector:
         self._lock = threading.Lock()
 
     def open_dump(self, path: str) -> None:
-        """Open the file to which the rank writes its stacks. Do this early, because the signal may end the rank."""
+        """Open the rank's dump file. Do this as soon as the rank sends ``path``: a later signal may end the rank."""
         with suppress(OSError), self._lock:
             if self._dump is not None:
                 os.close(self._dump)

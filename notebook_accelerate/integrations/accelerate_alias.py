@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 
 class _TopLevelModule(ModuleType):
-    """The module ``accelerate``. It has its own dunder names; all other names are those of this package."""
+    """The module ``accelerate``. It has its own dunder names, and takes all other names from this package."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[PACKAGE], name)

@@ -1,6 +1,6 @@
 """Report losses, steps, progress and other trackers' scalars from any training code in a rank to its run.
 
-Each library is connected when it is imported. Outside a launched rank, where there is no sink, nothing is installed.
+Each library is connected when it is imported. Outside a launched rank there is no sink, and nothing is installed.
 """
 
 from __future__ import annotations

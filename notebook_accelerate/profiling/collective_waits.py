@@ -14,9 +14,9 @@ from notebook_accelerate.profiling.tables import Line, SampledLines, size_text
 from notebook_accelerate.profiling.trace import CATEGORIES, RankTrace
 
 MAX_SHIFT = 60
-"""The maximum number of collectives by which the starts of two ranks' recordings may differ."""
+"""The maximum difference, in collectives, between the starts of two ranks' recordings."""
 LEAST_AGREEMENT = 0.9
-"""The minimum share of equal collectives for which the sequences of two ranks are matched."""
+"""The minimum share of collectives that must agree before the sequences of two ranks are matched."""
 CLOCKS = 100.0
 """The maximum difference in microseconds between the clocks of torch's profiler and its flight recorder."""
 _COLLECTIVE = CATEGORIES.index("collective")
@@ -36,7 +36,7 @@ class CollectiveWait:
     Attributes:
         label: For example "all_reduce #7 (64 MB)".
         culprit: The last rank.
-        seconds: By waiting rank, its waiting time per step, without the time of operations that it runs meanwhile.
+        seconds: By waiting rank, its waiting time per step, minus the time of operations that it runs while it waits.
         line: The line that the last rank executes during that time; None if unknown.
         steady: The share of the steps in which this rank is the last.
         computing: The share of the waiting time in which the last rank runs operations.
@@ -215,7 +215,7 @@ def _at(row: Sequence[Call], index: int) -> Call | None:
 
 
 def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
-    """Return the number of places by which a rank's sequence is ahead of the base, or None if they do not agree.
+    """Return how many places a rank's sequence is ahead of the base, or None if they do not agree.
 
     Matching calls overlap in time, because a collective ends on no rank before all ranks have entered it.
     """

@@ -258,7 +258,7 @@ _HELD = {"id": int, "nodes": int, "count": int, "added": int, "bytes": int, "kep
 def _facts(value: object) -> Mapping[str, Any]:
     """Return the facts that a rank added to its trace.
 
-    They are JSON, compressed and encoded in base64, because torch writes such a string unchanged.
+    They are JSON, compressed and encoded in base64, because torch writes base64 unchanged.
 
     Raises:
         ValueError: The facts do not have the types that a rank writes.
