@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +293,7 @@ def _option_of(owner: type[Any], known: Setting) -> Option:
     choices = tuple(each.value.lower() if isinstance(each, Enum) else each for each in known.choices)
     return Option(
         str(known.option),
-        partial(short_help, owner, known.name),
+        lambda: short_help(owner, known.name).replace("``", ""),
         None if known.switch else known.parse or _CONVERTERS[known.kind],
         choices if known.closed else None,
         known.preset,
