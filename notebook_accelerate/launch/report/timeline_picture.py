@@ -158,7 +158,7 @@ def _axis(span: float, scale: float, height: int) -> Iterator[Markup]:
     for value in ticks(0.0, span / unit, 8):
         x = LABEL + value * unit * scale
         yield element("line", x1=x, x2=x, y1=TOP - 4, y2=height - BOTTOM, stroke="#808080", stroke_opacity=".25")
-        yield svg_text(x, height - 8, f"{value:,.10g} {name}", INK, "middle")
+        yield svg_text(min(x, WIDTH - 22.0), height - 8, f"{value:,.10g} {name}", INK, "middle")
 
 
 def _steps(timeline: Timeline, row: _RankRow, top: float, scale: float) -> Iterator[Markup]:
