@@ -135,7 +135,7 @@ def refused(reason: str) -> None:
 @pytest.mark.parametrize(
     ("reason", "message"),
     [
-        ("none", r"needs a plan .* Tied .*model\.tp_plan = "),
+        ("none", r"needs a plan .* Tied, .*model\.tp_plan = "),
         ("module", "names 'sideways', but Tied has no such module"),
         ("style", r"splits 'up' by 'diagonal', which is not known; styles: colwise, rowwise"),
         ("tied", r"are one parameter, and the plan splits them in different ways"),
