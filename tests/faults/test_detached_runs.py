@@ -82,7 +82,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
         assert int(row["step"]) >= 5
         kernel.check("table.close()")
         assert re.match(r"<Run \d+ 'train-3': train, running, 2 ranks, ", kernel.value("repr(run)"))
-        assert kernel.value("'· train-3' in run.panel()._head.value")
+        assert kernel.value("'· train-3' in run.panel().sections.widgets['head'].value")
         assert kernel.value("list(run.ask('seconds', timeout=60).values())") == [0.1, 0.1]
         assert kernel.value("str(run.diagnose().verdict)").endswith("all are moving")
         Path(project, "hurry").touch()

@@ -525,7 +525,7 @@ def test_pausing_holds_all_ranks_and_the_time_limits(kernel: Kernel) -> None:
     assert re.fullmatch(r"paused by you.* at Cell In\[\d+\], line \d+.*; run\.resume\(\) continues", verdict)
     assert kernel.value("run.paused") == [0, 1]
     assert kernel.value("run.status") == "running"
-    heads = kernel.value("[view._tick(time.time()) or view._head.value for view in [run.panel()]]")
+    heads = kernel.value("[view._tick(time.time()) or view.sections.widgets['head'].value for view in [run.panel()]]")
     assert "Paused" in heads[0]
     assert "na-state-running" not in heads[0]
     assert kernel.value("[run.resume(timeout=60), run.status]") == [{"0": "resumed", "1": "resumed"}, "running"]

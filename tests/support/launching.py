@@ -85,7 +85,7 @@ def patient(kernel: Kernel, *, warm: bool = False) -> Iterator[None]:
         kernel: Whose stop button.
         warm: Warm ranks, which are to stop their cell only.
     """
-    place = f"sys.modules['notebook_accelerate.launch.{'warm_ranks' if warm else 'start'}'].DEFAULT_GRACE"
+    place = f"sys.modules['notebook_accelerate.launch.{'warm_ranks' if warm else 'starting'}'].DEFAULT_GRACE"
     usual = kernel.value(place)
     kernel.check(f"{place} = 600.0")
     try:
