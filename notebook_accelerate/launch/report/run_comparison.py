@@ -161,7 +161,8 @@ def _number(
 
     def order(entry: RunEntry) -> float | None:
         value = read(entry)
-        return None if value is None or math.isnan(value) else value
+        # A file may have an integer that is too large for a float, which math.isnan refuses.
+        return None if isinstance(value, float) and math.isnan(value) else value
 
     return _Column(title, "number", text, order)
 

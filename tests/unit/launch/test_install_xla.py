@@ -61,7 +61,7 @@ def test_without_a_downgrade_there_is_no_note(
         ({"torch": "2.9.0"}, "torch>=2.11.0,<=2.15.0", "This replaces torch 2.9.0"),
         ({}, "torch>=2.11.0,<=2.15.0", "torch not installed"),
         ({"torch": "2.13.0", "torch_tpu": "0.2.0"}, "torch==2.13.0", "nothing to do"),
-        ({"torch": "2.13.0", "torch_xla": "2.9.0"}, "torch==2.13.0", "torch_xla is installed too"),
+        ({"torch": "2.13.0", "torch_xla": "2.9.0"}, "torch==2.13.0", "torch_xla is installed, too"),
     ],
 )
 def test_torch_tpu_keeps_a_torch_that_it_works_with(

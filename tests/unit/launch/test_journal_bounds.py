@@ -353,7 +353,7 @@ def test_a_day_of_metrics_stays_within_the_bound_of_the_guide() -> None:
     period = run_writer.PERIOD * 10 * each
     assert min(whole, journal_file.MAX_JOURNAL_BYTES) + period < (64 << 20) + run_writer._WRITE_BYTES
     guide = Path(__file__).parents[3] / "docs" / "guides" / "kept_runs.md"
-    assert "stays below 64 MiB, and one write above" in guide.read_text(encoding="utf-8")
+    assert "limited to 64 MiB plus one write" in guide.read_text(encoding="utf-8")
 
 
 @pytest.mark.nightly
