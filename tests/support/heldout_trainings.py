@@ -474,7 +474,7 @@ PLANTED = [
     Planted(state_each_step, 2, ("checkpoint_each_step",), r"save a checkpoint .*save_state", (0, 1)),
     Planted(busy_thread, 2, ("interpreter_lock",), r"rank 0 .*'statistics'", (0,)),
     Planted(feeding_thread, 1, ("interpreter_lock",), r"rank 0 .*'feeder'", (0,)),
-    Planted(attribute_not_called, 2, ("not_compiled",), r"no compiled code .* self\.fast asks", (0, 1)),
+    Planted(attribute_not_called, 2, ("not_compiled",), r"no compiled code .* self\.fast requests", (0, 1)),
     Planted(made_eager, 1, ("not_compiled",), r"no compiled code .* net", (0,)),
     Planted(scores_on_one_rank, 3, ("slowest_rank",), r"wait .* for rank 2 .*line \d+", (2,)),
 ]

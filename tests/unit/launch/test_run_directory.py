@@ -335,6 +335,7 @@ def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path, monkeypatch: p
     try:
         stopped: list[float] = []
         run.commands.stop = stopped.append  # type: ignore[method-assign]
+        until(lambda: service._kernels)
         (first,) = service._kernels
         first.channel.shut()
         until(lambda: service._kernels and first not in service._kernels, seconds=20)
