@@ -613,8 +613,8 @@ class Accelerator(AcceleratorProperties):
             objects: Further objects to drop.
 
         Returns:
-            A None for each object, to assign to its name: `model, optimizer = accelerator.free_memory(model,
-                optimizer)`.
+            A None for each object, to assign to its name, as in
+            ``model, optimizer = accelerator.free_memory(model, optimizer)``.
         """
         self.strategy.clear()
         self.step = 0

@@ -22,8 +22,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger that emits records on the main process, on all ranks, or on all ranks in order.
 
     Each method accepts two additional keywords: ``main_process_only`` (default True) and ``in_order`` (default False).
-        With
-    ``in_order``, ranks log one after the other, and every rank must call the method.
+    With ``in_order``, ranks log one after the other, and every rank must call the method.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
