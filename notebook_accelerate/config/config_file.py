@@ -89,7 +89,7 @@ class BaseConfig:
     debug: bool = field(metadata=metadata(switch=True))
     """Ranks compare the tensors that they pass to collectives."""
 
-    settings: ClassVar[Section] = Section()
+    settings = Section()
     distributed_types: ClassVar[type[Enum]] = DistributedType
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.deepspeed_config import (
@@ -66,7 +66,7 @@ class DeepSpeedPlugin:
         ValueError: A value is not allowed, or fields and configuration contradict each other.
     """
 
-    settings: ClassVar[Section] = Section("deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED")
+    settings = Section("deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED")
 
     hf_ds_config: Any = setting(
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",

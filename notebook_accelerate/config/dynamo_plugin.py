@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from notebook_accelerate.config.enums import DynamoBackend
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
@@ -28,7 +28,7 @@ class TorchDynamoPlugin(KwargsHandler):
         ValueError: The backend or the mode is not known.
     """
 
-    settings: ClassVar[Section] = Section("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_")
+    settings = Section("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_")
 
     backend: DynamoBackend | None = setting(
         unset="NO",

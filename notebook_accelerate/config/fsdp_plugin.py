@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.config.plain_values import check_one_of
@@ -40,7 +40,7 @@ class FullyShardedDataParallelPlugin:
         ValueError: A value is not allowed, or belongs to the other version of FSDP.
     """
 
-    settings: ClassVar[Section] = Section("fsdp_config", "fsdp_", "FSDP_", switch="ACCELERATE_USE_FSDP")
+    settings = Section("fsdp_config", "fsdp_", "FSDP_", switch="ACCELERATE_USE_FSDP")
 
     fsdp_version: int | None = setting(
         unset=1, preset=1, choices=(1, 2), closed=True, ask="Which version of FSDP?", answer=2

@@ -6,7 +6,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import CustomDtype, FP8BackendType
@@ -38,7 +38,7 @@ class AORecipeKwargs(KwargsHandler):
         ImportError: torchao is not installed.
     """
 
-    settings: ClassVar[Section] = _SECTION
+    settings = _SECTION
 
     config: Float8LinearConfig | None = None
     """torchao's own configuration; None: its default, with the two flags below."""
@@ -82,7 +82,7 @@ class TERecipeKwargs(KwargsHandler):
         ValueError: A value is not allowed.
     """
 
-    settings: ClassVar[Section] = _SECTION
+    settings = _SECTION
 
     use_autocast_during_eval: bool | None = setting(unset=False, preset=False, switch=True)
     """Whether evaluation computes in fp8 too (te)."""
@@ -128,7 +128,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
         ValueError: The level is not O1 or O2.
     """
 
-    settings: ClassVar[Section] = _SECTION
+    settings = _SECTION
 
     opt_level: Literal["O1", "O2"] | None = setting(unset="O2", preset="O2", choices=_OPT_LEVELS, closed=True)
     """Level of MS-AMP: O1: gradients and their reduction in fp8; O2: optimizer states too."""

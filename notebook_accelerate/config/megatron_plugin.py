@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
@@ -28,9 +28,7 @@ class MegatronLMPlugin:
         ValueError: A value is not allowed, or is not available with Megatron-LM.
     """
 
-    settings: ClassVar[Section] = Section(
-        "megatron_lm_config", "megatron_lm_", _PREFIX, switch="ACCELERATE_USE_MEGATRON_LM"
-    )
+    settings = Section("megatron_lm_config", "megatron_lm_", _PREFIX, switch="ACCELERATE_USE_MEGATRON_LM")
 
     tp_degree: int | None = setting(unset=1, preset=1, ask="Ranks that split each layer?", answer=1)
     """Number of ranks over which each layer's tensors are split."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
 from notebook_accelerate.config.settings import Section, fill_unset, setting, settings_of
@@ -60,7 +60,7 @@ class TorchContextParallelConfig:
         ValueError: The strategy is not known.
     """
 
-    settings: ClassVar[Section] = _SECTION
+    settings = _SECTION
 
     cp_comm_strategy: str | None = setting(unset="allgather", preset="allgather")
     """How ranks exchange keys and values: allgather or alltoall."""
@@ -78,7 +78,7 @@ class DeepSpeedSequenceParallelConfig:
         ValueError: The attention is not known, or the length is missing although it is not variable.
     """
 
-    settings: ClassVar[Section] = _SECTION
+    settings = _SECTION
 
     sp_seq_length: int | None = setting()
     """Tokens of the whole sequence; default: as in each batch."""
@@ -121,7 +121,7 @@ class ParallelismConfig:
         ValueError: A size is not a whole number above 0, or sizes exclude each other.
     """
 
-    settings: ClassVar[Section] = _SECTION
+    settings = _SECTION
 
     dp_replicate_size: int | None = setting(unset=1, preset=1)
     """Number of replicas of the (sharded) model, which train on different data."""

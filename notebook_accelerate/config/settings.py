@@ -2,7 +2,7 @@
 
     @dataclass
     class Plugin:
-        settings: ClassVar[Section] = Section("plugin_config", option="plugin_", variable="PLUGIN_")
+        settings = Section("plugin_config", option="plugin_", variable="PLUGIN_")
 
         depth: int | None = setting(unset=1, ask="How deep?", answer=2)
         \"\"\"Number of layers.\"\"\"
@@ -36,6 +36,8 @@ RDZV_BACKENDS = ("static", "c10d")
 @dataclass(frozen=True)
 class Section:
     """Where the settings of a class are found; the class attribute ``settings``.
+
+    The attribute has no annotation, because ``__dataclass_fields__``, which clients read, also lists annotated ones.
 
     Attributes:
         key: Section of a configuration file; "": its top level.

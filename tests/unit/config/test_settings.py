@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 import pytest
 
-from notebook_accelerate import LaunchConfig, notebook_launcher
+from notebook_accelerate import LaunchConfig, notebook_launcher, utils
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.config_file import ClusterConfig
 from notebook_accelerate.config.settings import (
@@ -26,7 +25,7 @@ from notebook_accelerate.config.settings import (
 class Plugin:
     """Settings of an example."""
 
-    settings: ClassVar[Section] = Section("plugin_config", option="plugin_", variable="PLUGIN_")
+    settings = Section("plugin_config", option="plugin_", variable="PLUGIN_")
 
     depth: int | None = setting(unset=1)
     """Number of layers.
@@ -52,6 +51,18 @@ def test_names_follow_from_the_section() -> None:
         "fast": ("plugin_is_fast", "FAST", bool),
     }
     assert [entry.default for entry in fields(Plugin)] == [None, None, None, None, 0]
+
+
+def test_the_section_is_no_field_for_clients() -> None:
+    sections = [
+        Plugin,
+        ClusterConfig,
+        utils.DeepSpeedPlugin,
+        utils.FullyShardedDataParallelPlugin,
+        utils.MegatronLMPlugin,
+    ]
+    for cls in [*sections, utils.TorchDynamoPlugin, utils.TERecipeKwargs]:
+        assert "settings" not in cls.__dataclass_fields__
 
 
 def test_unset_fields_are_read_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
