@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 PREFIX = "ACCELERATE_"
 _TRUE = frozenset(("1", "true", "yes", "on", "y", "t"))
@@ -23,12 +23,13 @@ RESUMED = "NOTEBOOK_ACCELERATE_RESUMED"
 SERVED_STORE = "NOTEBOOK_ACCELERATE_SERVED_STORE"
 """Variable of rank 0 of a run on several machines: address and port at which it serves the process groups' store."""
 
+_Value = TypeVar("_Value")
 _ignored: ContextVar[bool] = ContextVar("ignored", default=False)
 
 
 @contextmanager
 def ignored() -> Iterator[None]:
-    """Make `flag`, `text`, `integer` and `choice` return defaults inside a with block, in this thread or task only."""
+    """Make the functions that read variables return defaults inside a with block, in this thread or task only."""
     token = _ignored.set(True)
     try:
         yield
@@ -86,13 +87,7 @@ def integer(name: str, default: int | None = None) -> int | None:
     Raises:
         ValueError: The variable is not a whole number.
     """
-    value = _get(name)
-    if not value:
-        return default
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"environment variable {name}={value!r} is not a whole number") from None
+    return _converted(name, int, "a whole number", default)
 
 
 def number(name: str, default: float | None = None) -> float | None:
@@ -101,13 +96,17 @@ def number(name: str, default: float | None = None) -> float | None:
     Raises:
         ValueError: The variable is not a number.
     """
+    return _converted(name, float, "a number", default)
+
+
+def _converted(name: str, convert: Callable[[str], _Value], kind: str, default: _Value | None) -> _Value | None:
     value = _get(name)
     if not value:
         return default
     try:
-        return float(value)
+        return convert(value)
     except ValueError:
-        raise ValueError(f"environment variable {name}={value!r} is not a number") from None
+        raise ValueError(f"environment variable {name}={value!r} is not {kind}") from None
 
 
 def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str | None:

@@ -150,9 +150,11 @@ class _Html:
         return {"class_": " ".join(name for name, is_set in names.items() if is_set) or None}
 
     def _group(self, group: Group, given: Sequence[tuple[int, Attributes]]) -> Markup:
-        title = element("th", group.title, scope="rowgroup", colspan=len(given), **(_LEFT if self._inline else {}))
-        heading = [element("tr", title, class_=self._class("section"))] if group.title else []
-        return element("tbody", *heading, *(self._row(row, given) for row in group.rows or ()))
+        rows = [self._row(row, given) for row in group.rows or ()]
+        if group.title:
+            title = element("th", group.title, scope="rowgroup", colspan=len(given), **(_LEFT if self._inline else {}))
+            rows.insert(0, element("tr", title, class_=self._class("section")))
+        return element("tbody", *rows)
 
     def _row(self, row: Row, given: Sequence[tuple[int, Attributes]]) -> Markup:
         (first, attributes), *others = given
