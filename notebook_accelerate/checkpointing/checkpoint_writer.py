@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
-from notebook_accelerate.checkpointing.commit import FileRecords, Store
+from notebook_accelerate.checkpointing.commit import CheckpointStore, FileRecords
 from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, make_record
 from notebook_accelerate.checkpointing.rank_agreement import gather_failures
 from notebook_accelerate.checkpointing.single_files import write_file
@@ -42,7 +42,7 @@ class SaveTarget:
 
     folder: AnyPath
     """The folder of the checkpoint."""
-    store: Store
+    store: CheckpointStore
     """The store of the checkpoint."""
     rank: int
     """The number of this rank."""
@@ -244,7 +244,7 @@ class _PeerWatch:
         peer: The process of the rank.
     """
 
-    def __init__(self, store: Store, rank: int, peer: ProcessIdentity) -> None:
+    def __init__(self, store: CheckpointStore, rank: int, peer: ProcessIdentity) -> None:
         self._store = store
         self._rank = rank
         self._peer = peer

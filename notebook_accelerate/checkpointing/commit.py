@@ -1,15 +1,15 @@
 """The protocol that commits a checkpoint completely or not at all, to a file system or to an object store.
 
-1. `Store.open`: one rank claims the place. It finishes the commit of a process that died during step 4, and removes the
-   files of a process that died before step 3 was complete.
+1. `CheckpointStore.open`: one rank claims the place. It finishes the commit of a process that died during step 4, and
+   removes the files of a process that died before step 3 was complete.
 2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, unless the store is this
    disk, and `write_report` reports their sizes and checksums.
 3. `commit`, on the rank that called `open`: the manifest of all files is written last. A folder without a manifest is
    not a checkpoint, so a save that fails before this point has changed nothing.
-4. If the place already had files, the new files are in a folder inside it, the journal (``.committing``). They now
-   replace the old files: old files that the new checkpoint does not have are removed, and the new files get their final
-   names, the manifest last. If the process dies during this step, another process finds the manifest in the journal and
-   completes it.
+4. If the place already had files, the new files are in a folder inside it, ``.committing``. They now replace the old
+   files: old files that the new checkpoint does not have are removed, and the new files get their final names, the
+   manifest last. If the process dies during this step, another process finds the manifest in ``.committing`` and
+   completes the step.
 
 Ranks exchange messages through files, because a thread must not use collectives while training uses them.
 
@@ -31,7 +31,7 @@ from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing.manifest import (
-    JOURNAL_NAME,
+    COMMITTING_NAME,
     MANIFEST_NAME,
     FileRecord,
     Manifest,
@@ -59,7 +59,7 @@ class ReadLocation:
     share: slice
 
 
-class Store(ABC):
+class CheckpointStore(ABC):
     """The place of one checkpoint as one rank sees it: a folder on a disk, or a folder that fsspec reaches by URL.
 
     A save calls `open` on one rank per place, `can_see` on all ranks, `deliver` and `write_report` on each rank, and
@@ -73,7 +73,7 @@ class Store(ABC):
     """Seconds between two checks for another rank's report."""
     target: AnyPath
     """The folder of the checkpoint."""
-    journal: AnyPath
+    committing: AnyPath
     """The folder inside `target` whose files replace the old ones during a commit."""
     folder: Path
     """The folder on a disk that this rank writes its files to; set by `can_see`."""
@@ -84,7 +84,7 @@ class Store(ABC):
 
     def __init__(self, target: AnyPath) -> None:
         self.target = target
-        self.journal = target / JOURNAL_NAME
+        self.committing = target / COMMITTING_NAME
 
     # ---- saving
 
@@ -98,7 +98,7 @@ class Store(ABC):
             CheckpointError: Another process is saving here, or the place cannot be written to.
         """
         self._claim()
-        self._finish_journal()
+        self._replace_old_files()
         self._remove_unfinished()
         self._make_room(token)
 
@@ -187,22 +187,22 @@ class Store(ABC):
                     records[name] = self._stored_record(name)
         return records
 
-    def _finish_journal(self) -> None:
-        """Replace the old files with the files in a complete journal. It is safe to repeat this.
+    def _replace_old_files(self) -> None:
+        """Replace the old files with the files in ``.committing`` if these are complete. It is safe to repeat this.
 
         Only the process that has claimed the place may call this.
 
         Raises:
-            BrokenCheckpointError: The journal is a link, or its manifest cannot be read.
+            BrokenCheckpointError: ``.committing`` is a link, or its manifest cannot be read.
         """
-        if not self._has_journal():
+        if not self._is_committing():
             return
-        # The manifest is moved last, so if it is missing, only the journal's folder is left to remove.
-        if (new := read_manifest(self.journal)) is not None:
+        # The manifest is moved last, so if it is missing, only the folder is left to remove.
+        if (new := read_manifest(self.committing)) is not None:
             self._remove(self._old_entries() - {self._entry_of(name) for name in new.files})
-            self._take_from_journal(self._journal_entries(new))
-            self._take_from_journal([MANIFEST_NAME])
-        self._remove_journal()
+            self._move_to_target(self._committing_entries(new))
+            self._move_to_target([MANIFEST_NAME])
+        self._remove_committing()
 
     def _old_entries(self) -> set[str]:
         """Return the entries of the previous checkpoint in this folder, without the user's own files."""
@@ -265,27 +265,27 @@ class Store(ABC):
 
     @abstractmethod
     def _publish(self) -> None:
-        """Turn files that have a manifest into the checkpoint. Files in a journal replace the old files."""
+        """Turn files that have a manifest into the checkpoint. Files in ``.committing`` replace the old files."""
 
     @abstractmethod
-    def _has_journal(self) -> bool:
-        """Return whether there is a journal that has its manifest."""
+    def _is_committing(self) -> bool:
+        """Return whether a commit has not replaced all old files yet, so that ``.committing`` exists."""
 
     def _entry_of(self, name: str) -> str:
         """Return the entry of the checkpoint's folder that is removed or replaced together with a file."""
         return name
 
-    def _journal_entries(self, new: Manifest) -> list[str]:
-        """List the entries of the journal that do not have their final names yet, except the manifest."""
+    def _committing_entries(self, new: Manifest) -> list[str]:
+        """List the entries of ``.committing`` that do not have their final names yet, except the manifest."""
         return sorted(new.files)
 
     @abstractmethod
-    def _take_from_journal(self, entries: Sequence[str]) -> None:
-        """Move entries of the journal to their final names, replacing old entries."""
+    def _move_to_target(self, entries: Sequence[str]) -> None:
+        """Move entries of ``.committing`` to their final names, replacing old entries."""
 
     @abstractmethod
-    def _remove_journal(self) -> None:
-        """Remove what is left of the journal."""
+    def _remove_committing(self) -> None:
+        """Remove the rest of ``.committing``."""
 
     @abstractmethod
     def _remove(self, entries: Collection[str]) -> None:

@@ -2,8 +2,8 @@
 
 A new checkpoint is written under another name next to its final place, and then renamed. An existing folder keeps its
 mode and its other files, and it may be a mount point or the working directory, which cannot be renamed. The new files
-are therefore written to a folder inside it, which is then renamed to become the journal. A process that finds a journal
-completes it if the writer is dead, which the lock of the staging folder shows.
+are therefore written to a folder inside it, which is renamed to ``.committing`` when it is complete. A process that
+finds this folder finishes the commit if the writer is dead, which the lock of the staging folder shows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.big_modeling.weight_files import inside
-from notebook_accelerate.checkpointing.commit import FileRecords, ReadLocation, Store
+from notebook_accelerate.checkpointing.commit import CheckpointStore, FileRecords, ReadLocation
 from notebook_accelerate.checkpointing.manifest import (
     CHECKPOINTS_FOLDER,
-    JOURNAL_NAME,
+    COMMITTING_NAME,
     LOCK_SUFFIX,
     MANIFEST_NAME,
     RESERVED,
@@ -45,13 +45,13 @@ from notebook_accelerate.config import constants
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.state.process_group import world_from_environ
 
-_JOURNAL_LIMIT = 60.0
-"""Seconds to wait for another process to finish its journal, which only takes renaming and removing files."""
-_JOURNAL_PAUSE = 0.01
+_MOVE_LIMIT = 60.0
+"""Seconds to wait for another process to move its new files, which only takes renaming and removing files."""
+_MOVE_PAUSE = 0.01
 _MAX_STEM = 240
 
 
-class DiskStore(Store):
+class DiskStore(CheckpointStore):
     """A folder on a file system. The ranks that share the file system write to one staging folder.
 
     Args:
@@ -60,7 +60,7 @@ class DiskStore(Store):
 
     poll_interval = 0.01
     target: Path
-    journal: Path
+    committing: Path
     delivered: Path
     messages: Path
     _lock: SaveLock | None = None
@@ -163,10 +163,10 @@ class DiskStore(Store):
         inner = self.target / STAGING_SUFFIX
         # If the staging folder is outside the target, the target was created during the save: lock it, too.
         with nullcontext() if self._staging == inner else self._locked(inner):
-            self.folder.rename(self.journal)
+            self.folder.rename(self.committing)
             self._remove_emptied()
             _sync_folder(self.target)
-            self._finish_journal()
+            self._replace_old_files()
 
     def _become_target(self) -> bool:
         """Rename the folder of files to the checkpoint. Return False if the checkpoint's folder exists already."""
@@ -229,63 +229,63 @@ class DiskStore(Store):
         if failure is not None:
             raise failure
 
-    # ---- the journal
+    # ---- replacing old files
 
-    def _has_journal(self) -> bool:
-        if self.journal.is_symlink() and self.journal.is_dir():
+    def _is_committing(self) -> bool:
+        if self.committing.is_symlink() and self.committing.is_dir():
             raise BrokenCheckpointError(
-                f"{self.journal} is a link, which no save creates: remove it, and load or save again."
+                f"{self.committing} is a link, which no save creates: remove it, and load or save again."
             )
-        return self.journal.is_dir()
+        return self.committing.is_dir()
 
-    def _journal_entries(self, new: Manifest) -> list[str]:
-        return [entry.name for entry in self.journal.iterdir() if entry.name not in RESERVED]
+    def _committing_entries(self, new: Manifest) -> list[str]:
+        return [entry.name for entry in self.committing.iterdir() if entry.name not in RESERVED]
 
     def _entry_of(self, name: str) -> str:
         return Path(name).parts[0]
 
-    def _take_from_journal(self, entries: Sequence[str]) -> None:
+    def _move_to_target(self, entries: Sequence[str]) -> None:
         for name in entries:
             destination = self.target / name
             if destination.is_dir():
                 _delete(destination)
-            (self.journal / name).replace(destination)
+            (self.committing / name).replace(destination)
 
     def _remove(self, entries: Collection[str]) -> None:
         for name in entries:
             _delete(inside(self.target, name))
 
-    def _remove_journal(self) -> None:
-        shutil.rmtree(self.journal)
+    def _remove_committing(self) -> None:
+        shutil.rmtree(self.committing)
         _sync_folder(self.target)
 
     def finish_commit(self) -> None:
-        """Finish the journal if its writer is dead, or wait for a writer that is alive.
+        """Finish a commit if its writer is dead, or wait for a writer that is alive.
 
         Raises:
             CheckpointError: The writer does not finish, or this process may not write to the folder.
         """
         lock = self.target / LOCK_SUFFIX
-        deadline = time.monotonic() + _JOURNAL_LIMIT
-        while self.journal.is_dir():
+        deadline = time.monotonic() + _MOVE_LIMIT
+        while self.committing.is_dir():
             if (owner := live_owner(lock)) is None:
                 try:
                     with acquire_lock(lock):
-                        return self._finish_journal()
+                        return self._replace_old_files()
                 except LockHeldError:  # Another process was faster.
                     continue
                 except OSError as error:
                     raise CheckpointError(
                         f"Checkpoint {self.target} was not loaded: the process that saved it died while it moved the "
-                        f"new files from {JOURNAL_NAME}, and this process cannot finish that ({error}). Load it once "
-                        "with write permission for the folder."
+                        f"new files from {COMMITTING_NAME}, and this process cannot finish that ({error}). Load it "
+                        "once with write permission for the folder."
                     ) from error
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Checkpoint {self.target} was not loaded: {owner} has been moving new files there for "
-                    f"{_JOURNAL_LIMIT:.0f} s. Load it when that save has finished."
+                    f"{_MOVE_LIMIT:.0f} s. Load it when that save has finished."
                 )
-            time.sleep(_JOURNAL_PAUSE)
+            time.sleep(_MOVE_PAUSE)
         return None
 
     # ---- existing checkpoints
@@ -305,7 +305,7 @@ class DiskStore(Store):
     def generation(self) -> Any:
         """Return the identity of the manifest, or a new value each time while a save is moving its files."""
         # Check this before the manifest: a save that finishes in between has a new manifest.
-        if self.journal.exists():
+        if self.committing.exists():
             return object()
         try:
             manifest = (self.target / MANIFEST_NAME).stat()

@@ -25,11 +25,11 @@ STAGING_SUFFIX = ".incomplete"
 """The suffix of the hidden folder where a checkpoint is being written."""
 REMOVED_SUFFIX = ".removed"
 """The suffix of the hidden name of a checkpoint that is being removed."""
-JOURNAL_NAME = ".committing"
+COMMITTING_NAME = ".committing"
 """The folder inside an existing checkpoint with complete new files that are being moved to their final names."""
 LOCK_SUFFIX = ".saving"
 """The suffix of the file that the saving process locks; inside an existing folder, this is the whole name."""
-RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, JOURNAL_NAME, LOCK_SUFFIX}
+RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, COMMITTING_NAME, LOCK_SUFFIX}
 """Names that a checkpoint's own files cannot have."""
 WHOLE = "whole"
 """The layout if every rank has the complete state, so that one rank writes it to single files."""

@@ -1,8 +1,8 @@
 """A checkpoint in a store that fsspec reaches. Ranks write to the disks of their machines and upload their files.
 
 An object store cannot rename. New files are uploaded under their final names if the folder is empty. Otherwise they are
-uploaded to the journal, and the store copies them from there. During a save, ``.incomplete`` contains the messages of
-the ranks: which process is saving, which files to remove if it dies, heartbeats, and the reports.
+uploaded to ``.committing``, and the store copies them from there. During a save, ``.incomplete`` contains the messages
+of the ranks: which process is saving, which files to remove if it dies, heartbeats, and the reports.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
 from notebook_accelerate.big_modeling.weight_files import inside
-from notebook_accelerate.checkpointing.commit import FileRecords, ReadLocation, Store, read_message
+from notebook_accelerate.checkpointing.commit import CheckpointStore, FileRecords, ReadLocation, read_message
 from notebook_accelerate.checkpointing.manifest import (
     CHECKPOINTS_FOLDER,
-    JOURNAL_NAME,
+    COMMITTING_NAME,
     MANIFEST_NAME,
     STAGING_SUFFIX,
     FileRecord,
@@ -41,7 +41,7 @@ _HEARTBEAT = 30.0
 """Seconds between two heartbeats of a rank that is uploading, because a store does not show partial files."""
 
 
-class ObjectStore(Store):
+class ObjectStore(CheckpointStore):
     """A folder behind a URL.
 
     Args:
@@ -50,7 +50,7 @@ class ObjectStore(Store):
 
     poll_interval = 0.2
     target: RemotePath
-    journal: RemotePath
+    committing: RemotePath
     delivered: RemotePath
     messages: RemotePath
 
@@ -93,11 +93,11 @@ class ObjectStore(Store):
             self.target.remove_files(
                 {name for plan in plans if isinstance(plan, list) for name in plan if isinstance(name, str)}
             )
-        self.journal.remove_tree()
+        self.committing.remove_tree()
         self.messages.remove_tree()
 
     def _make_room(self, token: str) -> None:
-        into = JOURNAL_NAME if any(True for _ in self.target.iterdir()) else ""
+        into = COMMITTING_NAME if any(True for _ in self.target.iterdir()) else ""
         self._message = self._open_message(token)
         self._message.write_text(json.dumps({"into": into, "owner": asdict(this_process())}))
 
@@ -163,8 +163,8 @@ class ObjectStore(Store):
             return make_record(folder / "file")
 
     def _publish(self) -> None:
-        if self.delivered == self.journal:
-            self._finish_journal()
+        if self.delivered == self.committing:
+            self._replace_old_files()
 
     def _release(self) -> None:
         # The checkpoint is complete. If removing the messages fails, the next save removes them.
@@ -181,7 +181,7 @@ class ObjectStore(Store):
             if not delivering:
                 self.messages.remove_tree()
             elif self._message.is_file():  # Remove the owner from the message, so that the next save may start.
-                into = JOURNAL_NAME if self.delivered == self.journal else ""
+                into = COMMITTING_NAME if self.delivered == self.committing else ""
                 self._message.write_text(json.dumps({"into": into}))
 
     def remove_checkpoints(self, surplus: Sequence[RemotePath]) -> None:
@@ -211,33 +211,33 @@ class ObjectStore(Store):
                 (checkpoints / name).remove_tree()
                 record.unlink(missing_ok=True)
 
-    # ---- the journal
+    # ---- replacing old files
 
-    def _has_journal(self) -> bool:
-        return (self.journal / MANIFEST_NAME).is_file()
+    def _is_committing(self) -> bool:
+        return (self.committing / MANIFEST_NAME).is_file()
 
-    def _take_from_journal(self, entries: Sequence[str]) -> None:
-        self.journal.copy_files(entries, self.target)
+    def _move_to_target(self, entries: Sequence[str]) -> None:
+        self.committing.copy_files(entries, self.target)
 
     def _remove(self, entries: Collection[str]) -> None:
         self.target.remove_files(entries)
 
-    def _remove_journal(self) -> None:
-        (self.journal / MANIFEST_NAME).unlink(missing_ok=True)  # Remove this first: without it, the rest is ignored.
-        self.journal.remove_tree()
+    def _remove_committing(self) -> None:
+        (self.committing / MANIFEST_NAME).unlink(missing_ok=True)  # Remove this first: without it, the rest is ignored.
+        self.committing.remove_tree()
 
     # ---- existing checkpoints
 
     def is_checkpoint(self) -> bool:
-        """Return whether there is a manifest, in the folder or in the journal."""
-        return any((folder / MANIFEST_NAME).is_file() for folder in (self.target, self.journal))
+        """Return whether there is a manifest, in the folder or in ``.committing``."""
+        return any((folder / MANIFEST_NAME).is_file() for folder in (self.target, self.committing))
 
     def is_occupied(self) -> bool:
         """Return whether there is a checkpoint or a user's file. The remains of an unfinished save do not count."""
         if self.is_checkpoint():
             return True
         return not self.unfinished_save() and any(
-            path.name not in {STAGING_SUFFIX, JOURNAL_NAME} for path in self.target.iterdir()
+            path.name not in {STAGING_SUFFIX, COMMITTING_NAME} for path in self.target.iterdir()
         )
 
     def unfinished_save(self) -> str | None:
@@ -246,11 +246,11 @@ class ObjectStore(Store):
         return str(self.messages) if any(message.get("into") == "" for message in self._open_messages()) else None
 
     def finish_commit(self) -> None:
-        """Do nothing, because a complete journal can be read in place (see `source`)."""
+        """Do nothing, because complete files in ``.committing`` can be read in place (see `source`)."""
 
     def generation(self) -> Any:
-        """Return the text and the folder of the manifest. A complete journal is read instead of the target."""
-        for folder in (self.journal, self.target):
+        """Return the text and the folder of the manifest. Complete files in ``.committing`` are read instead."""
+        for folder in (self.committing, self.target):
             self._source = folder
             with contextlib.suppress(FileNotFoundError):
                 return str(folder), (folder / MANIFEST_NAME).read_text()
@@ -274,7 +274,9 @@ class ObjectStore(Store):
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
         """Download this rank's share. The verification reports files that are missing in the store."""
         if names is None:
-            names = sorted(name for name in self._source.files() if not name.startswith((STAGING_SUFFIX, JOURNAL_NAME)))
+            names = sorted(
+                name for name in self._source.files() if not name.startswith((STAGING_SUFFIX, COMMITTING_NAME))
+            )
         share = list(names)[location.share]
         for name in share:
             destination = inside(location.folder, name)

@@ -16,7 +16,7 @@ from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.untrusted_files import unreadable_classes
 from notebook_accelerate.checkpointing import rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
-from notebook_accelerate.checkpointing.commit import Store
+from notebook_accelerate.checkpointing.commit import CheckpointStore
 from notebook_accelerate.checkpointing.disk_store import DiskStore
 from notebook_accelerate.checkpointing.manifest import CHECKPOINTS_FOLDER, Manifest, is_numbered, number_of
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
@@ -315,7 +315,7 @@ def _after_commit(accelerator: AcceleratorProperties, target: SaveTarget, began:
 # ---- where checkpoints are
 
 
-def store_for(target: AnyPath) -> Store:
+def store_for(target: AnyPath) -> CheckpointStore:
     """Return the store of a checkpoint.
 
     Args:

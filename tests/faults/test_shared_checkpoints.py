@@ -135,7 +135,7 @@ def test_a_load_waits_for_a_live_writer_that_is_moving_its_files(tmp_path: Path)
     assert found == [2.0]
 
 
-def test_a_load_finishes_the_journal_of_an_ended_writer(tmp_path: Path) -> None:
+def test_a_load_finishes_the_commit_of_an_ended_writer(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     Parts(1.0).accelerator.save_state(str(folder))
     saver = start_saver(folder, 2.0, *MOVING)

@@ -156,9 +156,9 @@ MANIFESTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("where", ["", ".committing"], ids=["manifest", "journal"])
+@pytest.mark.parametrize("where", ["", ".committing"], ids=["complete", "committing"])
 @pytest.mark.parametrize("what", MANIFESTS)
-def test_hostile_manifests_and_journals_are_named(folder: Path, what: str, where: str) -> None:
+def test_hostile_manifests_are_named(folder: Path, what: str, where: str) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     content = MANIFESTS[what]
     if isinstance(content, dict):
@@ -181,7 +181,7 @@ def test_a_long_list_of_damage_is_cut(folder: Path) -> None:
     assert len(str(raised.value)) < 3000
 
 
-def test_a_journal_that_is_a_link_moves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_committing_folder_that_is_a_link_moves_nothing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "note").write_text("the user's")
     (folder / ".committing").symlink_to(tmp_path / "private")
