@@ -413,7 +413,7 @@ IN_BROWSER := $(if $(ROWS),$(filter browser,$(ROWS)),browser)
 IN_RAY := $(if $(ROWS),$(filter ray,$(ROWS)),ray)
 IN_BENCH := $(if $(ROWS),$(filter-out strategies zero trainer browser ray,$(ROWS)),--but strategies trainer browser ray)
 IN_BENCH_DEEPSPEED := $(if $(ROWS),$(filter strategies zero trainer,$(ROWS)),strategies trainer)
-BENCHMARKS := -m tests.benchmarks $(RECORD)
+BENCHMARKS := -m benchmarks $(RECORD)
 
 # The environments with the peer come last: the head of the table names its version.
 bench: $(if $(IN_BROWSER),$(if $(CHROMIUM),$(BROWSER_READY),$(READY))) $(if $(IN_RAY),$(RAY_READY)) $(if $(IN_BENCH),$(BENCH_READY)) $(if $(IN_BENCH_DEEPSPEED),$(BENCH_DEEPSPEED_READY))
@@ -423,7 +423,7 @@ bench: $(if $(IN_BROWSER),$(if $(CHROMIUM),$(BROWSER_READY),$(READY))) $(if $(IN
 	$(if $(IN_BENCH),OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python $(BENCHMARKS) $(IN_BENCH))
 
 bench-quick: $(BENCH_READY)
-	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks --quick
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m benchmarks --quick
 
 bench-record:
 	$(MAKE) bench RECORD=--record

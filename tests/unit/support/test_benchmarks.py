@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import bench, record
-from tests.benchmarks.bench import Figure, compared
+from benchmarks import bench, record
+from benchmarks.bench import Figure, compared
 
 
 @pytest.fixture(autouse=True)

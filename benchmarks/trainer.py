@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.bench import Figure, alternate, compared, row
+from benchmarks.training import HERE, PEER
+from benchmarks.worker_ranks import WorkerRanks
 from notebook_accelerate.integrations import accelerate_alias
-from tests.benchmarks.bench import Figure, alternate, compared, row
-from tests.benchmarks.training import HERE, PEER
-from tests.benchmarks.worker_ranks import WorkerRanks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, STEPS = 30, 25
 """Measured in turns, some 0.05 seconds each on an idle core."""
 
@@ -53,4 +53,4 @@ def time_trainer(ranks: int) -> list[list[dict[str, float]]]:
 
 def _world(side: str, path: str, folder: str, ranks: int) -> WorkerRanks:
     environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": 1, "ACCELERATE_USE_CPU": "true"}
-    return WorkerRanks(["tests.benchmarks.trainer_worker", side, f"{folder}/{side}"], ranks, environment)
+    return WorkerRanks(["benchmarks.trainer_worker", side, f"{folder}/{side}"], ranks, environment)

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks [AREA or ROW ...]``: measure, side by side with the peers, and print the table."""
+"""``python -m benchmarks [AREA or ROW ...]``: measure, side by side with the peers, and print the table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 
 # Importing an area registers its rows.
-from tests.benchmarks import (  # noqa: F401
+from benchmarks import (  # noqa: F401
     big_models,
     checkpoints,
     debugging,
@@ -23,7 +23,7 @@ from tests.benchmarks import (  # noqa: F401
     training,
     training_api,
 )
-from tests.benchmarks.bench import main
+from benchmarks.bench import main
 
 if __name__ == "__main__":
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode, the peer's and ours

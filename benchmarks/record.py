@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from tests.benchmarks.bench import Figure
+    from benchmarks.bench import Figure
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 WORSE = 1.3
 """A ratio that grew by this factor is a regression."""
 SMALLEST = 0.05

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
+from benchmarks.bench import REPEATS, Figure, alternate, compared, row
 from tests.support.ranks import run_ranks
 
 HERE, PEER = "notebook_accelerate", "accelerate"

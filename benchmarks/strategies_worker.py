@@ -1,4 +1,4 @@
-"""One rank of a training that is measured on command: ``python -m tests.benchmarks.strategies_worker SIDE STRATEGY``.
+"""One rank of a training that is measured on command: ``python -m benchmarks.strategies_worker SIDE STRATEGY``.
 
 SIDE is ``plain`` (torch or DeepSpeed alone), ``notebook_accelerate`` or ``accelerate``. Commands come one per line, the
 same to every rank; answers go back as lines of JSON, in seconds and bytes.

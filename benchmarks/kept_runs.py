@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench import Figure, alternate, compared, row
 from notebook_accelerate import notebook_launcher, open_run
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
@@ -16,7 +17,6 @@ from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.utils import patch_environment
-from tests.benchmarks.bench import Figure, alternate, compared, row
 from tests.support.runs import START, make_run
 
 _COUNT = 2_000

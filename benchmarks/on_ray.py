@@ -12,8 +12,8 @@ from functools import partial
 from io import StringIO
 from typing import Any
 
-from tests.benchmarks.bench import Figure, alternate, compared, row
-from tests.benchmarks.debugging import SIZES, train
+from benchmarks.bench import Figure, alternate, compared, row
+from benchmarks.debugging import SIZES, train
 from tests.support.ray_cluster import SHADOW, LocalCluster
 
 REPEATS = 3

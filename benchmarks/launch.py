@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
+from benchmarks.bench import REPEATS, Figure, alternate, compared, row
 from tests.support.kernel import Cell, Kernel, KernelTimeoutError
 
 HERE, PEER = "notebook_accelerate", "accelerate"

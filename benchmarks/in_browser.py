@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from tests.benchmarks.bench import Figure, alternate, compared, row
+from benchmarks.bench import Figure, alternate, compared, row
 from tests.support.browser import Browser, NotebookPage, Server, missing
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench import Figure, row
 from notebook_accelerate.launch.output.publisher import Publisher
 from notebook_accelerate.launch.state.run_events import AttemptStarted
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
@@ -20,7 +21,6 @@ from notebook_accelerate.telemetry.inherited_state import capture_inherited_stat
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
-from tests.benchmarks.bench import Figure, row
 from tests.support.runs import plan_run, supervisor_of
 from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedBackend
 

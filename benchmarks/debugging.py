@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from tests.benchmarks.bench import REPEATS, Figure, compared, row
+from benchmarks.bench import REPEATS, Figure, compared, row
 from tests.support.kernel import Kernel
 
 STEPS, BLOCKS = 10, 60

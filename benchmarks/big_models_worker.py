@@ -1,4 +1,4 @@
-"""One process that measures big models: ``python -m tests.benchmarks.big_models_worker PACKAGE FOLDER``.
+"""One process that measures big models: ``python -m benchmarks.big_models_worker PACKAGE FOLDER``.
 
 Commands come one per line, answers go back as lines of JSON, in seconds and bytes.
 """

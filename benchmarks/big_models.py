@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.bench import Figure, alternate, compared, row
-from tests.benchmarks.big_models_worker import TOKENS
+from benchmarks.bench import Figure, alternate, compared, row
+from benchmarks.big_models_worker import TOKENS
 
 HERE, PEER = "notebook_accelerate", "accelerate"
 
@@ -23,7 +23,7 @@ class Side:
     """A process of one package that answers commands."""
 
     def __init__(self, package: str, folder: str) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.big_models_worker", package, folder]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.big_models_worker", package, folder]
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed where the process is ended
         self._process = subprocess.Popen(
             command,

@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.bench import Figure, alternate, compared, row
+from benchmarks.worker_ranks import WorkerRanks
 from notebook_accelerate.strategies.deepspeed.deepspeed_engine import remove_dead_locks
-from tests.benchmarks.bench import Figure, alternate, compared, row
-from tests.benchmarks.worker_ranks import WorkerRanks
 
 HERE, PEER, PLAIN = "notebook_accelerate", "accelerate", "plain"
 RANKS = 2
@@ -38,7 +38,7 @@ def world(side: str, strategy: str, blocks: int = BLOCKS) -> WorkerRanks:
         strategy: ddp, fsdp2, zero2 or zero3.
         blocks: How deep the model is.
     """
-    arguments = ["tests.benchmarks.strategies_worker", side, strategy, str(blocks)]
+    arguments = ["benchmarks.strategies_worker", side, strategy, str(blocks)]
     return WorkerRanks(arguments, RANKS, _environment(side, strategy))
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import ipywidgets
 
+from benchmarks.bench import Figure, alternate, compared, row
 from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.run_panel import RunPanel
-from tests.benchmarks.bench import Figure, alternate, compared, row
 from tests.support.kernel import Kernel
 from tests.support.runs import START, Clock, make_run
 

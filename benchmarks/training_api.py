@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
-from tests.benchmarks.training import HERE, PEER, loader, timer
+from benchmarks.bench import REPEATS, Figure, alternate, compared, row
+from benchmarks.training import HERE, PEER, loader, timer
 from tests.support.ranks import run_ranks
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.bench import Figure, alternate, compared, row
+from benchmarks.bench import Figure, alternate, compared, row
 
 _LAYERS = 21
 _WIDTH = 2048

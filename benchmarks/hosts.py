@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from tests.benchmarks.bench import Figure, alternate, compared, row
+from benchmarks.bench import Figure, alternate, compared, row
 from tests.support.kernel import ROOT, Kernel
 from tests.support.ports import free_port
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.bench import Figure, alternate, compared, row
 from notebook_accelerate import notebook_launcher
-from tests.benchmarks.bench import Figure, alternate, compared, row
 
 
 def steps() -> None:

@@ -1,4 +1,4 @@
-"""One rank of transformers' Trainer that is measured on command: ``python -m tests.benchmarks.trainer_worker FOLDER``.
+"""One rank of transformers' Trainer that is measured on command: ``python -m benchmarks.trainer_worker FOLDER``.
 
 The environment decides which package it finds as `accelerate`. The training stops after a step and reads a command
 ("steps COUNT"), then goes on for so many steps and answers with what they took.

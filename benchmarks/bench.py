@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tests.benchmarks import record
+from benchmarks import record
 
 REPEATS = 10
 """Measurements behind each median, unless a row says otherwise."""

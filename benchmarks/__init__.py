@@ -1,0 +1,1 @@
+"""Times and memory, measured side by side with the peers: `make bench`."""
