@@ -269,7 +269,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _is_committing(self) -> bool:
-        """Return whether a commit has not replaced all old files yet, so that ``.committing`` exists."""
+        """Return whether ``.committing`` exists, because a commit has not replaced all old files yet."""
 
     def _entry_of(self, name: str) -> str:
         """Return the entry of the checkpoint's folder that is removed or replaced together with a file."""
