@@ -224,27 +224,15 @@ def count_files(names: Sequence[str], pattern: str) -> int:
     return sum(re.fullmatch(pattern, name) is not None for name in names)
 
 
-# ---- strategies that shard models and optimizers, and save the shards themselves
+# ---- strategies that shard models and optimizers, and choose the files for the shards
 
 
-class SavesOwnState(Protocol):
-    """A strategy whose `checkpoint_layout` is not "whole"."""
+class HasOwnLayout(Protocol):
+    """A strategy whose `checkpoint_layout` is not "whole". It is also a `SavesOwnState` or a `ReturnsStateParts`."""
 
     name: str
     checkpoint_layout: str
     """The name of the layout. The manifest records it, because a checkpoint must be loaded with the same layout."""
-
-    def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
-        """Write models and optimizers to files with any names in a folder; every rank calls this.
-
-        All files must be complete when this returns. A strategy whose state a thread can write has `state_parts`
-        instead.
-
-        Args:
-            folder: An existing staging folder, shared by all ranks on a file system.
-            safe_serialization: Whether to prefer safetensors.
-            options: The additional arguments that the user passed to `save_state`.
-        """
 
     def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
         """Read models and optimizers from a folder; every rank calls this.
@@ -256,7 +244,22 @@ class SavesOwnState(Protocol):
         """
 
 
-class ReturnsStateParts(Protocol):
+class SavesOwnState(HasOwnLayout, Protocol):
+    """A strategy whose engine writes models and optimizers itself, in the foreground."""
+
+    def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
+        """Write models and optimizers to files with any names in a folder; every rank calls this.
+
+        All files must be complete when this returns.
+
+        Args:
+            folder: An existing staging folder, shared by all ranks on a file system.
+            safe_serialization: Whether to prefer safetensors.
+            options: The additional arguments that the user passed to `save_state`.
+        """
+
+
+class ReturnsStateParts(HasOwnLayout, Protocol):
     """A strategy that returns its shards for a thread to write."""
 
     def state_parts(self, safe_serialization: bool, **options: Any) -> Sequence[StatePart]:
@@ -271,14 +274,19 @@ class ReturnsStateParts(Protocol):
         """
 
 
-def saves_own_state(strategy: Strategy) -> TypeGuard[SavesOwnState]:
-    """Return whether a strategy saves models and optimizers itself."""
+def has_own_layout(strategy: Strategy) -> TypeGuard[HasOwnLayout]:
+    """Return whether a strategy chooses the files for models and optimizers."""
     return strategy.checkpoint_layout != WHOLE
 
 
 def returns_state_parts(strategy: Strategy) -> TypeGuard[ReturnsStateParts]:
     """Return whether a strategy returns parts for `save_state` to write, possibly in a thread."""
-    return saves_own_state(strategy) and hasattr(strategy, "state_parts")
+    return has_own_layout(strategy) and hasattr(strategy, "state_parts")
+
+
+def saves_own_state(strategy: Strategy) -> TypeGuard[SavesOwnState]:
+    """Return whether a strategy's engine writes models and optimizers itself."""
+    return strategy.checkpoint_layout != WHOLE and not returns_state_parts(strategy)
 
 
 def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:

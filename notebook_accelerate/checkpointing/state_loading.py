@@ -73,7 +73,7 @@ def load_state(
         CheckpointMismatchError: The checkpoint belongs to another world size, strategy or set of registered objects.
     """
     _check_map_location(load_model_func_kwargs.pop("map_location", None))
-    if state_files.saves_own_state(accelerator.strategy):
+    if state_files.has_own_layout(accelerator.strategy):
         wait_for_all_ranks(_CALL)
     wait_for_saves(_CALL)
     folder = None if input_dir is None else path_of(input_dir).absolute()
@@ -280,7 +280,7 @@ def _load_all(
     accelerator: AcceleratorProperties, models: list[torch.nn.Module], files: _Files, model_options: dict[str, Any]
 ) -> None:
     strategy = accelerator.strategy
-    if not state_files.saves_own_state(strategy):
+    if not state_files.has_own_layout(strategy):
         _load_models(accelerator, models, files, model_options)
     else:
         trusted = files.options.get("weights_only") is False

@@ -21,7 +21,12 @@ from notebook_accelerate.checkpointing.disk_store import DiskStore
 from notebook_accelerate.checkpointing.manifest import CHECKPOINTS_FOLDER, Manifest, is_numbered, number_of
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
-from notebook_accelerate.checkpointing.state_files import StateFile, returns_state_parts, saves_own_state
+from notebook_accelerate.checkpointing.state_files import (
+    StateFile,
+    has_own_layout,
+    returns_state_parts,
+    saves_own_state,
+)
 from notebook_accelerate.collectives.communicator import wait_for_all_ranks
 from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 from notebook_accelerate.errors import CheckpointError
@@ -85,7 +90,7 @@ def save_state(
         ValueError: No folder was passed, or the automatic name is taken.
         CheckpointError: This checkpoint, or an earlier one that a thread was writing, could not be written.
     """
-    if saves_own_state(accelerator.strategy):
+    if has_own_layout(accelerator.strategy):
         wait_for_all_ranks(_CALL)
     wait_for_saves(_CALL)
     _warn_of_accumulated_gradients(accelerator)
@@ -232,8 +237,8 @@ def _collect_files(
     accelerator: AcceleratorProperties, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> list[StateFile]:
     """Run the hooks, and collect the files that this rank writes."""
-    strategy, writes_own = accelerator.strategy, saves_own_state(accelerator.strategy)
-    weights = [] if writes_own else [_named_as_given(accelerator, model) for model in accelerator._models]
+    strategy, own_layout = accelerator.strategy, has_own_layout(accelerator.strategy)
+    weights = [] if own_layout else [_named_as_given(accelerator, model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(accelerator._models, weights, str(target.staging))
     files = [state_files.rank_file(accelerator)]
@@ -248,7 +253,7 @@ def _collect_files(
         strategy.save_state(target.staging, safe_serialization=safe, **options)
     if accelerator.is_main_process or (target.commits and accelerator.project_configuration.save_on_each_node):
         files += state_files.model_files(weights, safe)
-        files += state_files.training_files(accelerator, with_optimizers=not writes_own)
+        files += state_files.training_files(accelerator, with_optimizers=not own_layout)
     for file in files:
         _warn_of_unreadable_values(file)
     return files
