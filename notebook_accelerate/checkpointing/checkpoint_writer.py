@@ -62,6 +62,9 @@ class PendingSave:
     """The work that one rank has to do for a checkpoint after its state was captured.
 
     Attributes:
+        target: Where the files go, and whether this rank commits them.
+        manifest: The manifest, which the committing rank completes and writes.
+        state_files: The files of this rank. Each value is released when its file is written.
         after_commit: A function that is called once the checkpoint is committed.
         snapshot: The copies to write, or None if the tensors of the training itself are written.
         optimizers: The optimizers whose next step must wait until the snapshot is filled.

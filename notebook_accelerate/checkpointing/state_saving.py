@@ -22,6 +22,7 @@ from notebook_accelerate.checkpointing.manifest import CHECKPOINTS_FOLDER, Manif
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import (
+    SavesOwnState,
     StateFile,
     has_own_layout,
     returns_state_parts,
@@ -102,7 +103,10 @@ def save_state(
     group = rank_agreement.background_group() if background and returns_state_parts(accelerator.strategy) else None
 
     def capture() -> PendingSave:
-        files = _collect_files(accelerator, target, safe_serialization, blocking, save_model_func_kwargs)
+        weights = _weights_after_hooks(accelerator, target)
+        if saves_own_state(accelerator.strategy):
+            _write_engine_state(accelerator.strategy, target, safe_serialization, blocking, save_model_func_kwargs)
+        files = _collect_files(accelerator, target, weights, safe_serialization, save_model_func_kwargs)
         return _prepare_save(accelerator, target, files, background, began)
 
     save = _capture_on_all_ranks(target, capture)
@@ -233,27 +237,42 @@ def _named_as_given(accelerator: AcceleratorProperties, model: nn.Module) -> dic
     return {compiled_name(name): tensor for name, tensor in state.items()} if compiled else state
 
 
-def _collect_files(
-    accelerator: AcceleratorProperties, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
-) -> list[StateFile]:
-    """Run the hooks, and collect the files that this rank writes."""
-    strategy, own_layout = accelerator.strategy, has_own_layout(accelerator.strategy)
+def _weights_after_hooks(accelerator: AcceleratorProperties, target: SaveTarget) -> list[dict[str, Any]]:
+    """Return the state of each model, after the user's hooks have changed the list or written files themselves."""
+    own_layout = has_own_layout(accelerator.strategy)
     weights = [] if own_layout else [_named_as_given(accelerator, model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(accelerator._models, weights, str(target.staging))
+    return weights
+
+
+def _write_engine_state(
+    strategy: SavesOwnState, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
+) -> None:
+    """Have the strategy's engine write models and optimizers, which takes as long as writing the whole state."""
+    if not blocking:
+        warn_once(
+            f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
+            "the foreground; the rest is written in the background."
+        )
+    strategy.save_state(target.staging, safe_serialization=safe, **options)
+
+
+def _collect_files(
+    accelerator: AcceleratorProperties,
+    target: SaveTarget,
+    weights: list[dict[str, Any]],
+    safe: bool,
+    options: dict[str, Any],
+) -> list[StateFile]:
+    """Return the files that this rank has to write, with their values."""
+    strategy = accelerator.strategy
     files = [state_files.rank_file(accelerator)]
     if returns_state_parts(strategy):
         files = state_files.strategy_files(strategy.state_parts(safe, **options)) + files
-    elif saves_own_state(strategy):
-        if not blocking:
-            warn_once(
-                f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
-                "the foreground; the rest is written in the background."
-            )
-        strategy.save_state(target.staging, safe_serialization=safe, **options)
     if accelerator.is_main_process or (target.commits and accelerator.project_configuration.save_on_each_node):
         files += state_files.model_files(weights, safe)
-        files += state_files.training_files(accelerator, with_optimizers=not own_layout)
+        files += state_files.training_files(accelerator, with_optimizers=not has_own_layout(strategy))
     for file in files:
         _warn_of_unreadable_values(file)
     return files
