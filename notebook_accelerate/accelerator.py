@@ -354,20 +354,13 @@ class Accelerator(AcceleratorProperties):
         """
         self._do_sync()
         state = self.gradient_state
-        if state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
+        if state.sync_gradients or state.sync_each_batch:
             return NOTHING
         return self.strategy.accumulating(models)
 
     def _do_sync(self) -> None:
         """Count a batch, and decide whether it completes its window."""
-        state = self.gradient_state
-        settings = state.plugin_kwargs
-        if state.end_of_dataloader and settings.get("sync_with_dataloader", True):
-            self.step = 0
-            state.sync_gradients = True
-        else:
-            self.step += 1
-            state.sync_gradients = self.step % (settings.get("num_steps") or 1) == 0
+        self.step = self.gradient_state.count_batch(self.step)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Skip the exchange of a model's gradients in the backward pass.

@@ -477,6 +477,11 @@ class GradientState:
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
+    def sync_each_batch(self) -> bool:
+        """Whether gradients are exchanged in every batch, not only in the one that completes the window."""
+        return bool(self.plugin_kwargs.get("sync_each_batch", False))
+
+    @property
     def active_dataloader(self) -> Any:
         """The innermost loader that is being read, or None outside of loops."""
         return self.dataloader_references[-1]
@@ -500,6 +505,21 @@ class GradientState:
         """
         loader = self.dataloader_references[-1]
         return -1 if loader is None else loader.remainder
+
+    def count_batch(self, step: int) -> int:
+        """Count a batch, and set `sync_gradients` to whether it completes its window.
+
+        Args:
+            step: The number of batches before this one.
+
+        Returns:
+            The number of batches including this one, or 0 if the end of a loader completes the window.
+        """
+        if self.end_of_dataloader and self.sync_with_dataloader:
+            self.sync_gradients = True
+            return 0
+        self.sync_gradients = (step + 1) % self.num_steps == 0
+        return step + 1
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set whether this step completes a window."""
