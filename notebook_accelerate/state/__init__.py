@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from notebook_accelerate.state.accelerator_state import (
     AcceleratorState,
-    GradientState,
+    is_initialized,
     isolated_shared_state,
     reset_shared_state,
     start_afresh,
 )
+from notebook_accelerate.state.gradient_state import GradientState
 from notebook_accelerate.state.partial_state import (
     PartialState,
     SharedDict,
     ThreadLocalSharedDict,
     do_nothing,
-    is_initialized,
 )
 
 __all__ = [  # Without this list, `import *` would also import submodules.

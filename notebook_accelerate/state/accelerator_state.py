@@ -1,8 +1,8 @@
-"""The state of the current `Accelerator`: precision, plugins and gradient accumulation."""
+"""The state of the current `Accelerator`: precision and plugins; and how the state of a process is reset."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,9 +10,9 @@ import torch
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType, PrecisionType
-from notebook_accelerate.config.parallelism_config import ParallelismConfig
-from notebook_accelerate.config.plain_values import check_type
 from notebook_accelerate.state import process_group
+from notebook_accelerate.state.gradient_state import GradientState
+from notebook_accelerate.state.parallel_layout import arrange_ranks, offloads_gradients, plugins_from_environ
 from notebook_accelerate.state.partial_state import PartialState, SharedDict, Slots
 from notebook_accelerate.state.warn_once import reset_warnings, warn_once
 
@@ -191,6 +191,11 @@ class AcceleratorState(PartialState):
         chosen.select(_from_accelerator_state=True)
 
 
+def is_initialized() -> bool:
+    """Return whether this process has created an `AcceleratorState`."""
+    return bool(AcceleratorState._shared_state)
+
+
 def check_precision(name: Any) -> str | None:
     """Check and normalise the name of a precision.
 
@@ -253,296 +258,6 @@ def _describe_change(name: str, old: Any, new: Any) -> str:
     kinds = (str, torch.device, type(None))
     shown = [str(value) if isinstance(value, kinds) else type(value).__name__ for value in (old, new)]
     return f"{name.lstrip('_')} from {shown[0]} to {shown[1]}"
-
-
-# ---- the parallel layout: plugins that the launch requests, and the device mesh
-
-# These functions import the plugins when they are used, because importing the modules takes milliseconds.
-
-
-def _deepspeed() -> dict[str, Any]:
-    from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
-
-    plugin = DeepSpeedPlugin()
-    plugin.select(_from_accelerator_state=True)
-    return {"default": plugin}
-
-
-def _fsdp(**settings: Any) -> Any:
-    from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
-
-    return FullyShardedDataParallelPlugin(**settings)
-
-
-def _megatron_lm() -> Any:
-    from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-
-    return MegatronLMPlugin()
-
-
-_FROM_ENVIRON: dict[str, tuple[str, Callable[[], Any]]] = {
-    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", _deepspeed),
-    "fsdp_plugin": ("ACCELERATE_USE_FSDP", _fsdp),
-    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", _megatron_lm),
-    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", ParallelismConfig),
-}
-
-
-def plugins_from_environ(requested: Slots) -> Slots:
-    """Create the plugins that the launch requests through environment variables and the user has not passed.
-
-    Args:
-        requested: The user's plugins by name.
-
-    Returns:
-        The new plugins by name.
-    """
-    return {
-        name: create()
-        for name, (variable, create) in _FROM_ENVIRON.items()
-        if requested.get(name) is None and environ.flag(variable)
-    }
-
-
-def offloads_gradients(requested: Slots) -> bool:
-    """Return whether FSDP 2 offloads gradients, so that clipping them needs collectives on the CPU (pytorch#148532).
-
-    Args:
-        requested: The plugins by name.
-    """
-    plugin = requested.get("fsdp_plugin")
-    if plugin is not None:
-        from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
-
-        check_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
-    if plugin is None:  # A parallel layout may imply a plugin, which then takes its settings from the environment.
-        return requested.get("parallelism_config") is not None and environ.flag("FSDP_OFFLOAD_PARAMS")
-    return plugin.fsdp_version == 2 and bool(getattr(plugin, "offloads", False))
-
-
-def arrange_ranks(slots: Slots) -> Slots:
-    """Check the parallel layout against the world size and create its mesh; every rank must call this.
-
-    Args:
-        slots: The state's settings.
-
-    Returns:
-        The layout, the mesh, and the FSDP plugin, which the layout may imply if the user has not passed one.
-
-    Raises:
-        ValueError: The degrees do not match the world size, or need another plugin.
-    """
-    layout, tp_plugin = slots.get("parallelism_config"), slots.get("torch_tp_plugin")
-    if layout is None and tp_plugin is not None and tp_plugin.tp_size > 1:
-        layout = ParallelismConfig(tp_size=tp_plugin.tp_size)
-        layout.device_mesh = tp_plugin.torch_device_mesh
-    if layout is None:
-        return {}
-    check_type("parallelism_config", layout, ParallelismConfig)
-    layout.check_world_size(slots["num_processes"])
-    if layout.sp_enabled:
-        return _arrange_sequence_ranks(layout, slots)
-    if layout.pp_enabled:
-        return _arrange_pipeline_ranks(layout, slots)
-    _check_no_engine(layout, slots)
-    fsdp = slots.get("fsdp_plugin")
-    shards = layout.dp_shard_enabled or layout.cp_enabled
-    if shards and fsdp is None:
-        fsdp = _fsdp(fsdp_version=2)
-    if fsdp is not None and layout.total_size > 1:
-        if fsdp.fsdp_version != 2:
-            raise ValueError(
-                f"fsdp_plugin has fsdp_version={fsdp.fsdp_version}, but parallelism_config needs FSDP 2; pass "
-                "FullyShardedDataParallelPlugin(fsdp_version=2), or omit parallelism_config (FSDP 1 has "
-                "sharding_strategy='HYBRID_SHARD' for replicas of shards)"
-            )
-        if not shards:
-            raise ValueError(
-                f"fsdp_plugin shards, but {layout!r} has no dimension to shard over; pass dp_shard_size above 1, or "
-                "omit fsdp_plugin"
-            )
-    mesh = layout.get_device_mesh(slots["device"].type)
-    return {"parallelism_config": layout, "device_mesh": mesh, "fsdp_plugin": fsdp}
-
-
-def _check_no_engine(layout: ParallelismConfig, slots: Slots) -> None:
-    """Check that the ranks are not arranged by both the layout and the engine of a plugin."""
-    given = [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
-    if given and layout.total_size > 1:
-        name = given[0].removesuffix("s")
-        instead = {
-            "deepspeed_plugin": "DeepSpeedPlugin(zero_stage=3) shards over all ranks",
-            "megatron_lm_plugin": "MegatronLMPlugin(tp_degree=..., pp_degree=...) has its own degrees",
-        }[name]
-        raise ValueError(f"{layout!r} and {name} contradict each other: {instead}; omit {name} or parallelism_config")
-
-
-def _arrange_sequence_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
-    """Create the mesh of sequence parallel ranks, for DeepSpeed's attention."""
-    if layout.tp_enabled:
-        raise ValueError(
-            f"sp_size={layout.sp_size} with tp_size={layout.tp_size} is not allowed: DeepSpeed's sequence parallelism "
-            "needs full tensors; pass tp_size=1"
-        )
-    given = [name for name in ("fsdp_plugin", "megatron_lm_plugin") if slots.get(name) is not None]
-    if given:
-        raise ValueError(
-            f"sp_size={layout.sp_size} needs DeepSpeed, and {given[0]} contradicts it; omit {given[0]}, or "
-            f"pass ParallelismConfig(cp_size={layout.sp_size}), which works with FSDP 2"
-        )
-    mesh = layout.get_device_mesh(slots["device"].type)
-    plugins = slots.get("deepspeed_plugins") or _deepspeed()
-    return {"parallelism_config": layout, "device_mesh": mesh, "deepspeed_plugins": plugins}
-
-
-def _arrange_pipeline_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
-    """Create the mesh of pipeline ranks, for inference."""
-    given = [name for name in ("fsdp_plugin", "deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
-    if given:
-        raise ValueError(
-            f"pp_size={layout.pp_size} is for prepare_pippy, and {given[0].removesuffix('s')} contradicts "
-            f"it; omit one of them, or train a pipeline with MegatronLMPlugin(pp_degree={layout.pp_size}) alone"
-        )
-    return {"parallelism_config": layout, "device_mesh": layout.get_device_mesh(slots["device"].type)}
-
-
-class GradientState:
-    """The state of gradient accumulation: whether gradients are complete, and which loaders are being read.
-
-    Instances share one dictionary. An `Accelerator` whose accumulation settings differ from the previous one's starts a
-    new dictionary. Objects that the previous one prepared keep the old dictionary, and `GradientState()` uses the
-    latest one.
-
-    Args:
-        gradient_accumulation_plugin: A `GradientAccumulationPlugin`; None keeps the current settings.
-
-    Attributes:
-        sync_gradients: Whether this step completes a window, so that gradients are reduced and the optimizer steps.
-        active_dataloader: The innermost loader that is being read, or None outside of loops.
-        dataloader_references: All loaders that are being read, the outermost first, after a leading None.
-        plugin_kwargs: The accumulation settings that differ from the defaults.
-        is_xla_gradients_synced: Whether gradients have been reduced since the last step (XLA only).
-    """
-
-    _shared_state: ClassVar[Slots] = SharedDict()
-
-    sync_gradients: bool
-    dataloader_references: list[Any]
-    plugin_kwargs: dict[str, Any]
-    is_xla_gradients_synced: bool
-
-    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
-        cls = type(self)
-        requested = None if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_kwargs()
-        if not cls._shared_state:
-            cls._shared_state.update(_initial(requested or {}))
-        elif requested is not None and requested != cls._shared_state["plugin_kwargs"]:
-            cls._shared_state = _initial(requested)
-        self.__dict__ = cls._shared_state
-
-    def __repr__(self) -> str:
-        return (
-            f"Sync Gradients: {self.sync_gradients}\n"
-            f"At end of current dataloader: {self.end_of_dataloader}\n"
-            f"Extra samples added: {self.remainder}\n"
-            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-    @staticmethod
-    def _reset_state() -> None:
-        """Clear the shared dictionary."""
-        GradientState._shared_state.clear()
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the shared dictionary has been filled."""
-        return bool(type(self)._shared_state)
-
-    @property
-    def num_steps(self) -> int:
-        """The number of batches per optimizer step."""
-        return self.plugin_kwargs.get("num_steps") or 1
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Whether the scheduler counts the batches that do not complete a window."""
-        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader completes the window even if the window is shorter."""
-        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
-
-    @property
-    def sync_each_batch(self) -> bool:
-        """Whether gradients are exchanged in every batch, not only in the one that completes the window."""
-        return bool(self.plugin_kwargs.get("sync_each_batch", False))
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The innermost loader that is being read, or None outside of loops."""
-        return self.dataloader_references[-1]
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being read."""
-        return self.dataloader_references[-1] is not None
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the active loader has yielded its last batch."""
-        loader = self.dataloader_references[-1]
-        return loader is not None and loader.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """The number of samples in the active loader's last round that are not padding.
-
-        0 means all samples. -1 means that the number is unknown, or that no loader is being read.
-        """
-        loader = self.dataloader_references[-1]
-        return -1 if loader is None else loader.remainder
-
-    def count_batch(self, step: int) -> int:
-        """Count a batch, and set `sync_gradients` to whether it completes its window.
-
-        Args:
-            step: The number of batches before this one.
-
-        Returns:
-            The number of batches including this one, or 0 if the end of a loader completes the window.
-        """
-        if self.end_of_dataloader and self.sync_with_dataloader:
-            self.sync_gradients = True
-            return 0
-        self.sync_gradients = (step + 1) % self.num_steps == 0
-        return step + 1
-
-    def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Set whether this step completes a window."""
-        self.sync_gradients = sync_gradients
-
-    def _add_dataloader(self, dataloader: Any) -> None:
-        """Register a loader that is being read."""
-        # Register a loader only once, even if it is read again before its end.
-        self._remove_dataloader(dataloader)
-        self.dataloader_references.append(dataloader)
-
-    def _remove_dataloader(self, dataloader: Any) -> None:
-        """Unregister a loader."""
-        self.dataloader_references[:] = [kept for kept in self.dataloader_references if kept is not dataloader]
-
-
-def _initial(plugin_kwargs: dict[str, Any]) -> Slots:
-    return {
-        "sync_gradients": True,
-        "dataloader_references": [None],
-        "plugin_kwargs": plugin_kwargs,
-        "is_xla_gradients_synced": False,
-    }
 
 
 # ---- resetting the state, so that new and inline workers start afresh

@@ -165,13 +165,6 @@ class PartialState(RankExecution):
         process_group.end_group(group)
 
 
-def is_initialized() -> bool:
-    """Return whether this process has created an `AcceleratorState`."""
-    from notebook_accelerate.state.accelerator_state import AcceleratorState
-
-    return bool(AcceleratorState._shared_state)
-
-
 def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     cpu = cpu or environ.flag("ACCELERATE_USE_CPU")
     world = _world_of_group() or world_from_environ()

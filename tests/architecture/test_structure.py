@@ -201,7 +201,6 @@ def function_lengths() -> dict[str, int]:
 GRAPH = {name: imported(name) for name in MODULES}
 KNOWN_CIRCLES = [
     {"hardware.device_counts", "hardware.device_table"},
-    {"state.accelerator_state", "state.partial_state"},
     {"data_loader.prepared_loader", "data_loader.stateful_loaders"},
     {"strategies.megatron.megatron_engine", "strategies.megatron.megatron_generation"},
 ]
