@@ -33,11 +33,11 @@ def model_of(value: float = 1.0) -> nn.Linear:
 
 
 def inputs_of(accelerator: Accelerator) -> torch.Tensor:
-    """Return 1 on rank 0 and 3 on rank 1: gradients are 1 and 3 apart, 2 together."""
+    """Return 1 on rank 0 and 3 on rank 1: separate gradients are 1 and 3, averaged ones 2."""
     return torch.full((1, 1), 1.0 + 2.0 * accelerator.process_index)
 
 
-# ---- the world
+# ---- process group and state
 
 
 def the_world() -> Any:
@@ -52,7 +52,7 @@ def the_world() -> Any:
     return accelerator.num_processes, accelerator.process_index, accelerator.is_last_process, share
 
 
-def test_a_plain_accelerator_sees_the_world() -> None:
+def test_an_accelerator_sees_all_ranks() -> None:
     assert run_ranks(the_world) == [(2, 0, False, ["a", "b"]), (2, 1, True, ["c"])]
 
 
@@ -61,11 +61,11 @@ def main_first() -> Any:
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             time.sleep(0.2)
-        moment = [time.monotonic()]  # the machine's, the same for all processes
+        moment = [time.monotonic()]  # One per machine, so the same for all processes.
     return moment.pop()
 
 
-def test_the_main_process_goes_first() -> None:
+def test_the_main_process_enters_first() -> None:
     first, second = run_ranks(main_first)
     assert first <= second
 
@@ -78,7 +78,7 @@ def triggered() -> Any:
     return before, accelerator.check_trigger(), accelerator.check_trigger()
 
 
-def test_a_trigger_of_one_rank_reaches_all() -> None:
+def test_a_trigger_of_one_rank_reaches_all_ranks() -> None:
     assert run_ranks(triggered) == [(False, True, False)] * 2
 
 
@@ -92,7 +92,7 @@ def other_settings() -> Any:
     return first.num_processes, second.num_processes, second.mixed_precision, second.gather(torch.ones(1)).tolist()
 
 
-def test_process_group_settings_are_for_the_first() -> None:
+def test_process_group_settings_apply_to_the_first_accelerator_only() -> None:
     assert run_ranks(other_settings) == [(2, 2, "bf16", [1, 1])] * 2
 
 
@@ -105,9 +105,9 @@ def leave() -> Any:
     return kept, dist.is_initialized()
 
 
-def test_the_end_of_training_ends_the_group() -> None:
+def test_end_of_training_destroys_the_group() -> None:
     assert run_ranks(leave) == [(True, False)] * 2
-    # A notebook launch ends the group of its ranks itself.
+    # A notebook launch destroys the group of its ranks itself.
     assert run_ranks(leave, env={"FORK_LAUNCHED": "1"}) == [(True, True)] * 2
 
 
@@ -117,13 +117,13 @@ def adopt_a_group() -> Any:
     return state.num_processes, state.process_index, state.backend, isinstance(model, DistributedDataParallel)
 
 
-def test_a_group_that_exists_is_used() -> None:
+def test_an_existing_group_is_used() -> None:
     wanted = [(2, 0, "gloo", True), (2, 1, "gloo", True)]
     assert run_ranks(adopt_a_group, process_group=True) == wanted
 
 
 def forked_child_forgets(folder: str) -> Any:
-    """Fork a rank that has a group: the child starts from nothing, the group of the parent stays alive."""
+    """Fork a rank that has a group: the child starts without state, and the group of the parent stays alive."""
     import os
 
     rank = PartialState().process_index
@@ -164,11 +164,11 @@ def grads_of_a_window(plugin: dict[str, Any]) -> Any:
 
 def test_gradients_are_exchanged_in_the_last_batch_of_a_window() -> None:
     one, other = run_ranks(grads_of_a_window, {})
-    assert one == [[0.5, 0.5], [2.0, 2.0]]  # half of its own; then half of the sum over the window, averaged
+    assert one == [[0.5, 0.5], [2.0, 2.0]]  # Half of its own gradient; then half of the sum over the window, averaged.
     assert other == [[1.5, 1.5], [2.0, 2.0]]
 
 
-def test_gradients_may_be_exchanged_in_each_batch() -> None:
+def test_gradients_may_be_exchanged_in_every_batch() -> None:
     one, other = run_ranks(grads_of_a_window, {"sync_each_batch": True})
     assert one == other == [[1.0, 1.0], [2.0, 2.0]]
 
@@ -191,8 +191,8 @@ def apart_and_together() -> Any:
     return seen
 
 
-def test_synchronisation_by_hand() -> None:
-    # Each rank keeps its own; then (own + own) is averaged; then the average grows by the average.
+def test_gradients_can_be_synchronised_by_hand() -> None:
+    # Each rank keeps its own gradient, then (own + own) is averaged, then the average grows by the average.
     assert run_ranks(apart_and_together) == [[1.0, 4.0, 6.0], [3.0, 4.0, 6.0]]
 
 
@@ -216,7 +216,7 @@ def test_ranks_may_have_different_numbers_of_batches() -> None:
     (first, weight), (second, other) = run_ranks(uneven_inputs)
     assert (first, second) == (2, 1)
     assert weight == other
-    assert weight == pytest.approx(1.0 - 0.1 * 2 - 0.1 * 1)  # the last gradient is averaged with a zero
+    assert weight == pytest.approx(1.0 - 0.1 * 2 - 0.1 * 1)  # The last gradient is averaged with zero.
 
 
 def frozen_model() -> Any:
@@ -227,12 +227,12 @@ def frozen_model() -> Any:
     return type(accelerator.prepare(model)).__name__, type(evaluated).__name__
 
 
-def test_models_without_anything_to_train_are_not_wrapped() -> None:
+def test_models_without_trainable_parameters_are_not_wrapped() -> None:
     assert run_ranks(frozen_model) == [("Linear", "Linear")] * 2
 
 
 def prepared_before() -> Any:
-    """As in a notebook: the kernel prepared a model and a loader alone, then the cell is launched on two ranks."""
+    """As in a notebook: the kernel prepares a model and a loader alone, then launches the cell on two ranks."""
     import os
 
     world = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
@@ -246,7 +246,7 @@ def prepared_before() -> Any:
     return isinstance(model, DistributedDataParallel), [batch[0].tolist() for batch in batches]
 
 
-def test_what_was_prepared_alone_is_prepared_for_the_world() -> None:
+def test_objects_prepared_alone_are_prepared_again_for_all_ranks() -> None:
     first, second = run_ranks(prepared_before)
     assert first == (True, [[0, 1], [4, 5]])
     assert second == (True, [[2, 3], [6, 7]])
@@ -277,7 +277,7 @@ def comm_hook(name: str, wrapper: str) -> Any:
         ("batched_power_sgd", "no"),
     ],
 )
-def test_communication_hooks(name: str, wrapper: str) -> None:
+def test_communication_hooks_approximate_the_exact_gradients(name: str, wrapper: str) -> None:
     first, second = run_ranks(comm_hook, name, wrapper)
     assert first == second
     plain = run_ranks(comm_hook, "no", "no")[0]
@@ -287,7 +287,7 @@ def test_communication_hooks(name: str, wrapper: str) -> None:
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="a torch with NCCL has this hook, for gloo too")
-def test_a_hook_that_this_device_has_not() -> None:
+def test_a_hook_that_this_device_lacks_is_refused() -> None:
     with pytest.raises(RankError, match="on CPU pass comm_hook='fp16' or 'power_sgd'"):
         run_ranks(comm_hook, "bf16", "no")
 
@@ -355,7 +355,7 @@ def unwrapped() -> Any:
     return "forward" in model.__dict__, type(prepared._orig_mod).__name__
 
 
-def test_unwrapping_ddp_precision_and_compilation() -> None:
+def test_unwrapping_removes_ddp_precision_and_compilation() -> None:
     assert run_ranks(unwrapped) == [(False, "DistributedDataParallel")] * 2
 
 
@@ -376,7 +376,7 @@ def cannot_join() -> None:
         pass
 
 
-def test_what_cannot_be_joined() -> None:
+def test_objects_that_cannot_be_joined_are_refused() -> None:
     with pytest.raises(RankError, match="int cannot be joined; pass prepared models"):
         run_ranks(cannot_join)
 
@@ -413,7 +413,7 @@ def plateau() -> Any:
     return rates, cycle.scheduler.last_epoch
 
 
-def test_schedules() -> None:
+def test_schedules_advance_once_per_step() -> None:
     assert run_ranks(plateau) == [([1.0, 1.0, 1.0, 0.5, 0.5], 3)] * 2
 
 
@@ -432,8 +432,8 @@ def local_sgd(enabled: bool) -> Any:
     return [*seen, round(model.module.weight.item(), 6)]
 
 
-def test_local_sgd_averages_parameters_now_and_then() -> None:
-    # Steps of 0.1 and 0.3 apart, the average after the second step and at the end.
+def test_local_sgd_averages_parameters_periodically() -> None:
+    # Steps of 0.1 and 0.3 on the two ranks, averaged after the second step and at the end.
     assert run_ranks(local_sgd, True) == [[0.9, 0.6, 0.5, 0.4], [0.7, 0.6, 0.3, 0.4]]
     assert run_ranks(local_sgd, False) == [[0.8, 0.6, 0.4, 0.4]] * 2
 
@@ -448,7 +448,7 @@ def local_sgd_fails() -> None:
 def test_local_sgd_does_not_hide_an_error() -> None:
     with pytest.raises(RankError, match=r"ZeroDivisionError: (mine|theirs)"):
         run_ranks(local_sgd_fails)
-    reset_shared_state()  # what another test of this process may have left
+    reset_shared_state()  # Another test of this process may have left this group.
     with pytest.raises(ValueError, match="local_sgd_steps=0"):
         LocalSGD(Accelerator(cpu=True), model_of(), 0)
     reset_shared_state()

@@ -21,7 +21,7 @@ def net() -> nn.Sequential:
 
 
 def write(folder: Path) -> dict[str, torch.Tensor]:
-    """Write a checkpoint in two files, and return what is in it."""
+    """Write a checkpoint in two files, and return its contents."""
     torch.manual_seed(0)
     state = {name: torch.rand_like(value) if value.is_floating_point() else value + 7
              for name, value in net().state_dict().items()}  # fmt: skip
@@ -35,7 +35,7 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def made(kind: str) -> nn.Module:
-    """Make the model: whole or sharded, with memory or without."""
+    """Create the model, whole or sharded, with or without memory."""
     torch.manual_seed(torch.distributed.get_rank())
     if kind.startswith("empty"):
         with init_empty_weights(include_buffers=True):
@@ -64,7 +64,7 @@ def load(kind: str, folder: str, broadcast: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("kind", ["whole", "empty", "sharded", "empty and sharded"])
-def test_every_rank_has_the_weights(tmp_path: Path, kind: str, broadcast: bool) -> None:
+def test_every_rank_gets_the_weights(tmp_path: Path, kind: str, broadcast: bool) -> None:
     expected = {name: value.tolist() for name, value in write(tmp_path).items()}
     assert run_ranks(load, kind, str(tmp_path), broadcast) == [expected, expected]
 
@@ -95,11 +95,11 @@ def test_every_rank_raises_the_error_of_rank_0(tmp_path: Path, what: str, messag
     folder = tmp_path / "none" if what == "folder" else tmp_path
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(load_something_wrong, str(folder), what)
-    assert sorted(caught.value.reports) == [0, 1], "no rank waits for the other"
+    assert sorted(caught.value.reports) == [0, 1], "no rank waits for the other one"
 
 
 def load_parts(folder: str, whole: str) -> list[Any]:
-    """Load what this rank wrote of its own, and then whole tensors as if they were parts."""
+    """Load this rank's own parts, and then whole tensors as if they were parts."""
     from notebook_accelerate import PartialState
 
     state = PartialState(cpu=True)
@@ -144,7 +144,7 @@ def test_dispatch_to_one_device_of_each_rank(tmp_path: Path) -> None:
         run_ranks(dispatch, str(tmp_path), {"0": "cpu", "1": "meta", "2": "cpu"})
 
 
-def test_without_a_process_group_the_one_process_reads(tmp_path: Path) -> None:
+def test_without_a_process_group_the_single_process_reads(tmp_path: Path) -> None:
     state = write(tmp_path)
     model = net()
     load_checkpoint_in_model(model, tmp_path, strict=True, broadcast_from_rank0=True)

@@ -109,14 +109,14 @@ def fail_on_rank_one(folder: str, blocking: bool) -> str:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_one_ranks_failure_is_raised_on_every_rank(tmp_path: Path, blocking: bool) -> None:
+def test_the_failure_of_one_rank_is_raised_on_every_rank(tmp_path: Path, blocking: bool) -> None:
     messages = run_ranks(fail_on_rank_one, str(tmp_path / "out"), blocking)
     assert "Rank 1: " in messages[0]
     assert all("disk is full" in message for message in messages)
 
 
 def own_disks(folder: str, on_each: bool) -> list[str]:
-    """Save with a folder per rank, as on two machines that share no disk."""
+    """Save with a folder per rank, as on two machines without a shared disk."""
     from notebook_accelerate.state import PartialState
 
     rank = PartialState().process_index
@@ -145,7 +145,7 @@ def test_machines_with_separate_disks_each_save_their_part(tmp_path: Path) -> No
 
 
 def dies_while_writing(folder: str) -> None:
-    """Rank 1 is killed while it writes; rank 0 detects it without waiting for a timeout."""
+    """Rank 1 is killed while it writes. Rank 0 detects it without waiting for a timeout."""
     training = Training()
     training.accelerator.save_state(folder)
     rank, pid = training.accelerator.process_index, os.getpid()
@@ -190,7 +190,7 @@ training.epoch(stop=2)
         pytest.param("del training", 0, marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path, ending: str, code: int) -> None:
+def test_ranks_that_exit_while_writing_finish_the_checkpoint(tmp_path: Path, ending: str, code: int) -> None:
     check_ending_ranks_finish(_DELAYED_SAVE, tmp_path / "out", ending, code)
     assert run_ranks(load_here, str(tmp_path / "out"), {}) == [2, 2]
 
@@ -211,7 +211,7 @@ def no_memory_on_rank_one(folder: str) -> str:
     SnapshotBuffers.take = take  # type: ignore[method-assign]
     assert not Path(folder).exists()
     training.accelerator.wait_for_everyone()
-    training.epoch()  # no optimizer waits for a copy
+    training.epoch()  # No optimizer waits for a copy.
     training.accelerator.save_state(folder, blocking=False)
     training.accelerator.end_training()
     return str(failure.value)
@@ -260,6 +260,6 @@ def numbered(folder: str) -> tuple[list[str], float]:
     return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir()), float(torch.rand(1))
 
 
-def test_numbered_checkpoints_of_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_share_numbered_checkpoints(tmp_path: Path) -> None:
     for names, _ in run_ranks(numbered, str(tmp_path)):
         assert names == ["checkpoint_2", "checkpoint_3"]

@@ -69,7 +69,7 @@ def reduce_all() -> Any:
     return total, mean, untouched == operations.listify(nested(rank)), collectives.reduce(given, "none") is given
 
 
-def test_reduce_adds_up_or_averages() -> None:
+def test_reduce_sums_or_averages() -> None:
     for total, mean, untouched, same in run_ranks(reduce_all):
         assert total["floats"] == [[[1.0] * 3] * 2, [[21.0] * 3]]
         assert total["pair"] == Pair([1], 1)
@@ -105,7 +105,7 @@ def pad_all() -> Any:
     return [operations.listify(value) for value in (ends, begins, second, last)]
 
 
-def test_padding_to_the_largest_rank() -> None:
+def test_tensors_are_padded_to_the_largest_rank() -> None:
     (ends, begins, second, last), other = run_ranks(pad_all)
     assert ends["a"] == [[7, 7], [0, 0]]
     assert begins["a"] == [[-1, -1], [7, 7]]
@@ -128,7 +128,7 @@ def gather_objects() -> Any:
     )
 
 
-def test_objects() -> None:
+def test_objects_are_gathered_in_order_of_rank() -> None:
     for listed, single, rows, numbers, copied, shape in run_ranks(gather_objects):
         assert listed == [0, "x", 1, "x"]
         assert single == [{"rank": 0}, {"rank": 1}]
@@ -143,7 +143,7 @@ def gather_large() -> Any:
     tensors = [torch.full((300_000,), float(rank)), torch.full((2,), rank + 5.0)]
     gathered = collectives.gather(tensors)
     reduced = collectives.reduce(tensors, "sum")
-    assert gathered[1].untyped_storage().nbytes() == 16  # a small result does not hold the large one
+    assert gathered[1].untyped_storage().nbytes() == 16  # A small result does not keep the large one alive.
     assert reduced[1].untyped_storage().nbytes() == 8
     return gathered[0].sum().item(), gathered[1].tolist(), reduced[0][0].item(), reduced[1].tolist()
 
@@ -204,10 +204,10 @@ def _counted(calls: list[str], name: str, original: Any) -> Any:
     return call
 
 
-def test_one_collective_for_what_fits_into_a_block_and_one_more_per_dtype_for_what_does_not() -> None:
+def test_one_collective_suffices_for_small_data_and_one_per_dtype_for_large_data() -> None:
     asked, sent = "all_gather", "broadcast"
     wanted = [
-        # the first exchange has to learn the size
+        # The first exchange has to learn the size.
         [asked, asked, asked], [asked], [asked, asked, asked],
         [asked], [asked], [asked, "all_reduce", "all_reduce"],
         [sent], [sent], [sent, sent, sent],
@@ -238,7 +238,7 @@ def exchange_many(trees: list[list[list[tuple[str, list[int]]]]]) -> None:
         total = [(a.long() if a.dtype == torch.bool else a) + b for a, b in zip(*both, strict=True)]
         _check(collectives.reduce(given, "sum"), total)
         _check(collectives.reduce(given, "mean"), [tensor / 2 for tensor in total])
-        _check(gathered, wanted)  # what was returned before is nobody's memory for later
+        _check(gathered, wanted)  # Memory of earlier results is not reused.
         _check(collectives.broadcast([tensor.clone() for tensor in given], 1), both[1])
 
 
@@ -255,7 +255,7 @@ def _check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 # The first example is the simplest one: nothing but empty lists.
 @hypothesis.settings(max_examples=3, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(trees=st.lists(SIZES, min_size=20, max_size=20))
-def test_any_structure_in_any_order(trees: list[Any]) -> None:
+def test_structures_are_gathered_in_any_order(trees: list[Any]) -> None:
     run_ranks(exchange_many, trees)
 
 
@@ -273,14 +273,14 @@ def different_lengths(operation: str, length: int) -> str:
 
 @pytest.mark.parametrize("length", [2, 100_000])
 @pytest.mark.parametrize("operation", ["gather", "reduce"])
-def test_different_sizes_raise_without_debug_mode_too(operation: str, length: int) -> None:
+def test_different_sizes_raise_even_without_debug_mode(operation: str, length: int) -> None:
     for text in run_ranks(different_lengths, operation, length):
         assert f"{{'x': float32[{length}], 'y': float32[1]}}" in text
         assert f"{{'x': float32[{length + 1}], 'y': float32[1]}}" in text
         assert "getattr(collectives, operation)" in text
 
 
-def test_a_rank_that_receives_other_sizes_raises() -> None:
+def test_a_rank_that_receives_different_sizes_raises() -> None:
     first, second = run_ranks(different_lengths, "broadcast", 2)
     assert first == "no error"
     assert "'broadcast' got {'x': float32[3], 'y': float32[1]} on rank 1" in second
@@ -304,7 +304,7 @@ def test_other_shapes_of_the_same_size_raise() -> None:
 def nothing_on_one_rank() -> str:
     with pytest.raises(DistributedOperationException) as caught:
         collectives.gather({"x": torch.ones(1)} if PartialState().is_main_process else {})
-    assert collectives.gather(torch.ones(1)).tolist() == [1, 1]  # the ranks are still in step
+    assert collectives.gather(torch.ones(1)).tolist() == [1, 1]  # The ranks are still in step.
     return str(caught.value)
 
 
@@ -329,13 +329,13 @@ CHANGING = (
     [("int64", [3]), ("float32", [3]), ("bool", [])],
     [("float32", [3]), ("int64", [3]), ("bool", [])],
     [("float32", [0, 4]), ("float16", [5])],
-    [("float32", [40_000]), ("int64", [1])],  # more than a block
+    [("float32", [40_000]), ("int64", [1])],  # More than a block.
     [("float32", [2, 3])],
 )
 
 
 def change_structures(seed: int) -> list[str]:
-    """Return what came of each call: in half of them the ranks pass different structures, or call other operations."""
+    """Return the outcome of each call: in half of them the ranks pass different structures, or call other operations."""
     chance, rank = random.Random(seed), PartialState().process_index
     outcomes = []
     for _ in range(60):
@@ -376,10 +376,10 @@ def pad_changing_ranks() -> list[Any]:
     rank = PartialState().process_index
     found = []
     for given in (
-        [torch.ones(2, 2)] * (2 + rank),  # another number of tensors
+        [torch.ones(2, 2)] * (2 + rank),  # Another number of tensors.
         [torch.ones(2 + rank), torch.ones(2 + rank)],
-        [torch.ones(2, 1 + rank), torch.ones(2, 3 - rank)],  # sizes that differ within a rank
-        [torch.ones([2] * rank), torch.ones([2] * rank)],  # a dimension that one rank lacks
+        [torch.ones(2, 1 + rank), torch.ones(2, 3 - rank)],  # Sizes that differ within a rank.
+        [torch.ones([2] * rank), torch.ones([2] * rank)],  # A dimension that one rank lacks.
         [torch.ones(2, 2, dtype=torch.int64 if rank else torch.float32), torch.ones(1 + rank, 1)],
     ):
         try:
@@ -391,7 +391,7 @@ def pad_changing_ranks() -> list[Any]:
     return found
 
 
-def test_padding_when_ranks_differ_in_other_ways() -> None:
+def test_padding_accepts_ranks_that_differ_in_other_ways() -> None:
     first, second = run_ranks(pad_changing_ranks)
     assert first == ["raised", [[3], [3]], [[2, 2], [2, 3]], [[], []], [[2, 2], [2, 1]]]
     assert second == ["raised", [[3], [3]], [[2, 2], [2, 3]], [[2], [2]], [[2, 2], [2, 1]]]
@@ -400,7 +400,7 @@ def test_padding_when_ranks_differ_in_other_ways() -> None:
 def evaluate_then_train() -> None:
     rank = PartialState().process_index
     with torch.inference_mode():
-        for size in (1, 3000, 3000):  # the block grows
+        for size in (1, 3000, 3000):  # The block grows.
             values = [torch.full((size,), float(rank)), torch.tensor([rank])]
             assert collectives.gather(values)[0].is_inference()
             collectives.broadcast(values)
@@ -427,7 +427,7 @@ def no_such_rank() -> None:
         collectives.broadcast_object_list([1], from_process=-1)
     with pytest.raises(ValueError, match="overwrites a list in place; got tuple"):
         collectives.broadcast_object_list((1,))  # type: ignore[arg-type]
-    PartialState().wait_for_everyone()  # a rank that is still on its way here needs this one's store
+    PartialState().wait_for_everyone()  # A rank that has not arrived yet needs this rank's store.
 
 
 def test_wrong_broadcasts_are_refused_on_every_rank() -> None:
@@ -483,7 +483,7 @@ def verified() -> None:
     mine(torch.ones(1 + PartialState().process_index))
 
 
-def test_own_operations_can_be_verified() -> None:
+def test_user_operations_can_be_verified() -> None:
     with pytest.raises(RankError, match=r"while calling 'tests\.distributed\.test_collectives\.mine'"):
         run_ranks(verified, env={"ACCELERATE_DEBUG_MODE": "1"})
     assert run_ranks(verified) == [None, None]
@@ -495,7 +495,7 @@ def measure() -> dict[str, float]:
     leaves = list(data.values())
 
     def fused() -> list[torch.Tensor]:
-        """One collective, packed and cut as one would by hand."""
+        """Use one collective, packed and cut by hand."""
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
         rows = COMMUNICATORS[PartialState().communicator].all_gather(flat, size)
         return [part.reshape(128, 4) for part in rows.split(256, dim=1)]

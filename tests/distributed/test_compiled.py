@@ -1,4 +1,4 @@
-"""Compiled models: a training that is killed and goes on from its checkpoint is the one that was never interrupted."""
+"""Compiled models: a training that is killed and resumed equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accelerate.utils import TorchDynamoPlugin
 from tests.support.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.timeout(900)  # against hangs only: ranks compile
+pytestmark = pytest.mark.timeout(900)  # Only against hangs, because ranks compile.
 STEPS, HALF = 8, 4
 SECONDS = 300.0
 
 
 class Net(nn.Module):
-    """Blocks of one kind, which are compiled once for all where regions are."""
+    """Equal blocks, which regional compilation compiles once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the blocks make of x."""
+        """Return the output of the blocks for x."""
         hidden: torch.Tensor = self.start(x)
         for block in self.blocks:
             hidden = hidden + block(hidden)
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def train(sharded: bool, regions: bool, folder: str | None, goes_on: bool, dies: bool = False) -> dict[str, Any]:
-    """Train, saving halfway where a folder is given; or go on from it. `dies`: be killed after the next step."""
+    """Train, saving halfway if a folder is given, or resume from it. With `dies`, be killed after the next step."""
     torch._dynamo.reset()
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None,
@@ -87,7 +87,7 @@ def names_in(folder: Path, sharded: bool) -> set[str]:
         pytest.param(True, True, id="fsdp2-regions", marks=pytest.mark.nightly),
     ],
 )
-def test_resuming(sharded: bool, regions: bool, tmp_path: Path) -> None:
+def test_resuming_equals_an_uninterrupted_training(sharded: bool, regions: bool, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     expected = run_ranks(train, sharded, regions, None, False, timeout=SECONDS)[0]
     with pytest.raises(RankError, match="exit code -9"):

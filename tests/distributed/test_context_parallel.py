@@ -1,4 +1,4 @@
-"""Sequences split over ranks. torch has no attention for it on a CPU: models here compute on each place by itself."""
+"""Sequences split over ranks. torch has no such attention on a CPU, so models here compute each position by itself."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def split(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["allgather", "alltoall"])
-def test_losses_are_those_of_whole_sequences(how: str) -> None:
+def test_losses_equal_those_of_whole_sequences(how: str) -> None:
     results = run_ranks(split, how)
     for rank, found in enumerate(results):
         assert found["losses"] == pytest.approx(plain(), rel=1e-5)
         assert (found["rank"], found["fsdp"]) == (rank, True)
-    # Of four pieces a rank has one from the front and one from the back.
+    # Of the four pieces, a rank has one from the front and one from the back.
     first = batches()[0][:, :-1]
     assert results[0]["seen"][0] == torch.cat([first[:, :2], first[:, 6:]], 1).tolist()
     assert results[1]["seen"][0] == first[:, 2:6].tolist()
 
 
 def accumulated(precision: str) -> dict[str, Any]:
-    """Two batches make a step; report what each exchanges, too."""
+    """Use two batches per step, and report the exchanges of each."""
     accelerator = Accelerator(
         mixed_precision=precision, gradient_accumulation_steps=2, parallelism_config=ParallelismConfig(cp_size=2)
     )
@@ -118,15 +118,15 @@ def test_batches_are_accumulated(precision: str, tolerance: float) -> None:
         first, second, third, fourth = found["scattered"]
         assert first == third == 0
         assert second == fourth > 0
-        assert found["dtypes"] == ["torch.float32"], "weights, and outputs that were computed in bf16"
+        assert found["dtypes"] == ["torch.float32"], "weights and outputs are in bf16"
 
 
 def sharded_and_split(folder: str | None, goes_on: bool) -> dict[str, Any]:
-    """Two shards read different batches, of which two ranks each have half; save halfway, or go on from there."""
+    """Two shards read different batches, which two ranks each split. Save halfway, or resume from there."""
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2))
     model = net()
     for parameter in model.parameters():
-        parameter.data += accelerator.process_index  # the strategy makes the ranks start equal
+        parameter.data += accelerator.process_index  # The strategy makes the ranks start with equal weights.
     words = torch.stack(batches()).flatten(0, 1)
     loader = DataLoader(TensorDataset(words), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.05), loader)
@@ -158,7 +158,7 @@ def sharded_and_split(folder: str | None, goes_on: bool) -> dict[str, Any]:
     }
 
 
-def test_shards_and_split_sequences_on_four_ranks(tmp_path: Path) -> None:
+def test_shards_and_split_sequences_combine_on_four_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     results = run_ranks(sharded_and_split, folder, False, world_size=4)
     model = net()
@@ -177,8 +177,8 @@ def test_shards_and_split_sequences_on_four_ranks(tmp_path: Path) -> None:
         assert found["norms"] == pytest.approx(norms, rel=1e-4)
         assert found["names"] == ("dp_shard", "cp")
         assert found["place"] == divmod(rank, 2)
-        assert found["seen"] == [[words[rank // 2].tolist()] for words in batches()]  # equal within a pair
-        assert found["elements"] <= whole / 4 + 32  # shards are of both dimensions; odd rows are padded
+        assert found["seen"] == [[words[rank // 2].tolist()] for words in batches()]  # Equal within a pair.
+        assert found["elements"] <= whole / 4 + 32  # Shards are of both dimensions; odd rows are padded.
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(results[0]["weights"][name], weight)
     resumed = run_ranks(sharded_and_split, folder, True, world_size=4)[0]
@@ -209,12 +209,12 @@ def masked() -> tuple[int, ...]:
     return tuple(accelerator.prepare(Layer())(torch.ones(3, 2)).shape)
 
 
-def test_masks_are_left_out() -> None:
+def test_masks_are_dropped() -> None:
     assert run_ranks(masked) == [(3, 2), (3, 2)]
 
 
 class Config:
-    """A configuration as transformers' models have it."""
+    """A configuration like those of transformers' models."""
 
     def __init__(self, **settings: Any) -> None:
         self.__dict__.update(settings)
@@ -271,7 +271,7 @@ def refused(reason: str) -> None:
         ("stranger", "not in buffers"),
     ],
 )
-def test_bad_buffers(reason: str, message: str) -> None:
+def test_invalid_buffers_are_refused(reason: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(refused, reason)
 

@@ -1,4 +1,4 @@
-"""Loaders on real ranks: dispatching, and synchronised random numbers."""
+"""Loaders on real ranks: dispatching, and synchronized random numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read(dataloader: Any) -> list[list[int]]:
     return [batch.tolist() for batch in dataloader]
 
 
-# ---- what each rank gets
+# ---- the batches of each rank
 
 
 def _dispatch(cases: list[Any]) -> list[Any]:
@@ -100,7 +100,7 @@ def _dispatch_nothing() -> list[Any]:
     return [read(dispatched(Stream(0))), read(dispatched(Stream(3), drop_last=True)), read(dispatched(range(0)))]
 
 
-def test_nothing_to_dispatch_is_an_empty_pass() -> None:
+def test_an_empty_loader_gives_an_empty_pass() -> None:
     assert run_ranks(_dispatch_nothing) == [[[], [], []]] * 2
 
 
@@ -149,7 +149,7 @@ def _nested() -> list[Any]:
     return got
 
 
-def test_batches_of_any_nesting_are_dispatched() -> None:
+def test_batches_with_any_nesting_are_dispatched() -> None:
     assert run_ranks(_nested) == [[(0, 0, [0, 1]), (1, 0, [4, 5])], [(0, 1, [2, 3]), (1, 1, [6, 0])]]
 
 
@@ -173,7 +173,7 @@ def _alone() -> list[Any]:
     return list(dispatched(Stream(3), 1, plain={"collate_fn": str}))
 
 
-def test_one_rank_gets_batches_of_anything() -> None:
+def test_a_single_rank_gets_batches_of_any_type() -> None:
     assert run_ranks(_alone, world_size=1) == [["[0]", "[1]", "[2]"]]
 
 
@@ -201,7 +201,7 @@ def _interrupted() -> list[Any]:
     return [got, read(skip_first_batches(made, 3)), read(skip_first_batches(dispatched(range(32)), 3))]
 
 
-def test_a_dispatched_pass_can_be_left_and_started_in_the_middle() -> None:
+def test_a_dispatched_pass_can_be_interrupted_and_started_in_the_middle() -> None:
     first, second = run_ranks(_interrupted)
     assert first == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[24, 25, 26, 27]], [[24, 25, 26, 27]]]
     assert second == [[[4, 5, 6, 7], [12, 13, 14, 15]], [[28, 29, 30, 31]], [[28, 29, 30, 31]]]
@@ -216,7 +216,7 @@ def _failing(fails_at: int) -> str:
 
 
 @pytest.mark.parametrize("fails_at", [0, 20])
-def test_an_error_on_rank_0_reaches_the_ranks_that_wait(fails_at: int) -> None:
+def test_an_error_on_rank_0_reaches_the_waiting_ranks(fails_at: int) -> None:
     first, second = run_ranks(_failing, fails_at)
     assert first == "ZeroDivisionError: bad sample"
     assert second.startswith("RuntimeError: Rank 0 could not read the next batch")
@@ -252,7 +252,7 @@ def _resumed(consumed: int) -> list[Any]:
 @pytest.mark.parametrize("consumed", [1, 3, 4, 5])
 def test_a_stateful_dispatcher_resumes(consumed: int) -> None:
     for rest, resumed, whole, after, iteration in run_ranks(_resumed, consumed):
-        assert resumed == (rest or whole)  # after the last batch, the next pass is complete
+        assert resumed == (rest or whole)  # After the last batch, the next pass is complete.
         assert after == whole
         assert iteration == (2 if rest else 3)
 
@@ -305,7 +305,7 @@ def test_lists_with_an_entry_for_each_sample_are_divided(length: int, split: boo
 
 
 class Draws(Sampler[int]):
-    """A sampler of a user's class, which draws from torch's generator."""
+    """A user-defined sampler that draws from torch's generator."""
 
     def __iter__(self) -> Any:
         return iter(torch.randperm(12).tolist())
@@ -335,7 +335,7 @@ def _drawn_with_batches(stateful: bool) -> list[Any]:
         )  # fmt: skip
         numbers = [torch.rand(1).item()]
         numbers += [torch.rand(1).item() for _ in made]
-        for _ in made:  # a pass that is left
+        for _ in made:  # An unfinished pass.
             break
         numbers += [torch.rand(1).item() for _ in made]
         rest = skip_first_batches(made, 1)
@@ -351,7 +351,7 @@ def _drawn_with_batches(stateful: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_dispatching_leaves_the_random_numbers_of_ranks_alike(stateful: bool) -> None:
+def test_dispatching_keeps_the_random_numbers_of_ranks_equal(stateful: bool) -> None:
     first, second = run_ranks(_drawn_with_batches, stateful)
     for kind, here, there in zip(DISPATCHED_ORDERS, first, second, strict=True):
         assert here == there, kind
@@ -367,7 +367,7 @@ def _seeded_apart(by_hand: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_ranks_that_were_seeded_apart_read_every_sample_once(by_hand: bool) -> None:
+def test_ranks_with_different_seeds_read_every_sample_once(by_hand: bool) -> None:
     first, second = run_ranks(_seeded_apart, by_hand)
     assert (first[0], second[0]) == (42, 43)
     assert (first[3], second[3]) == (42, 42)
@@ -376,7 +376,7 @@ def test_ranks_that_were_seeded_apart_read_every_sample_once(by_hand: bool) -> N
 
 
 def _shuffled(seedable: bool, rng_types: list[str] | None) -> list[Any]:
-    torch.manual_seed(100 + PartialState().process_index)  # ranks that were seeded apart
+    torch.manual_seed(100 + PartialState().process_index)  # Ranks with different seeds.
     made: Any = prepare_data_loader(
         DataLoader(range(16), batch_size=2, shuffle=True),
         rng_types=rng_types,
@@ -416,7 +416,7 @@ accelerator.end_training()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_saving_before_a_pass_changes_the_order_of_no_rank(workers: int) -> None:
+def test_saving_before_a_pass_does_not_change_the_order_of_any_rank(workers: int) -> None:
     assert [code for code, errors in run_script(_SAVED_ON_RANK_0, str(workers))] == [0, 0]
 
 

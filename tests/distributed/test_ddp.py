@@ -1,4 +1,4 @@
-"""What an Accelerator does to DDP, against plain DDP."""
+"""The effect of an Accelerator on DDP, compared with plain DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Branches(nn.Module):
-    """A model that may use one branch only."""
+    """A model that can use one branch only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def losses(model: nn.Module, step: int, rank: int, settings: dict[str, Any]) -> 
     for batch in range(2):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * batch + rank))
         branch = (step + batch + rank * (step % 3 == 0)) % 2 if settings.get("find_unused_parameters") else 2
-        branch = 0 if len(settings) == 2 else branch  # a static graph: the same branch in every batch
+        branch = 0 if len(settings) == 2 else branch  # A static graph: the same branch in every batch.
         yield model(x, branch)["scores"][0].pow(2).sum()
 
 
@@ -54,7 +54,7 @@ def weights_of(model: nn.Module) -> list[list[float]]:
 
 
 def plain(settings: dict[str, Any]) -> Any:
-    """Train with plain DDP; a static graph is learnt in a backward that exchanges gradients, as torch wants it."""
+    """Train with plain DDP. A static graph is learnt in a backward that exchanges gradients, as torch requires."""
     rank = Accelerator(cpu=True).process_index
     inner = Branches()
     model = DistributedDataParallel(inner, **settings)
@@ -91,11 +91,11 @@ def triggered(settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_gradients_exchanged_by_hand_are_plain_ddps(settings: dict[str, Any]) -> None:
+def test_gradients_exchanged_by_hand_equal_those_of_plain_ddp(settings: dict[str, Any]) -> None:
     wanted = run_ranks(plain, settings)
     assert wanted[0] == wanted[1]
     found = run_ranks(triggered, settings)
-    if settings.get("static_graph"):  # the first window exchanges in another order of additions
+    if settings.get("static_graph"):  # The first window exchanges in another order of additions.
         assert found[0] == found[1]
         for one, other in zip(found[0], wanted[0], strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
@@ -117,7 +117,7 @@ def windows(settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_windows_of_accumulation_are_plain_ddps(settings: dict[str, Any]) -> None:
+def test_accumulation_windows_equal_those_of_plain_ddp(settings: dict[str, Any]) -> None:
     assert run_ranks(windows, settings) == run_ranks(plain, settings)
 
 
@@ -154,7 +154,7 @@ def unprepared() -> Any:
     return quiet, [str(warning.message) for warning in caught]
 
 
-def test_accumulating_for_a_model_that_was_not_prepared_is_told() -> None:
+def test_accumulating_for_an_unprepared_model_is_reported() -> None:
     for quiet, warned in run_ranks(unprepared):
         assert quiet == 0
         assert len(warned) == 1
@@ -175,7 +175,7 @@ def nested() -> Any:
     with accelerator.no_sync(model):
         with accelerator.no_sync(model):
             backward()
-        backward()  # the inner block's end must not end the outer one
+        backward()  # The end of the inner block must not end the outer one.
         with pytest.raises(KeyError), accelerator.no_sync(model):
             raise KeyError("in the block")
         backward()
@@ -184,7 +184,7 @@ def nested() -> Any:
         raise KeyError("in the block")
     backward()
     context = accelerator.no_sync(model)
-    for _ in range(2):  # a context that is entered again
+    for _ in range(2):  # A context that is entered again.
         with context:
             backward()
     backward()
@@ -210,7 +210,7 @@ def uneven(settings: dict[str, Any], here: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", ["default", "find_unused_parameters"])
-def test_ranks_with_fewer_batches_do_what_torchs_join_does(name: str) -> None:
+def test_ranks_with_fewer_batches_behave_as_in_torchs_join(name: str) -> None:
     wanted = run_ranks(uneven, SETTINGS[name], False)
     assert wanted[0] == wanted[1]
     assert run_ranks(uneven, SETTINGS[name], True) == wanted
@@ -224,5 +224,5 @@ def assigned_handler() -> Any:
 
 
 def test_a_handler_that_is_assigned_before_prepare_is_used() -> None:
-    """transformers' Trainer assigns one."""
+    """The Trainer of transformers assigns one."""
     assert run_ranks(assigned_handler) == [(True, 7)] * 2

@@ -35,7 +35,7 @@ def ranks_of(degrees: dict[str, Any]) -> int:
 
 
 def attributes_of(model: Any) -> tuple[list[str], int]:
-    """Return the attributes that hide parameters of a layer of experts, and its number of experts."""
+    """Return the attributes that hide parameters in a layer of experts, and its number of experts."""
     layer = model.blocks[0].experts
     return sorted(layer.__dict__.keys() & dict(layer.named_parameters()).keys()), layer.num_experts
 
@@ -104,7 +104,7 @@ def trained_in_units(fsdp: dict[str, Any]) -> tuple[list[float], list[float]]:
     ),
     ids=str,
 )
-def test_units_of_fsdp(units: str, more: dict[str, Any]) -> None:
+def test_experts_may_be_units_of_fsdp(units: str, more: dict[str, Any]) -> None:
     fsdp = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": units.split(","), **more}
     losses, norms, _ = plain()
     for found in run_ranks(trained_in_units, fsdp, world_size=4):
@@ -128,7 +128,7 @@ def resumed(degrees: dict[str, Any], folder: str) -> list[float]:
 @pytest.mark.parametrize(
     ("first", "second"), [("ep", "ep"), ("shards", "shards"), ("ep", "one expert for each rank"), ("shards", "ep")]
 )
-def test_checkpoints_resume_on_other_layouts(first: str, second: str, tmp_path: Path) -> None:
+def test_checkpoints_resume_with_other_layouts(first: str, second: str, tmp_path: Path) -> None:
     losses = plain()[0][HALF:]
     run_ranks(saved, LAYOUTS[first], str(tmp_path), world_size=ranks_of(LAYOUTS[first]))
     for found in run_ranks(resumed, LAYOUTS[second], str(tmp_path), world_size=ranks_of(LAYOUTS[second])):
@@ -140,7 +140,7 @@ def attributes_after_an_error() -> tuple[list[str], Any]:
     experts = model.blocks[0].experts
     index = torch.zeros(3, 1, dtype=torch.long)
     with pytest.raises(RuntimeError):
-        experts(torch.zeros(3, 5), index, torch.ones(3, 1))  # hidden states of a wrong size
+        experts(torch.zeros(3, 5), index, torch.ones(3, 1))  # Hidden states with a wrong size.
     return attributes_of(model)
 
 
@@ -177,6 +177,6 @@ def refused(reason: str) -> None:
         ("call", r"call it as experts\(hidden_states, top_k_index, top_k_weights\)"),
     ],
 )
-def test_models_that_cannot_be_split_raise(reason: str, message: str) -> None:
+def test_models_that_cannot_be_split_are_refused(reason: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(refused, reason)

@@ -32,12 +32,12 @@ def expected() -> list[float]:
     return losses  # type: ignore[no-any-return]
 
 
-def test_whole_models(expected: list[float]) -> None:
+def test_whole_models_on_two_ranks_equal_a_single_process(expected: list[float]) -> None:
     first, second = run_ranks(alone_or_ddp)
     assert first == second == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("gathers_fp8", [False, True])
-def test_shards(expected: list[float], gathers_fp8: bool) -> None:
+def test_sharded_models_equal_a_single_process(expected: list[float], gathers_fp8: bool) -> None:
     first, second = run_ranks(sharded, gathers_fp8)
-    assert first == second == pytest.approx(expected, rel=5e-3)  # FSDP's weights and reductions are bfloat16
+    assert first == second == pytest.approx(expected, rel=5e-3)  # The weights and reductions of FSDP are bfloat16.

@@ -1,4 +1,4 @@
-"""Sharded models on two ranks: what goes wrong is said, and what is unusual works."""
+"""Sharded models on two ranks: error reports, and unusual uses that work."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def save_on_the_main_rank(folder: str, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_saving_on_the_main_rank_alone_is_an_error_and_no_hang(version: int, tmp_path: Any) -> None:
-    with pytest.raises(  # a hang would be one, too, with other words
+def test_saving_on_the_main_rank_alone_is_an_error_and_does_not_hang(version: int, tmp_path: Any) -> None:
+    with pytest.raises(  # A hang would be an error, too, but with another message.
         RankError,
         match=r"Rank 0 is in save_state, and the other ranks cannot reach it: rank 1 is waiting in "
         r"another collective, at .*test_fsdp\.py.*take it out of `if accelerator.is_main_process:`",
@@ -66,13 +66,13 @@ def save_after_a_long_way(folder: str) -> list[str]:
     accelerator = accelerator_of()
     model, _ = accelerator.prepare(net(), None)
     if not accelerator.is_main_process:
-        time.sleep(3)  # the main rank asks meanwhile: this one is on its way
+        time.sleep(3)  # The main rank asks while this one is still on its way.
     accelerator.save_state(folder)
     accelerator.load_state(folder)
     return sorted(accelerator.get_state_dict(model))
 
 
-def test_ranks_that_come_late_are_waited_for(tmp_path: Any) -> None:
+def test_late_ranks_are_waited_for(tmp_path: Any) -> None:
     names, others = run_ranks(save_after_a_long_way, str(tmp_path / "checkpoint"))
     assert names == sorted(net().state_dict())
     assert others == []
@@ -83,7 +83,7 @@ def optimizer_of_another_model() -> None:
     accelerator.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1))
 
 
-def test_an_optimizer_of_another_model() -> None:
+def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(RankError, match="SGD has no parameter of a prepared model: it was created before"):
         run_ranks(optimizer_of_another_model)
 
@@ -108,7 +108,7 @@ def prepared_one_by_one(version: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_optimizers_prepared_before_or_after_their_model(version: int) -> None:
+def test_optimizers_may_be_prepared_before_or_after_their_model(version: int) -> None:
     assert run_ranks(prepared_one_by_one, version) == [[True, True]] * 2
 
 
@@ -123,7 +123,7 @@ def took_steps_before() -> bool:
     return all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
 
 
-def test_states_of_an_optimizer_are_sharded_too() -> None:
+def test_existing_optimizer_states_are_sharded() -> None:
     assert run_ranks(took_steps_before) == [True, True]
 
 
@@ -137,7 +137,7 @@ def one_flat_parameter_per_unit(groups: int) -> list[float]:
     return [train(accelerator, model, optimizer) for _ in range(3)]
 
 
-def test_flat_parameters() -> None:
+def test_flat_parameters_train_and_cannot_span_groups() -> None:
     first, second = run_ranks(one_flat_parameter_per_unit, 1)
     assert first == second
     assert first[2] < first[0]
@@ -151,7 +151,7 @@ def scaled(version: int) -> tuple[list[float], float, float]:
     model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     losses = []
     for _ in range(3):
-        # Times 2**16, the loss must not pass the largest fp16 number on any processor.
+        # Multiplied by 2**16, the loss must not exceed the largest fp16 number on any processor.
         loss = model(torch.ones(2, 4)).square().mean() / 16
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -162,11 +162,11 @@ def scaled(version: int) -> tuple[list[float], float, float]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_fp16(version: int) -> None:
+def test_fp16_gradients_are_unscaled(version: int) -> None:
     (losses, norm, scale), other = run_ranks(scaled, version)
     assert (losses, norm, scale) == other
     assert losses[2] < losses[0]
-    assert 0 < norm < 100  # unscaled: the scale is 65536
+    assert 0 < norm < 100  # Unscaled: the scale is 65536.
     assert scale == 65536.0
 
 
@@ -213,12 +213,12 @@ def a_model_to_clip(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_model_in_place_of_its_parameters_is_refused_in_words(version: int) -> None:
+def test_a_model_in_place_of_its_parameters_is_refused_with_an_explanation(version: int) -> None:
     run_ranks(a_model_to_clip, version)
 
 
 def exchanged_while_accumulating(version: int) -> dict[str, list[int]]:
-    """Count what each of four batches exchanges, of which two make a step."""
+    """Count the exchanges of each of four batches, with two batches per step."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=version == 1 or None)
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
     model = net()
@@ -239,7 +239,7 @@ def exchanged_while_accumulating(version: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_batches_that_are_accumulated_exchange_no_gradients(version: int) -> None:
+def test_accumulated_batches_exchange_no_gradients(version: int) -> None:
     first, second = run_ranks(exchanged_while_accumulating, version)
     assert first == second
     scattered = first["reduce_scatter"]
@@ -262,7 +262,7 @@ def told_to_torch(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_settings_of_fsdp_1_reach_torch_and_change_no_loss() -> None:
+def test_settings_of_fsdp_1_reach_torch_and_do_not_change_the_loss() -> None:
     usual, _ = run_ranks(told_to_torch, {})
     assert (usual["backward"], usual["forward"], usual["limit"]) == (None, False, True)
     settings = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
@@ -277,7 +277,7 @@ def alone() -> tuple[str, str]:
     return accelerator.strategy.name, accelerator.strategy.checkpoint_layout
 
 
-def test_one_process_has_nobody_to_share_with() -> None:
+def test_one_process_does_not_shard() -> None:
     with pytest.warns(UserWarning, match="fsdp_plugin has no effect in a world of one process"):
         assert alone() == ("single", "whole")
 

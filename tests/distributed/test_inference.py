@@ -89,7 +89,7 @@ def compare(points: Any, gather_output: bool, whole: list[str] | None) -> Any:
 
 
 @pytest.mark.parametrize("gather_output", [False, True])
-def test_two_ranks(gather_output: bool) -> None:
+def test_two_ranks_return_the_outputs_of_the_whole_model(gather_output: bool) -> None:
     points, _ = run_ranks(compare, ["blocks.2"], gather_output, None)
     assert points == ["blocks.2"]
 
@@ -102,12 +102,12 @@ def built() -> Any:
     torch.testing.assert_close(outputs["logits"], made()(*args, **kwargs)["logits"])
 
 
-def test_a_pipeline_by_hand() -> None:
+def test_a_pipeline_built_by_hand_returns_the_outputs_of_the_whole_model() -> None:
     run_ranks(built)
 
 
-def lines() -> dict[str, Any]:
-    """Two pipelines of two ranks, each on batches of its own."""
+def two_pipelines() -> dict[str, Any]:
+    """Run two pipelines of two ranks, each with separate batches."""
     accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2, dp_replicate_size=2))
     rows: Any = torch.arange(28).reshape(4, 7)
     loader = accelerator.prepare(DataLoader(rows, batch_size=1))
@@ -123,8 +123,8 @@ def lines() -> dict[str, Any]:
     }
 
 
-def test_replicas_of_a_pipeline() -> None:
-    found = run_ranks(lines, world_size=4)
+def test_replicas_of_a_pipeline_read_different_batches() -> None:
+    found = run_ranks(two_pipelines, world_size=4)
     rows = torch.arange(28).reshape(4, 1, 7).tolist()
     assert [rank["place"] for rank in found] == [0, 0, 1, 1]
     assert found[0]["names"] == ("pp", "dp_replicate")
@@ -143,20 +143,20 @@ def sharded() -> None:
     Accelerator(parallelism_config=ParallelismConfig(pp_size=2), fsdp_plugin=plugin)
 
 
-def test_pipelines_are_not_trained() -> None:
+def test_pipelines_cannot_be_trained() -> None:
     with pytest.raises(RankError, match=r"for inference only .* SGD cannot be .*MegatronLMPlugin\(pp_degree=2\)"):
         run_ranks(trained)
     with pytest.raises(RankError, match=r"pp_size=2 is for prepare_pippy, and fsdp_plugin contradicts"):
         run_ranks(sharded)
 
 
-def test_three_ranks_and_balanced_parts() -> None:
+def test_three_ranks_get_balanced_parts() -> None:
     points, *_ = run_ranks(compare, "auto", True, ["Block"], world_size=3)
     assert len(points) == 2
     assert all(point.startswith("blocks.") and point.count(".") == 1 for point in points)
 
 
-def test_parts_may_begin_inside_a_block() -> None:
+def test_parts_may_start_inside_a_block() -> None:
     points, _ = run_ranks(compare, "auto", False, [])
     assert points[0].count(".") == 2
 
@@ -193,6 +193,6 @@ class Mean(nn.Module):
         ("other", r"traced with model\(<tensor>, mask=<tensor>, .*scale=2\.0\), .* scale=3\.0\)"),
     ],
 )
-def test_bad_input(reason: str, message: str) -> None:
+def test_invalid_input_is_refused(reason: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(refused, reason)

@@ -1,4 +1,4 @@
-"""FSDP 2 of models with 4-bit weights and trained adapters: as the run of one process, and their checkpoints."""
+"""FSDP 2 for models with 4-bit weights and trained adapters equals one process, and so do their checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 64
 
 
 class Adapted(nn.Module):
-    """A frozen 4-bit layer and a trained adapter of low rank."""
+    """A frozen 4-bit layer and a trained low-rank adapter."""
 
     def __init__(self, storage: torch.dtype) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Adapted(nn.Module):
 
 def net(storage: torch.dtype, seed: int = 3) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(Adapted(storage), Adapted(storage)).to("cpu")  # which quantizes
+    return nn.Sequential(Adapted(storage), Adapted(storage)).to("cpu")  # Quantizes.
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) -> list[float]:
@@ -44,7 +44,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) ->
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        model.eval()  # where bitsandbytes has other kernels on the CPU
+        model.eval()  # bitsandbytes may have other kernels on the CPU.
         with torch.no_grad():
             model(data)
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
@@ -70,7 +70,7 @@ def trained_sharded(folder: str, storage: torch.dtype, efficient: bool) -> tuple
     accelerator = Accelerator(fsdp_plugin=plugin)
 
     def prepared() -> tuple[Any, Any]:
-        model = net(storage, seed=3 if accelerator.is_main_process else 4)  # rank 0's weights are trained
+        model = net(storage, seed=3 if accelerator.is_main_process else 4)  # The weights of rank 0 are trained.
         return accelerator.prepare(  # type: ignore[no-any-return]
             model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
         )
@@ -90,11 +90,11 @@ def trained_sharded(folder: str, storage: torch.dtype, efficient: bool) -> tuple
     ("storage", "efficient"),
     [(torch.uint8, False), pytest.param(torch.bfloat16, False, marks=pytest.mark.nightly), (torch.uint8, True)],
 )
-def test_four_bit_weights_are_sharded_and_adapters_trained(
+def test_four_bit_weights_are_sharded_and_adapters_are_trained(
     storage: torch.dtype, efficient: bool, tmp_path: Any
 ) -> None:
     whole = run_ranks(trained_whole, world_size=1)[0]
     for losses, rest, resumed, bytes_here in run_ranks(trained_sharded, str(tmp_path / "saved"), storage, efficient):
         assert losses == pytest.approx(whole, rel=1e-4)
         assert resumed == pytest.approx(rest, rel=1e-6)
-        assert bytes_here == 2 * SIZE * SIZE // 2 // 2  # two layers, two values in a byte, two ranks
+        assert bytes_here == 2 * SIZE * SIZE // 2 // 2  # Two layers, two values per byte, two ranks.

@@ -40,7 +40,7 @@ def replicas_of_shards() -> dict[str, Any]:
     return arranged(dp_replicate_size=2, dp_shard_size=2)
 
 
-def test_two_ranks() -> None:
+def test_two_ranks_are_shards_or_replicas() -> None:
     for rank, found in enumerate(run_ranks(two_shards)):
         assert found["names"] == ("dp_shard",)
         assert (found["shard"], found["replica"], found["type"]) == (rank, 0, "FSDP")
@@ -48,7 +48,7 @@ def test_two_ranks() -> None:
         assert (found["replica"], found["shard"], found["type"]) == (rank, 0, "MULTI_CPU")
 
 
-def test_four_ranks() -> None:
+def test_four_ranks_are_replicas_of_shards() -> None:
     for rank, found in enumerate(run_ranks(replicas_of_shards, world_size=4)):
         assert found["names"] == ("dp_replicate", "dp_shard")
         assert found["coordinate"] == (found["replica"], found["shard"]) == divmod(rank, 2)
@@ -74,7 +74,7 @@ def places() -> dict[str, Any]:
     }
 
 
-def test_combinations_on_four_ranks() -> None:
+def test_four_ranks_combine_shards_with_split_tensors_or_sequences() -> None:
     for rank, found in enumerate(run_ranks(shards_of_split_tensors, world_size=4)):
         assert found["names"] == ("dp_shard", "tp")
         assert found["coordinate"] == (found["shard"], found["tensors"]) == divmod(rank, 2)
@@ -91,7 +91,7 @@ def too_many() -> None:
     arranged(dp_shard_size=2, dp_replicate_size=2)
 
 
-def test_a_product_that_is_not_the_world() -> None:
+def test_a_layout_of_another_size_than_the_world_is_refused() -> None:
     with pytest.raises(RankError, match=r"dp_replicate_size=2 \* dp_shard_size=2 = 4, but there are 2 ranks"):
         run_ranks(too_many)
 
@@ -118,12 +118,12 @@ def with_split_sequences_and_tensors() -> None:
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
-def test_sequences_are_split_by_deepspeed() -> None:
+def test_splitting_sequences_requires_deepspeed() -> None:
     with pytest.raises(RankError, match=r"DeepSpeed, which is not installed: pip install 'deepspeed>=0\.16'"):
         run_ranks(with_split_sequences)
 
 
-def test_plugins_that_contradict_the_layout() -> None:
+def test_plugins_that_contradict_the_layout_are_refused() -> None:
     with pytest.raises(RankError, match=r"FullyShardedDataParallelPlugin\(fsdp_version=2\)"):
         run_ranks(with_the_first_version)
     with pytest.raises(RankError, match="pass dp_shard_size above 1"):

@@ -14,17 +14,17 @@ from tests.support.ranks import run_ranks
 
 
 def end_with_a_model_alive() -> bool:
-    """Free a DDP model after its group was destroyed, while gloo's thread still has the last collective in hand."""
+    """Free a DDP model after destroying its group, while gloo's thread still holds the last collective."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     for task in Path(
         "/proc/self/task"
-    ).iterdir():  # on one core, threads of less weight stand still when this one wakes
+    ).iterdir():  # On one core, threads with less weight do not run when this one wakes up,
         if "gloo" in (task / "comm").read_text():
             os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
-    sys.setswitchinterval(1000)  # and are not given the interpreter
+    sys.setswitchinterval(1000)  # and do not get the interpreter.
     gathered, own = [torch.zeros(4000) for _ in range(2)], torch.ones(4000)
     torch.distributed.all_gather(gathered, own)
     del gathered, own

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, dict[str, f
 
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*")
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name: str) -> None:
+def test_reports_of_two_ranks_equal_their_bytes(name: str) -> None:
     fsdp, degrees, shares, axes = CASES[name]
     for rank, (report, real) in enumerate(run_ranks(report_and_bytes, fsdp, degrees)):
         assert report.axes == axes
@@ -95,7 +95,7 @@ def test_two_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize("second", ["dp_replicate_size", "tp_size"])
-def test_four_ranks_in_a_mesh(second: str) -> None:
+def test_reports_of_four_ranks_in_a_mesh_equal_their_bytes(second: str) -> None:
     found = run_ranks(report_and_bytes, {"fsdp_version": 2}, {"dp_shard_size": 2, second: 2}, world_size=4)
     hybrid = second == "dp_replicate_size"
     axes = ["dp_replicate", "dp_shard"] if hybrid else ["dp_shard", "tp"]

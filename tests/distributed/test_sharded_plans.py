@@ -1,4 +1,4 @@
-"""States in pieces, saved again: who writes what is planned once, and later checkpoints are as whole as the first."""
+"""Saving sharded states repeatedly: the ranks plan once who writes which piece, and later checkpoints are complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved_and_resumed(form: str, folder: str, blocking: bool) -> tuple[list[floa
     with pytest.MonkeyPatch.context() as patch:
         planned = counted(patch)
         for index in range(3):
-            training.optimizer.param_groups[0]["note"] = "x" * 1000 * index  # objects may become longer
+            training.optimizer.param_groups[0]["note"] = "x" * 1000 * index  # Objects may become longer.
             training.accelerator.save_state(f"{folder}_{index}", blocking=blocking)
             meanwhile = [training.step() for _ in range(2)]
         wait_for_saves()
@@ -57,7 +57,7 @@ IN_PIECES = [form for form in FORMS if "whole" not in form]
 @pytest.mark.parametrize(("form", "blocking"), [("fsdp2", False), *((form, True) for form in IN_PIECES)])
 def test_later_checkpoints_resume_too(form: str, blocking: bool, tmp_path: Path) -> None:
     ranks = 4 if form in {"fsdp2 of replicas", "fsdp2 and tp"} else 2
-    times = 3 if "fsdp1" in form else 1  # of FSDP 1 a rank may have several pieces of a tensor
+    times = 3 if "fsdp1" in form else 1  # A rank may have several pieces of a tensor with FSDP 1.
     for meanwhile, again, planned in run_ranks(
         saved_and_resumed, form, str(tmp_path / "out"), blocking, world_size=ranks
     ):
@@ -72,7 +72,7 @@ def saved_twice(folder: str) -> None:
         training.accelerator.save_state(f"{folder}_{index}")
 
 
-def test_without_training_between_them_two_checkpoints_are_the_same(tmp_path: Path) -> None:
+def test_without_training_in_between_two_checkpoints_are_equal(tmp_path: Path) -> None:
     run_ranks(saved_twice, str(tmp_path / "out"))
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         first, second = (tmp_path / f"out_{index}" / name for index in range(2))
@@ -88,7 +88,7 @@ def test_without_training_between_them_two_checkpoints_are_the_same(tmp_path: Pa
 
 
 def one_changes(folder: str) -> tuple[list[str], float, float]:
-    """On rank 1 alone the state gets one more value: all plan again, of the optimizer."""
+    """On rank 1 alone the optimizer's state gets one more value, so all ranks plan it again."""
     training = ShardedTraining()
     training.step()
     training.accelerator.save_state(folder)
@@ -106,14 +106,14 @@ def one_changes(folder: str) -> tuple[list[str], float, float]:
     return planned, found, expected
 
 
-def test_a_change_on_one_rank_is_planned_by_all(tmp_path: Path) -> None:
+def test_a_change_on_one_rank_makes_all_ranks_plan_again(tmp_path: Path) -> None:
     for planned, found, expected in run_ranks(one_changes, str(tmp_path / "out")):
         assert planned == ["optimizer_0"]
         assert found == expected
 
 
 def failing(folder: str, before: int, at: str, where: int) -> tuple[str, list[str]]:
-    """A rank fails in the first save, which is planned, or in a later one; the next save is whole again."""
+    """A rank fails in the first save, which is planned, or in a later one. The next save is complete again."""
     training = ShardedTraining()
     training.step()
     for _ in range(before):
@@ -139,7 +139,7 @@ def failing(folder: str, before: int, at: str, where: int) -> tuple[str, list[st
 
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize(("at", "where"), [("write", 0), ("write", 1), ("rename", 0)])
-def test_a_failure_is_told_by_every_rank(before: int, at: str, where: int, tmp_path: Path) -> None:
+def test_every_rank_reports_the_failure(before: int, at: str, where: int, tmp_path: Path) -> None:
     for message, left in run_ranks(failing, str(tmp_path / "out"), before, at, where):
         assert "the disk is full" in message
         assert not left

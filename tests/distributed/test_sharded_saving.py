@@ -41,7 +41,7 @@ def save_and_train(form: str, folder: str) -> tuple[list[float], list[float], bo
     gate = Gate(write_plans.write_shards)
     write_plans.write_shards = gate
     training.accelerator.save_state(folder, blocking=False)
-    meanwhile = [training.step() for _ in range(AFTER)]  # with collectives of its own, while the writers wait
+    meanwhile = [training.step() for _ in range(AFTER)]  # With its own collectives, while the writers wait.
     unfinished = not Path(folder).exists()
     gate.open()
     training.accelerator.wait_for_everyone()
@@ -54,11 +54,11 @@ def save_and_train(form: str, folder: str) -> tuple[list[float], list[float], bo
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_training_continues_and_the_checkpoint_has_the_state_of_its_save(form: str, tmp_path: Path) -> None:
+def test_training_continues_and_the_checkpoint_has_the_state_of_the_call(form: str, tmp_path: Path) -> None:
     ranks = 4 if form in {"fsdp2 of replicas", "fsdp2 and tp"} else 2
     found = run_ranks(save_and_train, form, str(tmp_path / "out"), world_size=ranks)
     for meanwhile, again, unfinished in found:
-        assert unfinished or "whole" in form  # whole files are not written by the delayed function
+        assert unfinished or "whole" in form  # The delayed function does not write whole files.
         assert again == meanwhile
     manifest = (tmp_path / "out" / "checkpoint_manifest.json").read_text()
     if "whole" not in form:
@@ -116,7 +116,7 @@ def saved_twice(training: ShardedTraining, folder: str, blocking: bool) -> None:
 
 
 @pytest.mark.parametrize(("place", "blocking"), [("write", True), ("write", False), ("copy", False)])
-def test_one_ranks_failure_is_raised_on_every_rank(place: str, blocking: bool, tmp_path: Path) -> None:
+def test_the_failure_of_one_rank_is_raised_on_every_rank(place: str, blocking: bool, tmp_path: Path) -> None:
     main, other = run_ranks(failing, place, str(tmp_path / "out"), blocking)
     assert "Rank 1: The checkpoint" in main[0]
     assert all("the disk is full" in message for message, _ in (main, other))
@@ -127,7 +127,7 @@ def test_one_ranks_failure_is_raised_on_every_rank(place: str, blocking: bool, t
 def interrupted(folder: str, before: int) -> list[str]:
     """All ranks are interrupted while they write, as when a run is stopped."""
     training = ShardedTraining()
-    for index in range(before):  # the first save creates the plan that later ones use
+    for index in range(before):  # The first save creates the plan that later ones use.
         training.step()
         training.accelerator.save_state(f"{folder}_{index}")
     expected = training.step()
@@ -155,7 +155,7 @@ def test_an_interrupt_while_shards_are_written_stays_an_interrupt(before: int, t
 
 
 def killed(folder: str, at: str) -> None:
-    """Rank 1 is killed in its thread; rank 0 detects it at once and removes all files."""
+    """Rank 1 is killed in its thread. Rank 0 detects it immediately and removes all files."""
     training = ShardedTraining()
     training.step()
     training.accelerator.save_state(folder)
@@ -202,12 +202,12 @@ training.step()
 """
 
 
-def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path) -> None:
+def test_ranks_that_exit_while_writing_finish_the_checkpoint(tmp_path: Path) -> None:
     check_ending_ranks_finish(_DELAYED_SAVE, tmp_path / "out")
 
 
 class Attack:
-    """Pickled as a call that makes a file."""
+    """Pickled as a call that creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -217,7 +217,7 @@ class Attack:
 
 
 def attacked(form: str, folder: str, kind: str) -> list[str]:
-    """Return what is raised by loading and merging a checkpoint into which an attacker has put code."""
+    """Return the errors of loading and merging a checkpoint into which an attacker has put code."""
     training = ShardedTraining(form)
     training.step()
     training.accelerator.save_state(folder)
@@ -251,7 +251,7 @@ def put_code_into(folder: Path, kind: str) -> None:
 
 
 def put_code_among_shards(folder: Path, attack: Attack) -> None:
-    """Replace an object of the optimizer's, and add one to the model's."""
+    """Replace an object of the optimizer, and add one to the model."""
     for name in ("optimizer_0", "pytorch_model_fsdp_0"):
         metadata = pickle.loads((folder / name / ".metadata").read_bytes())
         indices = [index for index in metadata.storage_data if index.fqn.endswith(".lr")]

@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 
 class Part(nn.Module):
-    """A parameter, buffers, one of which is not saved, and an extra state."""
+    """A parameter, buffers (one of which is not saved), and an extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def states_of(kind: str) -> list[bool]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:], "lr": 0.5}])
     found = []
-    for _ in range(2):  # before the first step the optimizer has no state
+    for _ in range(2):  # The optimizer has no state before the first step.
         ours: Any = sharded_checkpoint.sharded_optimizer_state(model, optimizer)
         theirs: Any = get_optimizer_state_dict(model, optimizer)
         found += [local(ours) == local(theirs), list(ours["state"]) == list(theirs["state"])]
@@ -99,7 +99,7 @@ def states_of(kind: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_states_are_those_of_torch(kind: str) -> None:
+def test_states_equal_those_of_torch(kind: str) -> None:
     for found in run_ranks(states_of, kind, process_group=True):
         assert all(found), found
 
@@ -112,7 +112,7 @@ def gathered_under_both_names() -> list[bool]:
     return [state[f"{first}.linear.weight"] is state["1.linear.weight"] for first in "01" if state]
 
 
-def test_a_gathered_tied_weight_is_one_tensor() -> None:
+def test_a_gathered_tied_weight_is_a_single_tensor() -> None:
     assert run_ranks(gathered_under_both_names, process_group=True) == [[True, True], []]
 
 

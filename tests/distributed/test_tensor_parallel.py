@@ -16,7 +16,7 @@ from tests.support.ranks import RankError, run_ranks
 
 
 class Tied(nn.Module):
-    """An embedding and a head that are one parameter, split over the vocabulary."""
+    """An embedding and a head that share one parameter, split over the vocabulary."""
 
     def __init__(self, head: str = "colwise_rep") -> None:
         super().__init__()
@@ -92,13 +92,13 @@ def test_tied_weights_are_split_once(plugin: bool) -> None:
 def split_while_loading(size: int) -> list[bool]:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
     model: Any = made()
-    model.tp_size = size  # as transformers notes it on what it has split
+    model.tp_size = size  # As transformers marks the layers it has split.
     before = [id(parameter) for parameter in model.parameters()]
     model = accelerator.prepare(model)
     return [id(parameter) == old for parameter, old in zip(model.parameters(), before, strict=True)]
 
 
-def test_what_was_split_while_it_was_loaded_is_left_alone() -> None:
+def test_layers_that_were_split_during_loading_are_left_alone() -> None:
     assert all(all(found) for found in run_ranks(split_while_loading, 2))
     with pytest.raises(RankError, match="was loaded with tp_size=4, but this Accelerator has tp_size=2"):
         run_ranks(split_while_loading, 4)
@@ -142,6 +142,6 @@ def refused(reason: str) -> None:
         ("odd", r"up of shape \[33, 9\] cannot be split over tp_size=2"),
     ],
 )
-def test_bad_plans(reason: str, message: str) -> None:
+def test_invalid_plans_are_refused(reason: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(refused, reason)

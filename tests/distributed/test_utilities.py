@@ -1,4 +1,4 @@
-"""Two ranks: communication hooks, loggers in order, seeds, and distributed parameters."""
+"""Two ranks: communication hooks, ordered logging, seeds, and distributed parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gradient_with_hook(hook: str, wrapper: str) -> list[list[float]]:
     kwargs.register_comm_hook(wrapped)
     for _ in range(4):
         model.zero_grad()
-        # The gradient of each rank is its rank everywhere: the mean over two ranks is 0.5, exact in every format.
+        # Each rank's gradient is its rank number everywhere. The mean over two ranks is 0.5, exact in every format.
         wrapped(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
     assert model.weight.grad is not None
     return model.weight.grad.tolist()
@@ -69,7 +69,7 @@ def test_an_unsupported_hook_names_the_alternative(wrapper: str) -> None:
 
 
 def hook_rounds() -> float:
-    """Return a gradient that fp32 holds and fp16 does not, so that a hook that is not registered shows."""
+    """Return a gradient that fp32 represents and fp16 does not, so that an unregistered hook is noticed."""
     model = nn.Linear(1, 1, bias=False)
     wrapped = nn.parallel.DistributedDataParallel(model)
     DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16).register_comm_hook(wrapped)
@@ -160,6 +160,6 @@ def bars() -> Any:
     return "2/2" in out.getvalue()
 
 
-def test_one_bar_per_machine() -> None:
+def test_each_machine_shows_one_bar() -> None:
     pytest.importorskip("tqdm")
     assert run_ranks(bars) == [True, False]

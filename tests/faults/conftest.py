@@ -1,4 +1,4 @@
-"""One kernel for the faults of a file: each test also shows that the kernel is as it was before."""
+"""A kernel shared by the fault tests of a file. Each test also checks that the kernel is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.support.launching import children, ready_kernel
 
 
 class SharedKernel:
-    """A kernel with torch imported and its zygote up, and the next one once a test has lost it."""
+    """A kernel with torch imported and its zygote running, replaced after a test has lost it."""
 
     def __init__(self, kernels: ExitStack) -> None:
         self._kernels = kernels
         self._current: Kernel | None = None
 
     def get(self) -> Kernel:
-        """Return the living one."""
+        """Return the living kernel."""
         if self._current is None or not self._current.alive():
             self._current = self._kernels.enter_context(ready_kernel())
         return self._current
@@ -27,7 +27,7 @@ class SharedKernel:
 
 @pytest.fixture(scope="module")
 def shared_kernel() -> Iterator[SharedKernel]:
-    """Return the file's kernel."""
+    """Return the kernel of the file."""
     with ExitStack() as kernels:
         shared = SharedKernel(kernels)
         shared.get()
@@ -36,7 +36,7 @@ def shared_kernel() -> Iterator[SharedKernel]:
 
 @pytest.fixture
 def kernel(shared_kernel: SharedKernel) -> Iterator[Kernel]:
-    """Return the file's kernel, and see afterwards that no process is left and that the next launch works."""
+    """Return the kernel of the file. Check afterwards that no process is left and that the next launch works."""
     kernel = shared_kernel.get()
     yield kernel
     kernel.expect_answer()

@@ -1,7 +1,7 @@
-"""Random processes of a run on three hosts are killed or suspended: every host that is left ends, with the reason.
+"""Random processes of a run on three hosts are killed or suspended: every surviving host ends and gives the reason.
 
 Each round starts one run: the first notebook, another notebook and a command, each with one or two ranks. At a random
-moment it kills or suspends one process: the first kernel, another host or a rank. The seed determines all of it.
+moment it kills or suspends one process: the first kernel, another host or a rank. The seed determines all choices.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ def join_command(where: str, processes: int) -> JoinCommand:
 
     Args:
         where: ADDRESS:PORT.
-        processes: Ranks that it starts.
+        processes: The number of ranks that it starts.
     """
     options = ("--num_processes", str(processes), "--join_timeout", str(JOIN_SECONDS))
     return JoinCommand(*JOIN, where, *options, env={**os.environ, "NOTEBOOK_ACCELERATE_SECRET": SECRET})
 
 
 class Kernels:
-    """The kernels of both notebooks; one that a round has killed is replaced for the next round."""
+    """The kernels of both notebooks. A kernel that a round has killed is replaced for the next round."""
 
     def __init__(self) -> None:
         self._kernels: list[Kernel | None] = [None, None]
 
     def ready(self) -> list[Kernel]:
-        """Return both, idle and with the function."""
+        """Return both kernels, idle and with the function defined."""
         for index, kernel in enumerate(self._kernels):
             if kernel is not None and not kernel.alive():
                 self.close(index)
@@ -94,7 +94,7 @@ class Kernels:
         return [kernel for kernel in self._kernels if kernel is not None]
 
     def close(self, *indices: int) -> None:
-        """End kernels; the next round has others."""
+        """Close the kernels; the next round starts new ones."""
         for index in indices:
             kernel, self._kernels[index] = self._kernels[index], None
             if kernel is not None:
@@ -113,7 +113,7 @@ def kernels() -> Iterator[Kernels]:
 
 @dataclass
 class Rank:
-    """A rank that has begun the function."""
+    """A rank that has started the function."""
 
     process: psutil.Process
     child: psutil.Process
@@ -125,9 +125,9 @@ class Round:
     """One run and its fault.
 
     Args:
-        seed: Determines everything that is chosen.
-        kernels: Those of the notebooks.
-        folder: Where the ranks tell their process ids.
+        seed: Determines all choices.
+        kernels: The kernels of the notebooks.
+        folder: Where the ranks write their process ids.
     """
 
     seed: int
@@ -139,7 +139,7 @@ class Round:
     stopped: psutil.Process | None = None
 
     def __post_init__(self) -> None:
-        """Choose what happens."""
+        """Choose the fault."""
         self.random = random.Random(self.seed)
         self.verb, self.what = KINDS[self.seed % len(KINDS)]
         self.node = FIRST if self.what == "first" else self.random.choice([NOTEBOOK, COMMAND])
@@ -154,7 +154,7 @@ class Round:
 
     @property
     def story(self) -> str:
-        """The seed and what has happened."""
+        """The seed and the events so far."""
         return "\n  ".join([f"seed {self.seed}, ranks {self.sizes}", *self.lines])
 
     def note(self, text: str) -> None:
@@ -162,7 +162,7 @@ class Round:
         self.lines.append(f"{time.monotonic() - self.begin:5.1f} s: {text}")
 
     def play(self) -> None:
-        """Launch, cause the fault and check what comes of it."""
+        """Launch, cause the fault and check its consequences."""
         self.begin = time.monotonic()
         port = free_port()
         conf = {
@@ -204,7 +204,7 @@ class Round:
         self.assert_running()
 
     def pump(self, seconds: float) -> None:
-        """Collect what the kernels send."""
+        """Collect the output of the kernels."""
         for kernel in self.kernels:
             kernel.pump(seconds / 2)
 
@@ -230,11 +230,11 @@ class Round:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the hosts."""
+        """Return the processes of the hosts."""
         return [*(kernel.pid for kernel in self.kernels), self.command.process.pid]
 
     def ranks(self) -> dict[int, Rank]:
-        """Return the ranks that have begun the function."""
+        """Return the ranks that have started the function."""
         found = {}
         for path in self.folder.glob("*"):
             if path.name.isdigit():
@@ -249,7 +249,7 @@ class Round:
     _known: dict[int, Rank] = field(default_factory=dict)
 
     def record(self) -> None:
-        """Add the processes that belong to the round now."""
+        """Add the processes that currently belong to the round."""
         known = set().union(*self.before)
         for node, pid in enumerate(self.pids):
             found = _descendants(pid)
@@ -258,10 +258,10 @@ class Round:
         for rank in self.ranks().values():
             self.recorded |= {rank.process, rank.child}
 
-    # ---- what must come of it
+    # ---- the expected consequences
 
     def check(self) -> None:
-        """Check the end of every host, and what is left."""
+        """Check how every host ended, and that nothing is left."""
         gone = None if self.what == "rank" else self.node
         left = [node for node in (FIRST, NOTEBOOK, COMMAND) if node != gone]
         for node in left:
@@ -274,7 +274,7 @@ class Round:
         self.check_nothing_left()
 
     def deadline(self) -> float:
-        """Return until when all hosts must have ended."""
+        """Return the time by which all hosts must have ended."""
         return self.fault + (LIMIT if self.all_running else JOIN_SECONDS + MARGIN + LIMIT / 2)
 
     def check_host(self, node: int) -> None:
@@ -282,7 +282,7 @@ class Round:
         text = self.end_of(node, self.deadline())
         self.note(f"{NAMES[node]} ended: {_short(text)}")
         pattern = self.pattern(node)
-        assert re.search(pattern, text), f"{NAMES[node]} does not tell {pattern!r}:\n{text[-3000:]}"
+        assert re.search(pattern, text), f"{NAMES[node]} does not contain {pattern!r}:\n{text[-3000:]}"
 
     def end_of(self, node: int, deadline: float) -> str:
         """Return the error that a host ended with."""
@@ -302,7 +302,7 @@ class Round:
         return said(cell)
 
     def pattern(self, node: int) -> str:
-        """Return what the error of a host must match."""
+        """Return the pattern that the error of a host must match."""
         if self.what == "rank":
             rank = self.victim_rank
             return rf"rank {rank}\b.*killed by SIGKILL" if self.verb == "kill" else r"\(hang_timeout\)"
@@ -310,7 +310,7 @@ class Round:
             lost = rf"node 0( \({HOST}\))? was lost|the first notebook was lost"
             return lost if self.all_running else f"{lost}|node 0 did not join within"
         lost = rf"node {self.node}( \({HOST}\))? (was lost|has left)"
-        # A command has no number before all have joined: the one that is missing may have either.
+        # A command gets its number only once all have joined, so the missing one may have either number.
         return lost if self.all_running else rf"{lost}|nodes? [12, ]+ did not join within"
 
     def check_ranks_of_survivors(self, nodes: list[int]) -> None:
@@ -323,7 +323,7 @@ class Round:
             assert not left, f"ranks of {NAMES[node]} still run {limit:g} s after the fault: {left}"
 
     def resume_or_kill(self, node: int) -> None:
-        """Continue a suspended host, which must then end too, or kill it."""
+        """Resume a suspended host, which must then end too, or kill it."""
         assert self.stopped is not None
         if not self.continues:
             self.recorded |= {self.stopped, *_descendants(self.stopped.pid)}
@@ -338,14 +338,14 @@ class Round:
         assert re.search(rf"{other}|the first notebook was lost", text), f"{NAMES[node]}:\n{text[-3000:]}"
 
     def record_late(self) -> None:
-        """Add ranks that began the function after the fault."""
+        """Add ranks that started the function after the fault."""
         for rank in self.ranks().values():
             self.recorded |= {rank.process, rank.child}
 
     def check_nothing_left(self) -> None:
-        """Check that no process of the round is left, and that the kernels are as before."""
+        """Check that no process of the round is left, and that the kernels are unchanged."""
         left = _wait_gone(self.recorded, time.monotonic() + MARGIN)
-        assert not left, f"left: {left}"
+        assert not left, f"processes left: {left}"
         for node, kernel in enumerate(self.kernels):
             if kernel.alive():
                 kernel.expect_answer(LIMIT)
@@ -375,7 +375,7 @@ def _descendants(pid: int) -> set[psutil.Process]:
 
 
 def _wait_gone(processes: set[psutil.Process] | list[psutil.Process], deadline: float) -> list[str]:
-    """Wait until no process runs (a zombie does not), and return those that do at the deadline."""
+    """Wait until no process runs. Return those that still run at the deadline; zombies do not count."""
     while (left := [text for each in processes if (text := _running(each))]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
@@ -389,7 +389,7 @@ def _running(process: psutil.Process) -> str:
 
 
 def _stacks(kernel: Kernel) -> str:
-    """Return where the threads of a kernel are that does not end; it ends now."""
+    """Return the stacks of a kernel that does not end, and end it."""
     written = len(kernel.log)
     with suppress(ProcessLookupError):
         os.kill(kernel.pid, signal.SIGABRT)

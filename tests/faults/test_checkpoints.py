@@ -1,4 +1,4 @@
-"""Saves are killed at any point: the previous checkpoint loads, and an unfinished one is reported as such."""
+"""Saves are killed at any point: the previous checkpoint still loads, and an unfinished one is recognized."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saver(target, value, blocking=True):
     return save
 """
 
-# Ends the process, without any clean-up, before its k-th change of the file system; one process per k.
+# Exits without any clean-up before its k-th change of the file system; one process per k.
 _KILL_AT_EVERY_CHANGE = """
 import signal
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
@@ -79,7 +79,7 @@ while True:
         sys.exit(code)
 """
 
-# Forks a process that saves until it is killed, for each line of its input: what they import is imported once.
+# For each line of its input, forks a process that saves until it is killed, so that modules are imported once only.
 _SAVE_UNTIL_KILLED = """
 import signal
 import torch._dynamo  # by the first optimizer
@@ -149,8 +149,8 @@ def test_a_process_killed_at_any_change_of_the_disk_loses_nothing(tmp_path: Path
 
 
 def check(place: Path, target: str) -> float:
-    """Return the value of the newest complete checkpoint; loading an unfinished one must raise."""
-    if target == "old":  # written over: either all of the first or all of the second
+    """Return the value of the newest complete checkpoint. Loading an unfinished one must raise."""
+    if target == "old":  # Overwritten: either all of the first or all of the second.
         return value_in(place / "old")
     new = place / ("checkpoints/checkpoint_1" if target == "auto" else "new")
     if not new.exists():
@@ -185,7 +185,7 @@ def test_a_process_killed_at_a_random_moment_loses_nothing(tmp_path: Path) -> No
             os.killpg(parent.pid, signal.SIGKILL)
 
 
-def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_by_name(tmp_path: Path) -> None:
     save_ones(tmp_path / "out")
     for path in sorted((tmp_path / "out").iterdir()):
         content = path.read_bytes()
@@ -203,7 +203,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_full_disk_raises_and_keeps_the_previous_checkpoint(tmp_path: Path, blocking: bool) -> None:
     save_ones(tmp_path / "out")
-    # A limit on the size of files makes writes fail half-way, as a full disk does, with another message.
+    # A limit on the size of files makes writes fail half-way, as a full disk does but with another message.
     script = (
         _SAVE
         + f"""
@@ -223,7 +223,7 @@ save()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a small file system takes root")
-def test_a_full_file_system(tmp_path: Path) -> None:
+def test_a_full_file_system_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

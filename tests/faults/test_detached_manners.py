@@ -1,4 +1,4 @@
-"""Detached runs beside each other: names that two launches want, ends that nobody attends, folders that are deleted."""
+"""Concurrent detached runs: launches that want the same name, ends without a kernel, and deleted folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONS: dict[str, Any] = {"num_processes": 1, "use_port": 0, "detach": True, "
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder of detached runs, which are stopped at the end."""
+    """A user's folder for detached runs, which are stopped at the end of the test."""
     with user_folder(tmp_path / "state", monkeypatch) as folder:
         yield folder
 
@@ -55,7 +55,7 @@ except ValueError as error:
 
 
 def _both_launch(folder: Path, name: str) -> list[str]:
-    """Launch from two processes at the same instant; return what each of them prints."""
+    """Launch from two processes at the same instant. Return the output of each."""
     command = [sys.executable, "-c", _AT_ONCE, str(folder)]
     both = [subprocess.Popen([*command, me, name], stdout=subprocess.PIPE, text=True) for me in "ab"]
     until(lambda: all((folder / f"ready-{me}").exists() for me in "ab"))
@@ -72,31 +72,31 @@ def test_of_two_launches_with_one_name_one_wins(state: Path, tmp_path: Path) -> 
     assert [entry.name for entry in run_directory.entries()] == ["one"]
 
 
-def test_two_launches_without_a_name_have_two(state: Path, tmp_path: Path) -> None:
+def test_two_launches_without_a_name_get_two_names(state: Path, tmp_path: Path) -> None:
     lines = _both_launch(tmp_path, "")
     assert len({entry.name for entry in run_directory.entries()}) == 2
     assert sorted(lines) == sorted(f"launched {entry.name}" for entry in run_directory.entries())
 
 
-def test_a_name_is_free_when_its_run_has_ended(state: Path) -> None:
+def test_a_name_is_free_when_its_run_has_finished(state: Path) -> None:
     for _ in range(3):
         run = _launch(int, name="again")
-        assert run.wait(120)  # its process writes the last file, and ends, after that
+        assert run.wait(120)  # Its process writes the last file and exits after that.
     run = _launch(time.sleep, 600, name="again")
     until(lambda: run.status == "running")
     supervisor_of(run).kill()
     assert run.wait(60)
-    assert _launch(int, name="again").wait(120), "the name of a process that was killed is free, too"
+    assert _launch(int, name="again").wait(120), "the name of a killed process is free, too"
 
 
-# ---- ends that nobody attends
+# ---- ends without an attached kernel
 
 
 def _fails() -> None:
     raise RuntimeError("as asked")
 
 
-def test_ranks_of_a_failed_run_that_nobody_attends_end(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_failed_run_without_an_attached_kernel_end(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_HELD_SECONDS", "2")
     run = _launch(_fails, debug=True)
     until(lambda: run.held)
@@ -109,7 +109,7 @@ def test_ranks_of_a_failed_run_that_nobody_attends_end(state: Path, monkeypatch:
     assert ended.status == "failed"
 
 
-def test_a_limit_that_is_no_number_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_not_a_number_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_HELD_SECONDS", "soon")
     with pytest.raises(ValueError, match="NOTEBOOK_ACCELERATE_HELD_SECONDS='soon' is not a whole number"):
         _launch(int)
@@ -118,7 +118,7 @@ def test_a_limit_that_is_no_number_is_refused(state: Path, monkeypatch: pytest.M
         _launch(int)
 
 
-def test_a_start_that_takes_too_long_is_given_up(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_takes_too_long_is_aborted(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detached_launch, "START_SECONDS", 0.0)
     with pytest.raises(LaunchError, match="did not start"):
         _launch(time.sleep, 600, name="late")
@@ -126,7 +126,7 @@ def test_a_start_that_takes_too_long_is_given_up(state: Path, monkeypatch: pytes
     assert [attach(entry.name).status for entry in run_directory.entries()] == ["stopped"]
 
 
-# ---- folders that are deleted
+# ---- deleted folders
 
 
 def test_a_run_whose_folder_is_deleted_can_be_stopped(state: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_run_whose_folder_is_deleted_can_be_stopped(state: Path) -> None:
     assert run.folder is not None
     shutil.rmtree(run.folder)
     until(lambda: any("Cannot save the run to" in text for text in run.journal.state.warnings), seconds=60)
-    assert run.status == "running", "its process sends what happens"
+    assert run.status == "running", "its process still sends its events"
     with pytest.raises(ValueError, match="has not ended"):
         _launch(int, name="homeless")
     run.stop(grace=1.0)
@@ -143,7 +143,7 @@ def test_a_run_whose_folder_is_deleted_can_be_stopped(state: Path) -> None:
     until(lambda: not processes_of(state), seconds=60)
 
 
-def test_a_run_whose_folder_is_deleted_is_stopped_by_a_kernel_that_cannot_read_it(state: Path) -> None:
+def test_a_run_whose_folder_is_deleted_can_be_stopped_by_a_kernel_that_cannot_read_it(state: Path) -> None:
     run = _launch(time.sleep, 600, name="homeless")
     until(lambda: run.status == "running")
     assert run.folder is not None
@@ -166,7 +166,7 @@ def _logs_until(path: str) -> str:
 
 
 @pytest.mark.parametrize("damage", ["deleted", "emptied"])
-def test_a_journal_that_is_gone_is_written_anew(state: Path, tmp_path: Path, damage: str) -> None:
+def test_a_deleted_journal_is_rewritten(state: Path, tmp_path: Path, damage: str) -> None:
     run = _launch(_logs_until, str(tmp_path / "go"), name="robbed")
     until(lambda: run.store.last_step.get(0, -1) >= 20, seconds=60)
     assert run.folder is not None
@@ -199,7 +199,7 @@ def test_a_run_whose_folder_is_deleted_shows_its_end(state: Path, tmp_path: Path
         run.results  # noqa: B018 - reading is what is tested
 
 
-def test_a_run_that_is_deleted_at_its_end_leaves_no_process(state: Path) -> None:
+def test_a_run_deleted_at_its_end_leaves_no_process(state: Path) -> None:
     for _ in range(3):
         run = _launch(int)
         assert run.wait(120)
@@ -222,7 +222,7 @@ def _saves_when_stopped(path: str) -> None:
         raise
 
 
-def test_shutdown_lets_ranks_end_by_themselves(state: Path, tmp_path: Path) -> None:
+def test_shutdown_lets_ranks_save_and_end_by_themselves(state: Path, tmp_path: Path) -> None:
     run = _launch(_saves_when_stopped, str(tmp_path / "saved"))
     until((tmp_path / "saved-began").exists)
     shutdown(all=True)
@@ -231,7 +231,7 @@ def test_shutdown_lets_ranks_end_by_themselves(state: Path, tmp_path: Path) -> N
 
 
 def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines may share a home: what goes on elsewhere cannot be stopped from here."""
+    """Machines may share a home, and runs on other machines cannot be stopped from here."""
     theirs, ours = (_launch(time.sleep, 600, name=name) for name in ("theirs", "ours"))
     until(lambda: theirs.status == ours.status == "running")
     (entry,) = (entry for entry in run_directory.entries() if entry.name == "theirs")
@@ -243,12 +243,12 @@ def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: 
     finally:
         hidden.rename(entry.socket)
     assert attach("ours").status == "stopped"
-    # The object that was opened while the socket was away reads the file, which is written a moment after the events.
+    # The run was opened while the socket was away. It reads the file, which is written a moment after the events.
     until(lambda: attach("theirs").status == "running")
-    disconnect_all()  # that object is read-only
+    disconnect_all()  # That run is read-only.
 
 
-# ---- what nobody can read
+# ---- output without a reader
 
 
 def _prints() -> None:
@@ -258,7 +258,7 @@ def _prints() -> None:
     time.sleep(600)
 
 
-def test_output_fills_no_file_that_nobody_can_read(state: Path) -> None:
+def test_output_fills_no_deleted_file(state: Path) -> None:
     run = _launch(_prints)
     until(lambda: len(run.logs(0)) >= 40)
     for process in processes_of(state):

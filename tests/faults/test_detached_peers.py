@@ -1,4 +1,4 @@
-"""Peers of a detached run that misbehave: suspended kernels, processes that send anything, a suspended supervisor."""
+"""Misbehaving peers of a detached run: suspended kernels, processes that send garbage, a suspended supervisor."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _launch(name: str) -> Run:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder of detached runs, which are stopped at the end."""
+    """A user's folder for detached runs, which are stopped at the end of the test."""
     with user_folder(tmp_path / "state", monkeypatch) as folder:
         yield folder
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One run for all peers of the table, which it must survive."""
+    """A single run for all peers of the table, which it must survive."""
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         user_folder(tmp_path_factory.mktemp("shared") / "state", monkeypatch),
@@ -54,7 +54,7 @@ def _socket_of(run: Run) -> Path:
     return next(Path(entry.socket) for entry in run_directory.entries() if entry.name == run.name)
 
 
-# ---- processes that send anything
+# ---- processes that send garbage
 
 
 def _relayed(*events: Event) -> bytes:
@@ -77,7 +77,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(("sends", "then"), [*PEERS, *((sends, "silent") for sends in COMMANDS)])
-def test_a_peer_that_sends_anything_harms_nobody(shared: Run, sends: str, then: str) -> None:
+def test_a_peer_that_sends_garbage_does_no_harm(shared: Run, sends: str, then: str) -> None:
     with misbehaving_peer(str(_socket_of(shared)), {**SENDS, **COMMANDS}[sends], then):
         assert shared.ask("1 + 1", timeout=10.0) == {0: 2}
         assert shared.status == "running"
@@ -94,7 +94,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("sends", ANSWERS)
-def test_a_supervisor_that_sends_anything_harms_no_kernel(
+def test_a_supervisor_that_sends_garbage_does_not_harm_the_kernel(
     tmp_path: Path, sends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_client, "STATE_SECONDS", 0.0)
@@ -105,7 +105,7 @@ def test_a_supervisor_that_sends_anything_harms_no_kernel(
         connection, _ = listener.accept()
         with connection:
             connection.sendall(ANSWERS[sends])
-        assert client.connected, "the run may go on"
+        assert client.connected, "the run may still be running"
     until(lambda: not client.connected)
 
 
@@ -133,7 +133,7 @@ def _kernel(name: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_suspended_kernels_delay_nobody_and_read_on_later(state: Path) -> None:
+def test_suspended_kernels_delay_no_one_and_continue_reading_later(state: Path) -> None:
     run = _launch("crowded")
     with ExitStack() as kernels:
         others = [kernels.enter_context(_kernel("crowded")) for _ in range(3)]
@@ -154,7 +154,7 @@ def test_suspended_kernels_delay_nobody_and_read_on_later(state: Path) -> None:
 # ---- a suspended supervisor
 
 
-def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
+def test_a_suspended_supervisor_does_not_delay_the_table_of_runs(state: Path) -> None:
     run = _launch("asleep")
     supervisor = supervisor_of(run)
     disconnect_all()
@@ -162,7 +162,7 @@ def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
     until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
     with ExitStack() as connections:
         _fill_queue(_socket_of(run), connections)
-        listed = runs()  # a connection without a limit would wait until the supervisor is resumed
+        listed = runs()  # A connection without a timeout would wait until the supervisor is resumed.
         (found,) = (each for each in listed if each.config.detach)
         assert found.name == "asleep"
         assert f"process {supervisor.pid}" in found.commands.refusal
@@ -171,7 +171,7 @@ def test_a_suspended_supervisor_delays_no_table_of_runs(state: Path) -> None:
     assert not supervisor.is_running()
 
 
-def test_supervisors_that_accept_nothing_are_killed_at_the_same_time(
+def test_supervisors_that_accept_no_connection_are_killed_at_the_same_time(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopping one after the other would take the grace period of each."""
@@ -206,7 +206,7 @@ def _fill_queue(path: Path, connections: ExitStack) -> None:
 
 @pytest.mark.parametrize("ranks_too", [False, True])
 @pytest.mark.parametrize("how", ["stop", "shutdown"])
-def test_a_suspended_supervisor_is_named_and_killed(
+def test_a_suspended_supervisor_is_reported_and_killed(
     state: Path, how: str, ranks_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_client, "ANSWER_SECONDS", 2.0)
@@ -221,7 +221,7 @@ def test_a_suspended_supervisor_is_named_and_killed(
     until(lambda: not processes_of(state), seconds=20)
 
 
-def test_a_supervisor_that_is_resumed_in_time_stops_the_run(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_resumed_in_time_stops_the_run(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_client, "ANSWER_SECONDS", 2.0)
     run = _launch("awake")
     supervisor = supervisor_of(run)
@@ -233,7 +233,7 @@ def test_a_supervisor_that_is_resumed_in_time_stops_the_run(state: Path, monkeyp
     assert run.status == "stopped"
 
 
-def test_a_run_is_attached_to_while_its_supervisor_is_suspended(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attaching_works_while_the_supervisor_is_suspended(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _launch("waits")
     monkeypatch.setattr(control_client, "STATE_SECONDS", 1e6)
     supervisor = supervisor_of(run)

@@ -1,4 +1,4 @@
-"""Runs that outlive their kernel, in real kernels: killed, attached again, steered, lost."""
+"""Runs that outlive their kernel, with real kernels: killed, attached again, controlled, lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ print(run.folder)
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder of detached runs, which are stopped at the end."""
+    """A user's folder for detached runs, which are stopped at the end of the test."""
     with user_folder(tmp_path / "state", monkeypatch) as folder:
         yield folder
 
@@ -65,7 +65,7 @@ def _launch(kernel: Kernel, name: str, arguments: str, more: str = "") -> Path:
 
 def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None:
     project = str(tmp_path / "project")
-    with Kernel(cwd=tmp_path) as kernel:  # its own folder is deleted while the ranks run
+    with Kernel(cwd=tmp_path) as kernel:  # The folder of the kernel is deleted while the ranks run.
         folder = _launch(kernel, "train-3", f"({project!r}, 0.1, 300)")
         launched_in = kernel.cwd
         followed = attach("train-3")
@@ -134,7 +134,7 @@ def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
         kernel.types("p step * 100", "c")
         shown = kernel.check("notebook_accelerate.debug()").stdout
         assert "100" in shown
-        assert re.search(r"Cell In\[\d+\]", shown), "the cell of the kernel that is gone"
+        assert re.search(r"Cell In\[\d+\]", shown), "the cell of the killed kernel"
         assert kernel.value("run.wait(60)")
         assert kernel.value("run.results") == [2, 2]
         assert kernel.value("run.logs(rank=0)") == ["step 0", "step 1", "step 2"]
@@ -158,7 +158,7 @@ def test_the_ranks_of_a_failed_run_are_held_for_the_next_kernel(state: Path) -> 
     until(lambda: not followed.held, seconds=60)
 
 
-def test_the_ranks_end_with_their_supervisor_and_the_training_goes_on(state: Path, tmp_path: Path) -> None:
+def test_the_ranks_end_with_their_supervisor_and_the_training_can_continue(state: Path, tmp_path: Path) -> None:
     project = str(tmp_path / "project")
     options = {"num_processes": 2, "use_port": 0, "detach": True, "panel": False}
     run = notebook_launcher(train, (project, 0.05, 400), name="lost", **options)  # type: ignore[arg-type]
@@ -178,10 +178,12 @@ def test_the_ranks_end_with_their_supervisor_and_the_training_goes_on(state: Pat
     assert again.wait(120)
     assert again.status == "succeeded", str(again.error)
     check_history(again, goal, missing=20)
-    assert attach("lost") is again, "the last one of that name"
+    assert attach("lost") is again, "attaching finds the last run with that name"
 
 
-def test_one_user_alone_can_attach_and_stop(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_user_of_the_run_can_attach_and_stop(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"num_processes": 1, "detach": True, "panel": False}
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_RUNS", f" {tmp_path / 'all'} ")
     run = notebook_launcher(time.sleep, (600,), name="one", **options)  # type: ignore[arg-type]
@@ -207,7 +209,7 @@ def test_one_user_alone_can_attach_and_stop(state: Path, tmp_path: Path, monkeyp
     (state / "notebook-accelerate" / "sockets").chmod(0o700)
 
 
-def test_what_cannot_be_launched_says_so(state: Path, tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_launched_detached_raises_an_error(state: Path, tmp_path: Path) -> None:
     with pytest.raises(SerializationError, match="the function or its arguments"):
         notebook_launcher(print, ((number for number in range(1)),), num_processes=1, detach=True, panel=False)
     with pytest.raises(ValueError, match="detached runs use this machine only"):
@@ -260,7 +262,7 @@ def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.Monke
     assert run.status == "stopped"
 
 
-def test_a_wait_that_ends_leaves_the_run_alone(state: Path) -> None:
+def test_a_wait_that_ends_does_not_stop_the_run(state: Path) -> None:
     """By an interrupt, and by the end of the kernel, which cancels a cell that awaits."""
     with Kernel() as kernel:
         kernel.check(_TRAIN)
@@ -295,7 +297,7 @@ def _prints(lines: int) -> int:
     return lines
 
 
-def test_two_kernels_at_one_breakpoint_after_much_output(state: Path) -> None:
+def test_two_kernels_can_share_a_breakpoint_after_much_output(state: Path) -> None:
     options = {"num_processes": 2, "use_port": 0, "detach": True, "panel": False}
     run = notebook_launcher(_prints, (20_000,), name="two", **options)  # type: ignore[arg-type]
     assert run.folder is not None
@@ -357,7 +359,7 @@ def test_a_full_disk_loses_neither_results_nor_the_end(
             notebook_launcher(int, (), name="another", **options)  # type: ignore[arg-type]
         (tmp_path / "go").touch()
         until(lambda: not any(map(psutil.pid_exists, pids)), seconds=120)
-        assert run.wait(60), "its end is known, although the file has no room for it"
+        assert run.wait(60), "its end is known, although the file could not be written"
         assert run.status == "succeeded"
         assert any(f"Cannot save the run to {run.folder}" in text for text in run.journal.state.warnings)
         with pytest.raises(SerializationError, match=r"not saved: .*No space left on device"):
@@ -369,7 +371,7 @@ def test_a_full_disk_loses_neither_results_nor_the_end(
         assert [entry.name for entry in run_directory.entries()] == [run.name]
 
 
-def test_a_run_is_stopped_while_its_disk_is_full(
+def test_a_run_can_be_stopped_while_its_disk_is_full(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with user_folder(small_disk / "state", monkeypatch):
@@ -382,7 +384,7 @@ def test_a_run_is_stopped_while_its_disk_is_full(
 
 
 @pytest.mark.parametrize("how", ["stop", "shutdown", "another kernel"])
-def test_a_run_that_ended_on_a_full_disk_is_stopped_and_frees_its_name(
+def test_a_run_that_ended_on_a_full_disk_can_be_stopped_and_frees_its_name(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     options = {"num_processes": 1, "use_port": 0, "detach": True, "panel": False, "name": "full"}
@@ -393,7 +395,7 @@ def test_a_run_that_ended_on_a_full_disk_is_stopped_and_frees_its_name(
         (tmp_path / "go").touch()
         assert run.wait(60)
         assert run.status == "succeeded"
-        assert processes_of(tmp_path / "state"), "it waits for the disk"
+        assert processes_of(tmp_path / "state"), "the run waits for the disk"
         if how == "another kernel":
             disconnect_all()
             run = attach("full")
@@ -405,10 +407,10 @@ def test_a_run_that_ended_on_a_full_disk_is_stopped_and_frees_its_name(
         assert again.status == "succeeded"
 
 
-def test_a_run_whose_disk_is_full_from_the_start_is_launched_and_stopped(
+def test_a_run_whose_disk_is_full_from_the_start_can_be_launched_and_stopped(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is room for the folder and the header, and for nothing after it."""
+    """There is room for the folder and the header, and for nothing more."""
     with user_folder(tmp_path / "state", monkeypatch):
         _fill(small_disk / "filler")
         os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - (2 << 12))

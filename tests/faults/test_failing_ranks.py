@@ -1,4 +1,4 @@
-"""Ranks that raise, exit and die: the cell names what failed first, and the kernel is as before."""
+"""Ranks that raise, exit and die: the cell names the first failure, and the kernel is unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 
 
 def _run(kernel: Kernel, body: str, method: str, options: str = "") -> str:
-    """Launch a function with this body and return the error that the cell shows, long before its sleeps are over."""
+    """Launch a function with this body. Return the error that the cell shows, long before its sleeps end."""
     lines = "\n".join("    " + line for line in body.splitlines())
     cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r}{options})")
     text = said(cell)
@@ -30,7 +30,7 @@ def _states(kernel: Kernel) -> list[str]:
 
 
 @METHODS
-def test_exception_in_one_rank(kernel: Kernel, method: str) -> None:
+def test_an_exception_in_one_rank_ends_the_run(kernel: Kernel, method: str) -> None:
     text = _run(kernel, "if rank() == 1:\n    raise KeyError('lost')\ntime.sleep(600)", method)
     assert re.search(r"Cell In\[\d+\], line 3, in train\n    raise KeyError\('lost'\)", text), text
     assert "rank 1" in text
@@ -39,8 +39,8 @@ def test_exception_in_one_rank(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_exception_in_all_ranks_is_shown_once(kernel: Kernel, method: str) -> None:
-    meet = "group()\ndist.barrier()\n"  # on a busy machine one may be called much later
+def test_an_exception_in_all_ranks_is_shown_once(kernel: Kernel, method: str) -> None:
+    meet = "group()\ndist.barrier()\n"  # On a busy machine one rank may be called much later.
     text = _run(kernel, meet + "raise KeyError(rank())", method)
     assert "KeyError" in text
     assert "ranks 0, 1 failed:" in text
@@ -49,7 +49,7 @@ def test_exception_in_all_ranks_is_shown_once(kernel: Kernel, method: str) -> No
 
 
 @METHODS
-def test_ranks_that_return_at_once_leave_no_other_one_still_connecting(kernel: Kernel, method: str) -> None:
+def test_ranks_that_return_immediately_leave_no_other_one_connecting(kernel: Kernel, method: str) -> None:
     kernel.check(
         """
 def train():
@@ -70,7 +70,7 @@ def train():
 
 
 @METHODS
-def test_exception_before_a_collective(kernel: Kernel, method: str) -> None:
+def test_an_exception_before_a_collective_is_the_first_failure(kernel: Kernel, method: str) -> None:
     body = "group()\nif rank() == 1:\n    raise KeyError('before')\ndist.all_reduce(torch.ones(1))"
     text = _run(kernel, body, method)
     assert blames(text, 1)
@@ -81,7 +81,7 @@ def test_exception_before_a_collective(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_exception_after_a_collective(kernel: Kernel, method: str) -> None:
+def test_an_exception_after_a_collective_is_the_first_failure(kernel: Kernel, method: str) -> None:
     body = (
         "group()\ndist.all_reduce(torch.ones(1))\nif rank() == 0:\n    raise KeyError('after')\n"
         "dist.all_reduce(torch.ones(1))"
@@ -92,7 +92,7 @@ def test_exception_after_a_collective(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_a_rank_that_waits_for_a_dead_peer_is_its_consequence(kernel: Kernel, method: str) -> None:
+def test_a_rank_that_waits_for_a_dead_peer_is_reported_as_a_consequence(kernel: Kernel, method: str) -> None:
     body = "group()\nif rank() == 1:\n    time.sleep(0.3)\n    raise KeyError('x')\ndist.all_reduce(torch.ones(1))\n"
     text = _run(kernel, body, method)
     assert blames(text, 1)
@@ -104,20 +104,20 @@ def test_a_rank_that_waits_for_a_dead_peer_is_its_consequence(kernel: Kernel, me
 
 @METHODS
 @pytest.mark.parametrize(("code", "words"), [("3", "sys.exit(3)"), ("'a message'", "sys.exit('a message')")])
-def test_sys_exit_with_a_word(kernel: Kernel, method: str, code: str, words: str) -> None:
+def test_sys_exit_with_a_message_fails_the_run(kernel: Kernel, method: str, code: str, words: str) -> None:
     assert words in _run(kernel, f"if rank() == 0:\n    sys.exit({code})", method)
 
 
 @METHODS
 @pytest.mark.parametrize("code", ["", "0", "None"])
-def test_sys_exit_without_is_success(kernel: Kernel, method: str, code: str) -> None:
+def test_sys_exit_without_a_message_is_a_success(kernel: Kernel, method: str, code: str) -> None:
     cell = kernel.check(f"launch(lambda: sys.exit({code}), start_method={method!r}).results")
     assert cell.result_text == "(None, None)"
 
 
 @METHODS
 @pytest.mark.parametrize("code", [0, 7])
-def test_os_exit(kernel: Kernel, method: str, code: int) -> None:
+def test_os_exit_is_reported_with_its_status(kernel: Kernel, method: str, code: int) -> None:
     text = _run(kernel, f"if rank() == 1:\n    os._exit({code})\ntime.sleep(600)", method)
     assert f"exit status {code}" in text
     assert "WorkerDiedError" in text
@@ -134,7 +134,7 @@ def test_os_exit(kernel: Kernel, method: str, code: int) -> None:
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)", ["SIGTERM"]),
     ],
 )
-def test_death_by_signal(kernel: Kernel, method: str, kill: str, words: list[str]) -> None:
+def test_a_death_by_signal_names_the_signal(kernel: Kernel, method: str, kill: str, words: list[str]) -> None:
     text = _run(kernel, f"group()\nif rank() == 1:\n    {kill}\ndist.all_reduce(torch.ones(1))", method)
     assert text.startswith("rank 1")
     assert "WorkerDiedError" in text
@@ -150,7 +150,7 @@ def test_a_crash_leaves_the_python_stack_in_stderr(kernel: Kernel) -> None:
 
 
 @METHODS
-def test_out_of_memory_is_a_memory_error(kernel: Kernel, method: str) -> None:
+def test_out_of_memory_raises_a_memory_error(kernel: Kernel, method: str) -> None:
     body = (
         "import resource\nlimit = 1 << 30\n"
         "held = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
@@ -161,7 +161,7 @@ def test_out_of_memory_is_a_memory_error(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_a_return_value_that_cannot_be_pickled_fails_its_reading_only(kernel: Kernel, method: str) -> None:
+def test_a_return_value_that_cannot_be_pickled_fails_only_its_reading(kernel: Kernel, method: str) -> None:
     kernel.check("def train():\n    return threading.Lock() if rank() == 1 else 'kept'")
     cell = kernel.check(f"run = launch(train, start_method={method!r}, panel=False)")
     assert "⚠ the return value (a lock) cannot be pickled" in cell.stderr
@@ -173,7 +173,7 @@ def test_a_return_value_that_cannot_be_pickled_fails_its_reading_only(kernel: Ke
 
 @METHODS
 @pytest.mark.parametrize("error", ["ZeroDivisionError()", "SystemExit(3)", "KeyError('x' * 100_000)"])
-def test_a_return_value_that_cannot_be_built_again_fails_its_reading_only(
+def test_a_return_value_that_cannot_be_unpickled_fails_only_its_reading(
     kernel: Kernel, method: str, error: str
 ) -> None:
     kernel.check(f'class Trap:\n    def __reduce__(self):\n        return (exec, ("raise {error}",))\n')
@@ -185,7 +185,7 @@ def test_a_return_value_that_cannot_be_built_again_fails_its_reading_only(
 
 
 @METHODS
-def test_exceptions_that_do_not_travel(kernel: Kernel, method: str) -> None:
+def test_exceptions_that_cannot_be_pickled_are_reported(kernel: Kernel, method: str) -> None:
     kernel.check(
         "class TwoArguments(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
         "class WithLock(Exception):\n    def __init__(self):\n        super().__init__('locked')\n"
@@ -200,7 +200,7 @@ def test_exceptions_that_do_not_travel(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_exception_groups_and_chains(kernel: Kernel, method: str) -> None:
+def test_a_chained_exception_is_shown_with_its_cause(kernel: Kernel, method: str) -> None:
     text = _run(
         kernel, "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('top') from error", method
     )
@@ -209,7 +209,7 @@ def test_exception_groups_and_chains(kernel: Kernel, method: str) -> None:
     assert cause.result_text in ("'ZeroDivisionError'", "'NoneType'")
 
 
-def test_the_exceptions_of_a_group_are_told(kernel: Kernel) -> None:
+def test_the_exceptions_of_a_group_are_reported(kernel: Kernel) -> None:
     if kernel.value("sys.version_info < (3, 11)"):
         pytest.skip("exception groups came with Python 3.11")
     text = _run(kernel, "raise ExceptionGroup('both', [ValueError('one'), KeyError('two')])", "fork")
@@ -218,13 +218,13 @@ def test_the_exceptions_of_a_group_are_told(kernel: Kernel) -> None:
     assert "KeyError: 'two'" in text
 
 
-def test_a_giant_message_does_not_become_a_giant_headline(kernel: Kernel) -> None:
+def test_a_giant_message_is_shortened_in_the_headline(kernel: Kernel) -> None:
     cell = kernel.run("def train():\n    raise ValueError('x' * 2_000_000)\nlaunch(train)")
     assert cell.error is not None
     assert len(cell.error.evalue) < 5000
 
 
-def test_unpicklable_arguments_fork_and_are_refused_by_the_zygote(kernel: Kernel) -> None:
+def test_unpicklable_arguments_work_with_fork_and_are_refused_by_the_zygote(kernel: Kernel) -> None:
     kernel.check("lock = threading.Lock()")
     assert (
         kernel.check("launch(lambda l: l.locked(), lock, start_method='fork').results").result_text == "(False, False)"
@@ -246,7 +246,7 @@ def test_a_rank_that_closes_its_streams_still_ends(kernel: Kernel, method: str) 
 
 
 @METHODS
-def test_a_rank_that_closes_every_descriptor_is_told(kernel: Kernel, method: str) -> None:
+def test_a_rank_that_closes_every_descriptor_is_reported(kernel: Kernel, method: str) -> None:
     text = _run(
         kernel, "if rank() == 1:\n    os.closerange(3, 4096)\n    time.sleep(0.5)\nelse:\n    time.sleep(600)", method
     )
@@ -255,8 +255,8 @@ def test_a_rank_that_closes_every_descriptor_is_told(kernel: Kernel, method: str
 
 @METHODS
 @pytest.mark.parametrize("ending", ["returns", "fails"])
-def test_a_rank_that_leaves_processes_behind(kernel: Kernel, method: str, ending: str) -> None:
-    """They are of the rank's process group, which ends with it, also where they hear no other signal."""
+def test_processes_that_a_rank_leaves_behind_are_killed(kernel: Kernel, method: str, ending: str) -> None:
+    """They belong to the rank's process group, which ends with the rank, even if they ignore every other signal."""
     body = (
         "group()\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and with it what is started here\n"
@@ -275,14 +275,14 @@ def test_a_rank_that_leaves_processes_behind(kernel: Kernel, method: str, ending
     wait_gone(left, 60)
 
 
-def test_a_rank_that_forks_by_itself(kernel: Kernel) -> None:
+def test_a_rank_may_fork_by_itself(kernel: Kernel) -> None:
     body = "pid = os.fork()\nif pid == 0:\n    os._exit(0)\nos.waitpid(pid, 0)\nreturn 1"
     lines = "\n".join("    " + line for line in body.splitlines())
     assert kernel.check(f"def train():\n{lines}\nlaunch(train).results").result_text == "(1, 1)"
 
 
 @METHODS
-def test_a_failure_while_starting_one_rank_of_two(kernel: Kernel, method: str) -> None:
+def test_a_launch_without_enough_descriptors_fails(kernel: Kernel, method: str) -> None:
     cell = kernel.run(
         "import resource\nsoft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "used = len(os.listdir('/proc/self/fd'))\n"

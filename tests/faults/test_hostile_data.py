@@ -1,4 +1,4 @@
-"""Data of the user's code that cannot be sent, or is far too large: the run goes on and says what was left out."""
+"""Data of user code that cannot be sent or is far too large: the run continues and reports what was dropped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _displays(cell: Cell) -> str:
 
 @METHODS
 @pytest.mark.parametrize("key", ["('train', 'loss')", "3", "None", "b'loss'"])
-def test_a_metric_key_that_is_no_text_is_recorded_as_one(kernel: Kernel, method: str, key: str) -> None:
+def test_a_metric_key_that_is_not_a_string_is_recorded_as_one(kernel: Kernel, method: str, key: str) -> None:
     cell = _run(kernel, f"Accelerator(cpu=True).log({{'good': 1.0, {key}: 0.5}}, step=1)", method)
     assert cell.ok
     assert f"log() got the name {key}" in cell.stderr
@@ -62,7 +62,7 @@ for step in range(3):
 return 'lives'"""
     cell = _checked(kernel, body, method)
     assert cell.result_text == "('lives', 'lives')"
-    assert cell.stderr.count(f"a {name} cannot be sent") == 2  # once for each rank
+    assert cell.stderr.count(f"a {name} cannot be sent") == 2  # Once for each rank.
     assert kernel.value("len(run.metrics['kept'].values)") == 6
 
 
@@ -88,7 +88,7 @@ return 'lives'"""
 
 
 @METHODS
-def test_texts_with_lone_surrogates(kernel: Kernel, method: str) -> None:
+def test_strings_with_lone_surrogates_arrive_escaped(kernel: Kernel, method: str) -> None:
     body = """Accelerator(cpu=True).log({'loss \\ud800': 1.0}, step=1)
 print('printed \\ud800')
 raise ValueError('raised \\ud800')"""
@@ -98,7 +98,7 @@ raise ValueError('raised \\ud800')"""
 
 
 @METHODS
-def test_a_giant_metric_name_is_cut(kernel: Kernel, method: str) -> None:
+def test_a_giant_metric_name_is_shortened(kernel: Kernel, method: str) -> None:
     body = f"Accelerator(cpu=True).log({{'x' * {HUGE}: 1.0, 'loss': 2.0}}, step=1)\nreturn 'lives'"
     cell = _checked(kernel, body, method)
     assert "shortened" in cell.stderr
@@ -108,7 +108,7 @@ def test_a_giant_metric_name_is_cut(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_a_giant_display_is_left_out(kernel: Kernel, method: str) -> None:
+def test_a_giant_display_is_dropped(kernel: Kernel, method: str) -> None:
     body = f"""from IPython.display import display
 display({{'text/plain': 'small', 'text/html': 'x' * {HUGE}}}, raw=True)
 return 'lives'"""
@@ -119,7 +119,7 @@ return 'lives'"""
 
 
 @METHODS
-def test_a_giant_exception_text_is_cut(kernel: Kernel, method: str) -> None:
+def test_a_giant_exception_message_is_shortened(kernel: Kernel, method: str) -> None:
     body = f"if rank() == 0:\n    raise ValueError('begin' + 'x' * {HUGE} + 'end')\ntime.sleep(600)"
     text = said(_run(kernel, body, method))
     assert "rank 0 failed" in text
@@ -129,7 +129,7 @@ def test_a_giant_exception_text_is_cut(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_a_giant_progress_label_is_cut(kernel: Kernel, method: str) -> None:
+def test_a_giant_progress_label_is_shortened(kernel: Kernel, method: str) -> None:
     body = f"""from notebook_accelerate.integrations.reporting import send_progress
 send_progress(1, 2, 'x' * {HUGE})
 return 'lives'"""
@@ -137,7 +137,7 @@ return 'lives'"""
 
 
 @METHODS
-def test_bytes_that_are_no_frames_end_the_channel_of_that_rank_only(kernel: Kernel, method: str) -> None:
+def test_invalid_frames_end_the_channel_of_that_rank_only(kernel: Kernel, method: str) -> None:
     body = """from notebook_accelerate.telemetry import current_sink
 if rank() == 1:
     current_sink().channel.send_bytes(b'\\xff' * 100_000)
@@ -196,7 +196,7 @@ def _sent(cell: Cell) -> int:
 
 
 @METHODS
-def test_displays_are_within_the_budget_of_the_output(kernel: Kernel, method: str) -> None:
+def test_displays_stay_within_the_output_budget(kernel: Kernel, method: str) -> None:
     body = """from IPython.display import display
 for number in range(30):
     display({'text/plain': f'display {number} ' + 'x' * 1_000_000}, raw=True)
@@ -208,7 +208,7 @@ print('after them')"""
 
 
 @METHODS
-def test_of_a_display_that_changes_often_the_last_state_is_shown(kernel: Kernel, method: str) -> None:
+def test_the_last_state_of_a_display_that_changes_often_is_shown(kernel: Kernel, method: str) -> None:
     body = """from IPython.display import display
 if rank() == 0:
     shown = display({'text/plain': 'first'}, raw=True, display_id=True)
@@ -220,7 +220,7 @@ if rank() == 0:
 
 
 @METHODS
-def test_progress_bars_are_within_the_budget_of_the_output(kernel: Kernel, method: str) -> None:
+def test_progress_bars_stay_within_the_output_budget(kernel: Kernel, method: str) -> None:
     body = """for number in range(60):
     sys.stderr.write('\\r' + f'{number} ' + '=' * 1_000_000)
     sys.stderr.flush()
@@ -300,7 +300,7 @@ def test_a_process_that_a_rank_forks_is_not_the_rank(kernel: Kernel, method: str
 
 
 @METHODS
-def test_an_integer_beyond_the_floats_is_left_out(kernel: Kernel, method: str) -> None:
+def test_an_integer_beyond_the_range_of_floats_is_dropped(kernel: Kernel, method: str) -> None:
     body = "Accelerator(cpu=True).log({'huge': 10**400, 'loss': 1.0}, step=1)\nreturn 'lives'"
     _checked(kernel, body, method)
     assert kernel.value("list(run.metrics)") == ["loss"]

@@ -1,4 +1,4 @@
-"""A kernel is killed during a kept run: another process has the run, and goes on with its training."""
+"""A kernel is killed during a kept run: another process opens the run and resumes its training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ print(run.folder)
 
 
 def train(project: str, seconds: float, steps: int, fails_at: int = -1, stops_at: int = -1) -> list[float]:
-    """Train, save every ten steps, and go on from a checkpoint where the launch says so.
+    """Train, save every ten steps, and continue from a checkpoint if the launch requests it.
 
     Args:
         project: Folder of the checkpoints.
-        seconds: How long a step takes at least, until there is a file "hurry" in the folder.
-        steps: How many there are.
-        fails_at: Steps after which it fails, where it has not gone on from a checkpoint.
-        stops_at: Steps after which rank 1 is at a breakpoint.
+        seconds: Minimum duration of a step, until the folder contains a file "hurry".
+        steps: Number of steps.
+        fails_at: The step after which it fails, unless it has continued from a checkpoint.
+        stops_at: The step after which rank 1 stops at a breakpoint.
     """
     import notebook_accelerate
     from notebook_accelerate import Accelerator
@@ -69,7 +69,7 @@ def train(project: str, seconds: float, steps: int, fails_at: int = -1, stops_at
     return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
 
 
-def test_a_killed_kernels_run_is_followed_lost_and_resumed(tmp_path: Path) -> None:
+def test_the_run_of_a_killed_kernel_can_be_followed_is_lost_and_can_be_resumed(tmp_path: Path) -> None:
     with Kernel() as kernel:
         cell = kernel.check(_CELL.format(project=str(tmp_path / "killed"), runs=str(tmp_path / "runs")))
         folder = Path(cell.stdout.strip().splitlines()[-1])
@@ -96,7 +96,7 @@ def test_a_killed_kernels_run_is_followed_lost_and_resumed(tmp_path: Path) -> No
     resumed = notebook_launcher(
         train, (str(tmp_path / "killed"), 0.0, goal), config=opened.config.changed(block=True), resume=opened
     )
-    check_history(resumed, goal, missing=20)  # of the second before the kill
+    check_history(resumed, goal, missing=20)  # From the second before the kill.
     assert (resumed.breaks[0].name, resumed.breaks[0].status) == ("kept", "lost")
     undisturbed = notebook_launcher(
         train, (str(tmp_path / "plain"), 0.0, goal), num_processes=2, use_port=0, panel=False
@@ -110,7 +110,7 @@ def test_a_killed_kernels_run_is_followed_lost_and_resumed(tmp_path: Path) -> No
 
 
 def check_history(run: object, goal: int, missing: int = 0) -> None:
-    """Check that the curve has each step once, but ``missing``, on both ranks, and that the break is marked."""
+    """Check that the curve has each step but ``missing`` once, on both ranks, and that the resume point is marked."""
     series = run.metrics["loss"]  # type: ignore[attr-defined]
     for rank in (0, 1):
         steps = series.rank(rank).steps.tolist()
@@ -138,4 +138,4 @@ def test_a_failed_run_resumes_by_itself(tmp_path: Path) -> None:
     undisturbed = notebook_launcher(train, (str(tmp_path / "b"), 0.0, 40), **options)  # type: ignore[arg-type]
     assert resumed.results == undisturbed.results
     assert resumed.name == run.name
-    assert "ms per step" in str(undisturbed.report()), "of a run of less than a second, too"
+    assert "ms per step" in str(undisturbed.report()), "a run shorter than a second also has an entry"

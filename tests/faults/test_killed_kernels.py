@@ -1,4 +1,4 @@
-"""The kernel of a detached training is killed at a random moment; a fresh kernel has the run with its whole history."""
+"""The kernel of a detached training is killed at a random moment; a new kernel gets the run with its whole history."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @cache
 def _undisturbed() -> tuple[tuple[Any, ...], list[list[int]], list[list[str]]]:
-    """Return the results, the steps and the lines of the training when nothing happens to it."""
+    """Return the results, the steps and the lines of an undisturbed training."""
     with TemporaryDirectory() as folder:
         run = notebook_launcher(train, (folder, 0.0, _STEPS), num_processes=2, use_port=0, panel=False)
     steps = [run.metrics["loss"].rank(rank).steps.tolist() for rank in (0, 1)]
@@ -56,22 +56,22 @@ def _undisturbed() -> tuple[tuple[Any, ...], list[list[int]], list[list[str]]]:
 
 
 @pytest.mark.parametrize("scene", rest_nightly(((scene,) for scene in _SCENES), lambda scene: scene in _DAILY))
-def test_a_kernel_killed_at_a_random_moment(state: Path, tmp_path: Path, scene: str) -> None:
+def test_a_kernel_killed_at_a_random_moment_loses_nothing(state: Path, tmp_path: Path, scene: str) -> None:
     _kill_at(scene, time.time_ns(), tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(_KILLS))
-def test_kernels_killed_at_random_moments(state: Path, tmp_path: Path, number: int) -> None:
+def test_kernels_killed_at_random_moments_lose_nothing(state: Path, tmp_path: Path, number: int) -> None:
     _kill_at(list(_SCENES)[number % len(_SCENES)], number, tmp_path)
 
 
 def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
-    """Kill the kernel of a detached training, attach in a fresh one, and compare with an undisturbed training."""
+    """Kill the kernel of a detached training, attach from a new one, and compare with an undisturbed training."""
     print(f"scene {scene}, seed {seed}")
     fails_at, stops_at = (25 if scene == "failure" else -1), (10 if scene == "breakpoint" else -1)
     arguments = (str(tmp_path / "project"), 0.02, _STEPS, fails_at, stops_at)
-    with Kernel(cwd=tmp_path) as kernel:  # its own folder is deleted while the ranks run
+    with Kernel(cwd=tmp_path) as kernel:  # The folder of the kernel is deleted while the ranks run.
         kernel.check(_FUNCTION)
         kernel.submit(_LAUNCH.format(arguments, ""))
         until(run_directory.entries)
@@ -95,11 +95,11 @@ def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
             assert kernel.value("run.wait(120)")
         assert kernel.value("run.status") == "succeeded", kernel.value("str(run.report())")
         results, steps, lines = _undisturbed()
-        if scene == "failure":  # all lines of the run that failed, then those after its checkpoint
+        if scene == "failure":  # All lines of the failed run, then those after its checkpoint.
             lines = [each[:fails_at] + each[fails_at - 5 :] for each in lines]
-        assert kernel.value("run.results") == list(results), "equal to the last bit"
+        assert kernel.value("run.results") == list(results), "the results are bitwise equal"
         assert kernel.value("[run.metrics['loss'].rank(rank).steps.tolist() for rank in (0, 1)]") == steps
-        found = kernel.value("[run.logs(rank) for rank in (0, 1)]")  # on a slow machine a rank says that it waits
+        found = kernel.value("[run.logs(rank) for rank in (0, 1)]")  # On a slow machine a rank reports that it waits.
         assert [[line for line in each if "waited" not in line] for each in found] == lines
         pids = kernel.value("[info.pid for info in run.ranks]")
     assert not any(map(psutil.pid_exists, pids))

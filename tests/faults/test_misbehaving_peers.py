@@ -1,4 +1,4 @@
-"""Peers that are suspended, fall silent, close or send anything: each against each socket that the package reads."""
+"""Peers that are suspended, fall silent, disconnect or send garbage, for each socket that the package reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _launch(function: Callable[..., Any], *arguments: Any) -> Run:
 
 
 def _misbehaves(data: bytes, then: str, began: str) -> None:
-    """Rank 1 sends bytes to its kernel, and then does nothing more, closes its channel, or is suspended."""
+    """Rank 1 sends bytes to its kernel, and then stays silent, closes its channel, or is suspended."""
     if os.environ["RANK"] == "1":
         sink = current_sink()
         assert sink is not None
@@ -53,12 +53,12 @@ def _misbehaves(data: bytes, then: str, began: str) -> None:
 
 
 @pytest.mark.parametrize(("sends", "then"), PEERS)
-def test_a_rank_that_sends_anything_harms_no_other(tmp_path: Path, sends: str, then: str) -> None:
+def test_a_rank_that_sends_garbage_does_not_harm_the_others(tmp_path: Path, sends: str, then: str) -> None:
     run = _launch(_misbehaves, SENDS[sends], then, str(tmp_path / "began"))
     try:
         until((tmp_path / "began").exists, seconds=60)
         if then == "closes":
-            assert run.wait(60), "a rank without its channel ends"
+            assert run.wait(60), "a rank without a channel ends"
             assert run.status == "failed"
         else:
             time.sleep(0.2)
@@ -68,8 +68,8 @@ def test_a_rank_that_sends_anything_harms_no_other(tmp_path: Path, sends: str, t
     assert not any(psutil.pid_exists(info.pid or 0) for info in run.ranks)
 
 
-def test_requests_to_a_suspended_rank_wait_for_nothing() -> None:
-    """Its socket is full after some hundreds of requests, or one that is large."""
+def test_requests_to_a_suspended_rank_do_not_block() -> None:
+    """Its socket is full after some hundreds of requests, or a single large one."""
     run = _launch(time.sleep, 600)
     until(lambda: run.commands.requests.open_ranks() == [0, 1] and run.status == "running")
     suspended = psutil.Process(run.ranks[1].pid)
@@ -109,10 +109,10 @@ def test_shutdown_stops_all_runs_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize(("sends", "then"), PEERS)
-def test_a_peer_of_the_listener_that_sends_anything_harms_no_host(
+def test_a_peer_of_the_listener_that_sends_garbage_harms_no_host(
     sends: str, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1e6)  # the peer is still there when the host is accepted
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1e6)  # The peer is still connected when the host is accepted.
     kernel = _Kernel()
     try:
         with misbehaving_peer(("127.0.0.1", kernel.port), SENDS[sends], then):
@@ -125,8 +125,8 @@ def test_a_peer_of_the_listener_that_sends_anything_harms_no_host(
 
 
 @pytest.mark.parametrize(("sends", "then"), PEERS)
-def test_a_driver_that_sends_anything_ends_its_launch(sends: str, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads nothing, either."""
+def test_a_driver_that_sends_garbage_ends_its_launch(sends: str, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not read, either."""
     ends = {"silent": "", "closes": "end.close()", "suspended": "os.kill(os.getpid(), signal.SIGSTOP)"}[then]
     started: list[subprocess.Popen[bytes]] = []
 
@@ -149,7 +149,7 @@ def test_a_driver_that_sends_anything_ends_its_launch(sends: str, then: str, mon
 
 
 @pytest.mark.parametrize(("sends", "then"), [("nothing", "silent"), ("nothing", "closes"), ("garbage", "suspended")])
-def test_a_foreign_peer_of_a_tunnel_is_dropped(sends: str, then: str) -> None:
+def test_a_foreign_peer_of_a_tunnel_is_rejected(sends: str, then: str) -> None:
     """Any user of the node can connect to its port, before the actor does."""
     node = ray_actor.NodeHost()
     node.open_tunnel()
@@ -169,10 +169,10 @@ def test_a_foreign_peer_of_a_tunnel_is_dropped(sends: str, then: str) -> None:
 OWN = "both ends are of processes that this one has started, or of itself"
 PROBE = "reads nothing from it"
 SOCKETS = {
-    "telemetry/channel.py": test_a_rank_that_sends_anything_harms_no_other,
-    "launch/hosts/remote/listener.py": test_a_peer_of_the_listener_that_sends_anything_harms_no_host,
-    "launch/hosts/ray/ray_backend.py": test_a_driver_that_sends_anything_ends_its_launch,
-    "launch/hosts/ray/ray_actor.py": test_a_foreign_peer_of_a_tunnel_is_dropped,
+    "telemetry/channel.py": test_a_rank_that_sends_garbage_does_not_harm_the_others,
+    "launch/hosts/remote/listener.py": test_a_peer_of_the_listener_that_sends_garbage_harms_no_host,
+    "launch/hosts/ray/ray_backend.py": test_a_driver_that_sends_garbage_ends_its_launch,
+    "launch/hosts/ray/ray_actor.py": test_a_foreign_peer_of_a_tunnel_is_rejected,
     "launch/hosts/ray/ray_driver.py": "the kernel is its parent; it passes on what an actor and the listener send",
     "launch/detached/control_protocol.py": "tests/faults/test_detached_peers.py",
     "launch/detached/control_client.py": "tests/faults/test_detached_peers.py",
@@ -190,7 +190,7 @@ SOCKETS = {
 """The modules that open sockets: the test of their peers, or why they need none."""
 
 
-def test_the_peers_of_all_sockets_are_listed() -> None:
+def test_the_table_covers_the_peers_of_all_sockets() -> None:
     root = Path(notebook_accelerate.__file__).parent
     opens = re.compile(
         r"\bsocket\.(socket|socketpair|create_server|create_connection|fromfd)\(|\.socket\(zmq\.|debugpy\.listen"

@@ -1,4 +1,4 @@
-"""Many launches: nothing accumulates, whatever happens to them."""
+"""Many launches leave nothing behind, however they end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOOKS = 4
 
 
 def _settled(kernel: Kernel) -> dict[str, Any]:
-    """Return what there is once several looks in a row have found the same."""
+    """Return the state once several consecutive samples agree."""
     found: list[dict[str, Any]] = []
     deadline = time.monotonic() + LIMIT
     while len(found) < LOOKS or any(look != found[-1] for look in found[-LOOKS:]):
@@ -60,7 +60,7 @@ def _settled(kernel: Kernel) -> dict[str, Any]:
 
 
 def _as_before(kernel: Kernel, before: dict[str, Any]) -> None:
-    """Wait until all is as it was: what has ended may be seen for a moment longer."""
+    """Wait until the state is as before: ended processes may remain visible for a moment."""
     deadline = time.monotonic() + LIMIT
     while (after := kernel.value("look()")) != before and time.monotonic() < deadline:
         kernel.pump(0.3)
@@ -69,10 +69,10 @@ def _as_before(kernel: Kernel, before: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("method", ["fork", "zygote"])
-def test_20_launches_in_a_row(kernel: Kernel, method: str) -> None:
+def test_twenty_launches_in_a_row_leave_nothing(kernel: Kernel, method: str) -> None:
     kernel.check(LOOK)
     kernel.check(f"launch(rank, start_method={method!r})")
-    kernel.check("launch(time.sleep, 1.0, panel=True)")  # zmq starts a thread of its own for the first large message
+    kernel.check("launch(time.sleep, 1.0, panel=True)")  # zmq starts a thread for the first large message.
     before = _settled(kernel)
     cell = kernel.check(
         f"""
@@ -108,7 +108,7 @@ def test_ipykernels_pipes_of_ended_threads_do_not_accumulate(kernel: Kernel) -> 
 @pytest.mark.timeout(400)
 def test_every_kind_of_end_leaves_nothing(kernel: Kernel) -> None:
     kernel.check(LOOK)
-    kernel.check("launch(time.sleep, 1.0, panel=True)")  # zmq starts a thread of its own for the first large message
+    kernel.check("launch(time.sleep, 1.0, panel=True)")  # zmq starts a thread for the first large message.
     before = _settled(kernel)
     kernel.check(
         """
@@ -134,7 +134,7 @@ attempt(lambda: 1, num_nodes=2, use_port=29733, rdzv_conf={"join_timeout": 1})
     assert children(kernel) == []
 
 
-def test_two_launches_at_once_and_one_fails(kernel: Kernel) -> None:
+def test_one_of_two_concurrent_launches_may_fail(kernel: Kernel) -> None:
     cell = kernel.check(
         """
 def meet(bad):
@@ -153,7 +153,7 @@ for run in runs:
     assert cell.result_text == "(['succeeded', 'failed'], (2.0, 2.0))"
 
 
-def test_a_taken_port_is_one_line(kernel: Kernel) -> None:
+def test_a_taken_port_is_reported_in_one_line(kernel: Kernel) -> None:
     cell = kernel.check(
         """
 import socket

@@ -1,4 +1,4 @@
-"""Kernels in an unusual place or state: modules of the user that shadow others, a server process that hangs."""
+"""Kernels in an unusual place or state: modules of the user that shadow others, a zygote that hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHADOWED = (
 
 @pytest.fixture
 def shadowing_kernel(kernel: Kernel, tmp_path: Path) -> Iterator[Kernel]:
-    """Return the kernel in a folder whose modules replace those of the standard library, torch and numpy."""
+    """Return the kernel in a folder whose modules shadow those of the standard library, torch and numpy."""
     for name in SHADOWED:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('this is the {name}.py of the user')\n")
     (tmp_path / "mine.py").write_text("value = 42\n")
@@ -47,20 +47,20 @@ def test_modules_of_the_working_directory_shadow_nothing_that_a_launch_imports(
         assert cell.result_text == "((2.0, 42, True), (2.0, 42, True))"
 
 
-# ---- a server process that is stopped, or hangs
+# ---- a zygote that is stopped or hangs
 
 SERVER = "__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote"
 SOON = 60.0
 """Seconds for what takes five: without a replacement, the kernel would wait for two minutes."""
 STUCK = {
     "stopped": f"os.kill({SERVER}.pid, signal.SIGSTOP)",
-    "hangs": f"{SERVER}._control.sendall((1 << 26).to_bytes(4, 'big'))",  # it waits for the rest of a request
+    "hangs": f"{SERVER}._control.sendall((1 << 26).to_bytes(4, 'big'))",  # It waits for the rest of a request.
 }
 
 
 @pytest.fixture
 def served_kernel(kernel: Kernel) -> Iterator[Kernel]:
-    """Return the kernel with a server process that serves, and end every server process afterwards."""
+    """Return the kernel with a running zygote, and end every zygote afterwards."""
     kernel.check("launch(rank, start_method='zygote').results")
     yield kernel
     kernel.check("notebook_accelerate.shutdown()")
@@ -71,7 +71,7 @@ def _server(kernel: Kernel) -> int:
 
 
 @pytest.mark.parametrize("how", STUCK)
-def test_a_server_that_does_not_serve_is_replaced(served_kernel: Kernel, how: str) -> None:
+def test_a_zygote_that_does_not_respond_is_replaced(served_kernel: Kernel, how: str) -> None:
     kernel = served_kernel
     before = _server(kernel)
     kernel.check(STUCK[how])
@@ -81,7 +81,7 @@ def test_a_server_that_does_not_serve_is_replaced(served_kernel: Kernel, how: st
 
 
 @pytest.mark.parametrize("how", STUCK)
-def test_the_stop_button_works_while_the_server_does_not(served_kernel: Kernel, how: str) -> None:
+def test_the_stop_button_works_while_the_zygote_hangs(served_kernel: Kernel, how: str) -> None:
     kernel = served_kernel
     kernel.check(STUCK[how])
     kernel.check("sys.modules['notebook_accelerate.launch.processes.zygote'].STUCK_SECONDS = 600.0")
@@ -96,7 +96,7 @@ def test_the_stop_button_works_while_the_server_does_not(served_kernel: Kernel, 
 
 
 @pytest.mark.parametrize("ending", ["return", "exit", "stop"])
-def test_ranks_end_while_their_server_is_stopped(served_kernel: Kernel, ending: str) -> None:
+def test_ranks_end_while_their_zygote_is_stopped(served_kernel: Kernel, ending: str) -> None:
     kernel = served_kernel
     body = {"return": "return rank()", "exit": "os._exit(3)", "stop": "time.sleep(600)"}[ending]
     name = f"gate-{ending}"
@@ -114,7 +114,7 @@ def test_ranks_end_while_their_server_is_stopped(served_kernel: Kernel, ending: 
         assert kernel.value("run.results") == [0, 1]
 
 
-def test_the_ranks_of_another_run_outlive_the_replacement_of_their_server(served_kernel: Kernel) -> None:
+def test_the_ranks_of_another_run_outlive_the_replacement_of_their_zygote(served_kernel: Kernel) -> None:
     kernel = served_kernel
     cell = kernel.check(
         "def train():\n    print('in', flush=True)\n    gate('other')\n    return rank()\n"
@@ -129,7 +129,7 @@ def test_the_ranks_of_another_run_outlive_the_replacement_of_their_server(served
     assert kernel.value("other.results") == [0, 1]
 
 
-def test_forked_ranks_do_not_wait_for_a_server_that_is_stopped(served_kernel: Kernel) -> None:
+def test_forked_ranks_do_not_wait_for_a_stopped_zygote(served_kernel: Kernel) -> None:
     kernel = served_kernel
     kernel.check(STUCK["stopped"])
     assert kernel.check("launch(rank, start_method='fork').results", SOON).result_text == "(0, 1)"
@@ -140,7 +140,7 @@ def test_forked_ranks_do_not_wait_for_a_server_that_is_stopped(served_kernel: Ke
 
 @pytest.mark.parametrize("step", [3600, -3600, 7200])
 def test_a_step_of_the_system_clock_during_a_run_changes_nothing(kernel: Kernel, step: int) -> None:
-    """As after a correction by NTP, or where a machine resumes: the kernel and its ranks see it at once."""
+    """As after a correction by NTP, or when a machine resumes: the kernel and its ranks see the step immediately."""
     name = f"step{step}"
     kernel.check(
         f"def train():\n    real = time.time\n    print('in', flush=True)\n    gate({name!r})\n"
@@ -163,8 +163,8 @@ def test_a_step_of_the_system_clock_during_a_run_changes_nothing(kernel: Kernel,
         kernel.check("time.time = _time")
 
 
-def test_a_kernel_that_is_suspended_while_its_ranks_go_on_counts_no_silence(kernel: Kernel) -> None:
-    """Its time limits count seconds in which it ran; what the ranks sent meanwhile arrives."""
+def test_a_kernel_that_is_suspended_while_its_ranks_run_counts_no_silence(kernel: Kernel) -> None:
+    """Its time limits count only seconds in which it ran. Messages that the ranks sent during its suspension arrive."""
     kernel.check(
         "def train():\n    for number in range(100):\n        print(number, flush=True)\n        time.sleep(0.1)\n"
         "run = launch(train, block=False, timeout=18, hang_timeout=4)"

@@ -1,4 +1,4 @@
-"""What ranks have started ends with them when the kernel is killed, whatever its session, group and parent."""
+"""Processes that ranks started are killed with their kernel, whatever their session, group and parent."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_end_of_a_run_leaves_no_guard() -> None:
         assert shells == []
 
 
-def test_a_killed_kernel_takes_nothing_of_another_one_along() -> None:
+def test_a_killed_kernel_does_not_affect_ranks_of_another_one() -> None:
     start = (
         "def train():\n    print('in', subprocess.Popen(['sleep', '300'], start_new_session=True).pid, flush=True)\n"
         "    time.sleep(300)\nrun = launch(train, block=False, start_method='fork')"
@@ -139,7 +139,7 @@ def test_ranks_of_a_rank_do_not_outlive_a_killed_kernel() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
-def test_a_rank_that_becomes_another_program_is_stopped(method: str) -> None:
+def test_a_rank_that_executes_another_program_is_stopped(method: str) -> None:
     with ready_kernel() as kernel:
         kernel.check(
             f"run = launch(lambda: os.execvp('sleep', ['sleep', '300']), block=False, start_method={method!r})"
@@ -151,7 +151,7 @@ def test_a_rank_that_becomes_another_program_is_stopped(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
-def test_a_rank_that_is_stopped_by_a_signal_ends_with_the_run(method: str) -> None:
+def test_a_rank_stopped_by_a_signal_ends_with_the_run(method: str) -> None:
     with ready_kernel() as kernel:
         kernel.check(f"run = launch(lambda: os.kill(os.getpid(), 19), block=False, start_method={method!r})")
         kernel.pump(1.0)
@@ -160,7 +160,7 @@ def test_a_rank_that_is_stopped_by_a_signal_ends_with_the_run(method: str) -> No
         wait_gone(pids, SOON)
 
 
-def test_a_server_that_is_stopped_is_replaced_as_guard() -> None:
+def test_a_stopped_zygote_is_replaced_as_guard() -> None:
     with ready_kernel() as kernel:
         kernel.check("launch(rank, start_method='zygote')")
         server = kernel.value("__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote.pid")
@@ -173,7 +173,7 @@ def test_a_server_that_is_stopped_is_replaced_as_guard() -> None:
             os.kill(server, signal.SIGKILL)
 
 
-def test_a_server_that_is_stopped_while_its_ranks_run_is_replaced_as_guard() -> None:
+def test_a_zygote_stopped_while_its_ranks_run_is_replaced_as_guard() -> None:
     with ready_kernel() as kernel:
         _, pids = _started(kernel, "zygote", "")
         server = kernel.value("__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote.pid")
@@ -186,7 +186,7 @@ def test_a_server_that_is_stopped_while_its_ranks_run_is_replaced_as_guard() -> 
             os.kill(server, signal.SIGKILL)
 
 
-def test_a_server_that_dies_before_its_kernel_is_replaced_as_guard() -> None:
+def test_a_zygote_that_dies_before_its_kernel_is_replaced_as_guard() -> None:
     with ready_kernel() as kernel:
         cell, pids = _started(kernel, "fork", "")
         kernel.check("from notebook_accelerate.launch.processes import zygote\nos.kill(zygote.ensure_zygote().pid, 9)")

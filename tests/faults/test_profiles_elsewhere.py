@@ -1,4 +1,4 @@
-"""Profiles of ranks that are not this kernel's: of a detached run, from another kernel, and of another host's ranks."""
+"""Profiles of ranks started elsewhere: of a detached run, from another kernel, and of another host."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ProfileFolder.__init__ = hidden
 
 
 def check(kernel: Kernel) -> None:
-    """Profile the kernel's run, and check what is found."""
+    """Profile the kernel's run, and check the findings."""
     kernel.check("wait_for_steps(run)\nprofile = run.profile(steps=4)", 180)
     ranks, steps, missing, recorded, sentence = kernel.value(FACTS)
     assert (ranks, steps, missing, recorded) == ([0, 1], 4, {}, 8)
@@ -64,7 +64,7 @@ def check(kernel: Kernel) -> None:
     assert parameters == [4 * (64 * 256 + 256 + 256 * 64 + 64)] * 2
 
 
-def test_a_detached_run_is_profiled_from_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detached_run_can_be_profiled_from_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with user_folder(tmp_path / "state", monkeypatch):
         with Kernel() as kernel:
             kernel.check(TRAIN)
@@ -80,7 +80,7 @@ def test_a_detached_run_is_profiled_from_another_kernel(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_ranks_of_another_host_are_profiled(hidden: bool) -> None:
+def test_ranks_of_another_host_can_be_profiled(hidden: bool) -> None:
     port = free_port()
     with Kernel() as kernel:
         kernel.check(TRAIN + (HIDE if hidden else ""))

@@ -1,4 +1,4 @@
-"""The end of a rank is that of any Python: what it registered for its exit runs, and what it started is waited for."""
+"""A rank exits like any Python process: its exit handlers run, and it waits for its threads and child processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ sys.modules["torch"].kept_of_test = kept  # as a global of a module: it lives un
         product(["fork", "zygote", "spawn"], ENDINGS), lambda method, ending: method != "spawn" or ending == "pass"
     ),
 )
-def test_what_a_rank_registers_for_its_exit_runs(kernel: Kernel, method: str, ending: str) -> None:
+def test_exit_handlers_of_a_rank_run(kernel: Kernel, method: str, ending: str) -> None:
     for path in kernel.cwd.glob("*-[01]"):
         path.unlink()
     _run(kernel, f"{REGISTERED}\n{ending}", method)
@@ -85,7 +85,7 @@ def _unpacked(kernel: Kernel, expression: str) -> str:
 
 
 @ALL_METHODS
-def test_what_the_kernel_registered_runs_in_no_rank(kernel: Kernel, method: str) -> None:
+def test_exit_handlers_of_the_kernel_do_not_run_in_ranks(kernel: Kernel, method: str) -> None:
     for path in kernel.cwd.glob("of-kernel*"):
         path.unlink()
     kernel.check(
@@ -116,7 +116,7 @@ written = text.write("once")
 
 @METHODS
 @pytest.mark.parametrize("kind", ["fork", "spawn"])
-def test_children_of_multiprocessing_are_waited_for(kernel: Kernel, method: str, kind: str) -> None:
+def test_children_of_multiprocessing_are_joined(kernel: Kernel, method: str, kind: str) -> None:
     for path in kernel.cwd.glob("child-*"):
         path.unlink()
     (kernel.cwd / "children.py").write_text(
@@ -146,7 +146,7 @@ def test_children_of_multiprocessing_in_the_kernel_are_left_alone(kernel: Kernel
         kernel.check("mine.kill(); mine.join(); mine.close()")
 
 
-def test_a_queue_of_the_kernel_works_in_ranks(kernel: Kernel) -> None:
+def test_a_multiprocessing_queue_of_the_kernel_works_in_ranks(kernel: Kernel) -> None:
     kernel.check(
         "import multiprocessing\nchannel = multiprocessing.get_context('fork').Queue()\n"
         "channel.put('of the kernel'); channel.get()"
@@ -157,7 +157,7 @@ def test_a_queue_of_the_kernel_works_in_ranks(kernel: Kernel) -> None:
 
 
 @METHODS
-def test_a_thread_that_never_ends_is_named_by_its_target(kernel: Kernel, method: str) -> None:
+def test_a_thread_that_never_ends_is_reported_with_its_target(kernel: Kernel, method: str) -> None:
     open_name = f"thread-gate-{method}"
     kernel.check(f"def endless(name):\n    gate(name)\nname = {open_name!r}")
     body = f"if rank() == 1:\n    threading.Thread(target=endless, args=({open_name!r},)).start()\nreturn 'done'"
@@ -175,7 +175,7 @@ def test_a_thread_that_never_ends_is_named_by_its_target(kernel: Kernel, method:
 
 
 @METHODS
-def test_a_child_that_never_ends_is_named(kernel: Kernel, method: str) -> None:
+def test_a_child_that_never_ends_is_reported(kernel: Kernel, method: str) -> None:
     name = f"child-gate-{method}"
     kernel.check("import multiprocessing")
     body = f"""import multiprocessing
@@ -192,7 +192,7 @@ return 'done'"""
 
 
 @METHODS
-def test_a_stop_ends_a_rank_that_waits_for_a_thread(kernel: Kernel, method: str) -> None:
+def test_stopping_ends_a_rank_that_waits_for_a_thread(kernel: Kernel, method: str) -> None:
     body = """threading.Thread(target=time.sleep, args=(600,)).start()
 atexit.register(lambda: Path(f"stopped-{rank()}").touch())
 print("waits", flush=True)"""
@@ -211,11 +211,11 @@ print("waits", flush=True)"""
 
 
 @METHODS
-def test_what_native_code_printed_arrives(kernel: Kernel, method: str) -> None:
+def test_output_of_native_code_arrives(kernel: Kernel, method: str) -> None:
     cell = _run(kernel, "ctypes.CDLL(None).printf(b'from C\\n')", method)
     assert cell.stdout.count("from C") == 2
 
 
-def test_a_thread_that_fails_in_a_failing_rank_delays_nothing(kernel: Kernel) -> None:
+def test_a_failing_thread_in_a_failing_rank_delays_nothing(kernel: Kernel) -> None:
     body = "threading.Thread(target=time.sleep, args=(600,)).start()\nraise KeyError('first')"
     assert "KeyError: 'first'" in said(_run(kernel, body, "fork"))

@@ -1,4 +1,4 @@
-"""Saves to an object store are killed at any change: the previous checkpoint loads, the next one has no leftovers."""
+"""Saves to an object store are killed at any change: the previous checkpoint loads, the next leaves nothing extra."""
 
 from __future__ import annotations
 

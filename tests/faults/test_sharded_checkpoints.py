@@ -1,4 +1,4 @@
-"""A rank is killed while a sharded state is saved: the previous checkpoint loads, the new one is refused."""
+"""A rank is killed while a sharded state is saved: the previous checkpoint loads, and the new one is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def save_until_killed(folder: str, place: str) -> None:
 
 
 def go_on(folder: str) -> list[float]:
-    """Find the second checkpoint unfinished, resume from the first, and save the second again."""
+    """Check that the second checkpoint is unfinished, resume from the first, and save the second again."""
     training = ShardedTraining(seed=9)
     with pytest.raises((BrokenCheckpointError, ValueError), match=r"never finished|folder does not exist"):
         training.accelerator.load_state(f"{folder}/second")

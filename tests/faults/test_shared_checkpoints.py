@@ -1,4 +1,4 @@
-"""Several processes use one checkpoint at a time: loads during saves, two runs that save to one folder."""
+"""Several processes use a checkpoint at the same time: loads during saves, and two runs that save to one folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Value:
 
 
 class Parts:
-    """A state in four files that are equal: each holds one value."""
+    """A state in four equal files that each hold one value."""
 
     def __init__(self, value: float) -> None:
         self.accelerator = Accelerator(cpu=True)
@@ -61,7 +61,7 @@ class Parts:
 
 
 def value_in(folder: Path | str) -> float:
-    """Load the checkpoint and return the one value that it holds."""
+    """Load the checkpoint and return the single value that it holds."""
     reset_shared_state()
     parts = Parts(-1.0)
     parts.accelerator.load_state(str(folder))
@@ -98,12 +98,12 @@ print("saved", flush=True)
 """
 
 MOVING = ("os.rename", "/.committing/")
-COPYING = ("shutil.copyfile", "/.committing/model_1")  # a store cannot rename
+COPYING = ("shutil.copyfile", "/.committing/model_1")  # A store cannot rename.
 WRITING = ("open", "custom_checkpoint_0.pkl")
 
 
 def start_saver(folder: Path | str, value: float, *stop: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a process that saves one value, and with `stop` waits for a line before that event; return it waiting."""
+    """Start a process that saves one value; with `stop` it waits for a line before that event. Return it waiting."""
     command = [sys.executable, "-c", _SAVER, str(folder), str(value), *stop]
     saver = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -115,7 +115,7 @@ def start_saver(folder: Path | str, value: float, *stop: str, **options: Any) ->
 
 
 def finish(saver: subprocess.Popen[str]) -> None:
-    """Let a stopped saver go on, and see that it saves."""
+    """Let a stopped saver continue, and check that it saves."""
     output, errors = saver.communicate("go on\n", timeout=60)
     assert (saver.returncode, output) == (0, "saved\n"), errors
 
@@ -135,7 +135,7 @@ def test_a_load_waits_for_a_live_writer_that_is_moving_its_files(tmp_path: Path)
     assert found == [2.0]
 
 
-def test_a_load_finishes_the_commit_of_an_ended_writer(tmp_path: Path) -> None:
+def test_a_load_finishes_the_commit_of_a_finished_writer(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     Parts(1.0).accelerator.save_state(str(folder))
     saver = start_saver(folder, 2.0, *MOVING)
@@ -145,7 +145,7 @@ def test_a_load_finishes_the_commit_of_an_ended_writer(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_child_of_an_ended_writer_does_not_keep_its_lock(tmp_path: Path) -> None:
+def test_the_child_of_a_finished_writer_does_not_keep_its_lock(tmp_path: Path) -> None:
     folder, note = tmp_path / "out", tmp_path / "child"
     Parts(1.0).accelerator.save_state(str(folder))
     saver = start_saver(folder, 2.0, *MOVING, str(note))
@@ -186,7 +186,7 @@ def save_values(folder: str, count: int, pause: float) -> None:
 
 
 @pytest.mark.parametrize("pause", [0.1, pytest.param(0.0, marks=pytest.mark.nightly)])
-def test_loads_during_the_saves_of_two_ranks_are_of_one_save(tmp_path: Path, pause: float) -> None:
+def test_loads_during_the_saves_of_two_ranks_see_a_single_save(tmp_path: Path, pause: float) -> None:
     folder, count = tmp_path / "out", 30
     Parts(0.0).accelerator.save_state(str(folder))
     failures: list[BaseException] = []
@@ -222,7 +222,9 @@ def value_in_elastic(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("stop", [WRITING, MOVING], ids=["writing", "moving"])
-def test_a_second_run_that_saves_to_the_folder_names_the_first(tmp_path: Path, stop: tuple[str, str]) -> None:
+def test_a_second_run_that_saves_to_the_folder_gets_an_error_that_names_the_first(
+    tmp_path: Path, stop: tuple[str, str]
+) -> None:
     folder = tmp_path / "out"
     Parts(1.0).accelerator.save_state(str(folder))
     saver = start_saver(folder, 2.0, *stop)
@@ -236,12 +238,12 @@ def test_a_second_run_that_saves_to_the_folder_names_the_first(tmp_path: Path, s
     assert value_in(folder) == 3.0
 
 
-def test_a_second_run_that_saves_a_new_folder_names_the_first(tmp_path: Path) -> None:
+def test_a_second_run_that_saves_a_new_folder_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     saver = start_saver(folder, 2.0, *WRITING)
     with pytest.raises(CheckpointError, match=rf"process {saver.pid} on .* is saving to this folder"):
         Parts(3.0).accelerator.save_state(str(folder))
-    folder.mkdir()  # the second run's own way to create it: its staging would be inside, the first one's is beside
+    folder.mkdir()  # In an existing folder the second run would stage inside, while the first one stages next to it.
     reset_shared_state()
     with pytest.raises(CheckpointError, match=rf"process {saver.pid} on .* is saving to this folder"):
         Parts(3.0).accelerator.save_state(str(folder))
@@ -260,7 +262,7 @@ def test_the_folder_of_a_killed_run_is_free(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_lock_that_was_removed_ends_the_save(tmp_path: Path) -> None:
+def test_a_removed_lock_ends_the_save(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     Parts(1.0).accelerator.save_state(str(folder))
     saver = start_saver(folder, 2.0, *WRITING)
@@ -289,7 +291,7 @@ def test_a_checkpoint_replaced_between_verifying_and_loading_is_read_again(tmp_p
     assert len(read) == 2
 
 
-def test_a_checkpoint_that_is_replaced_each_time_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_keeps_being_replaced_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     Parts(1.0).accelerator.save_state(str(folder))
     reset_shared_state()
@@ -304,7 +306,7 @@ def test_a_checkpoint_that_is_replaced_each_time_is_refused(tmp_path: Path) -> N
         parts.accelerator.load_state(str(folder))
 
 
-def test_two_runs_that_save_all_the_time_lose_nothing(tmp_path: Path) -> None:
+def test_two_runs_that_save_continuously_lose_nothing(tmp_path: Path) -> None:
     code = """
 import sys, time
 from notebook_accelerate.errors import CheckpointError

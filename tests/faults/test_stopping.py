@@ -1,4 +1,4 @@
-"""Stop: by the button, by the method, by the limits; during start, run and end; with ranks that refuse."""
+"""Stopping by the button, the method and time limits, during start, run and end, also with ranks that resist."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _started(kernel: Kernel, code: str, ranks: int = 2) -> Cell:
 
 @METHODS
 @pytest.mark.parametrize("kind", STUCK)
-def test_stop_ends_within_the_grace_and_a_second(kernel: Kernel, method: str, kind: str) -> None:
+def test_stop_ends_within_the_grace_period_and_a_second(kernel: Kernel, method: str, kind: str) -> None:
     _define(kernel, STUCK[kind])
     cell = kernel.check(f"run = launch(train, start_method={method!r}, block=False)")
     kernel.wait_for(lambda: cell.stdout.count("] in") >= 2)
@@ -59,7 +59,7 @@ def test_stop_ends_within_the_grace_and_a_second(kernel: Kernel, method: str, ki
 
 
 @METHODS
-def test_the_stop_button_is_a_short_keyboard_interrupt(kernel: Kernel, method: str) -> None:
+def test_the_stop_button_raises_a_short_keyboard_interrupt(kernel: Kernel, method: str) -> None:
     _define(kernel, "time.sleep(600)")
     before = descendants(kernel)
     cell = _started(kernel, f"launch(train, start_method={method!r})")
@@ -79,18 +79,18 @@ def descendants(kernel: Kernel) -> set[int]:
 
 
 @METHODS
-def test_a_second_stop_kills_at_once(kernel: Kernel, method: str) -> None:
+def test_a_second_stop_kills_immediately(kernel: Kernel, method: str) -> None:
     _define(
         kernel,
         "signal.signal(signal.SIGINT, lambda *_: print('heard', flush=True))\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\n"
         "while True:\n    time.sleep(0.1)",
     )
-    with patient(kernel):  # the grace alone would take minutes
+    with patient(kernel):  # The grace period alone would take minutes.
         cell = kernel.submit(f"launch(train, start_method={method!r})")
         kernel.wait_for(lambda: cell.stdout.count("] deaf") == 2)
         kernel.interrupt()
-        # Two interrupts that come before the kernel has seen the first are one.
+        # Two interrupts that arrive before the kernel has handled the first count as one.
         kernel.wait_for(lambda: all(f"[rank {rank}] heard" in cell.stdout for rank in (0, 1)))
         kernel.pump(0.5)
         assert not cell.finished
@@ -100,10 +100,10 @@ def test_a_second_stop_kills_at_once(kernel: Kernel, method: str) -> None:
 
 
 @pytest.mark.leaks_ok("the file's kernel has another zygote afterwards; the fixture looks at its children")
-def test_the_button_pressed_again_while_ranks_start_kills_them(kernel: Kernel) -> None:
+def test_pressing_the_button_again_while_ranks_start_kills_them(kernel: Kernel) -> None:
     kernel.check("notebook_accelerate.shutdown()")
     _define(kernel, STUCK["ignores SIGINT and SIGTERM"])
-    with patient(kernel):  # the grace alone would take minutes
+    with patient(kernel):  # The grace period alone would take minutes.
         cell = kernel.submit(
             "try:\n    launch(train, start_method='zygote')\nfinally:\n    print('back')\n    gate('never')"
         )
@@ -111,7 +111,7 @@ def test_the_button_pressed_again_while_ranks_start_kills_them(kernel: Kernel) -
         while not (cell.finished or "back" in cell.stdout):
             kernel.interrupt()
             kernel.pump(0.3)
-        kernel.pump(1.0)  # the last interrupt may have ended the gate already; one more would hit IPython itself
+        kernel.pump(1.0)  # The last interrupt may have ended the gate already; one more would hit IPython itself.
         if not cell.finished:
             kernel.interrupt()
         kernel.finish(cell, timeout=SOON)
@@ -120,16 +120,16 @@ def test_the_button_pressed_again_while_ranks_start_kills_them(kernel: Kernel) -
 
 
 def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> None:
-    """It stops the run, or arrives when the run has ended, and then says so; in both cases the cell ends with it."""
+    """It stops the run, or arrives after its end and reports that. In both cases the cell ends with it."""
     _define(kernel, "time.sleep(0.05)")
     kernel.check("before = list(notebook_accelerate.runs())")
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
-        # The cell ends after the interrupt: one between a cell's last line and its reply is ipykernel's own matter.
+        # The cell ends after the interrupt: ipykernel handles one between a cell's last line and its reply.
         cell = kernel.submit(f"print('here we go')\nlaunch(train)\ngate('after {delay}')")
         kernel.wait_for(lambda cell=cell: "here we go" in cell.stdout)
         kernel.pump(delay)
         kernel.interrupt()
-        if delay > 0.1:  # one that came when the launch had returned ends the gate; it is opened for no other reason
+        if delay > 0.1:  # An interrupt after the launch returned ends the gate, which nothing else ends.
             kernel.pump(0.5)
         kernel.finish(cell, timeout=SOON)
         assert "KeyboardInterrupt" in said(cell), said(cell)
@@ -144,11 +144,11 @@ def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> N
                 assert status == "stopped"
 
 
-def test_a_loop_of_launches_ends_with_the_run_that_is_interrupted(kernel: Kernel) -> None:
-    """An interrupt that lands as a run succeeds must not be lost for the code that follows.
+def test_a_loop_of_launches_ends_with_the_interrupted_run(kernel: Kernel) -> None:
+    """An interrupt that arrives as a run succeeds must not be lost for the following code.
 
-    The loop prints nothing itself: an exception inside ipykernel's flush, between taking the lock of the event that it
-    waits for and waiting, leaves its output thread waiting for that lock.
+    The loop prints nothing itself: an exception inside ipykernel's flush, between taking the lock of the event it waits
+    for and waiting, leaves its output thread waiting for that lock.
     """
     _define(kernel, "pass")
     for press in range(12):
@@ -159,11 +159,11 @@ def test_a_loop_of_launches_ends_with_the_run_that_is_interrupted(kernel: Kernel
         begun = cell.stdout.count("▶ run")
         kernel.finish(cell, timeout=SOON)
         assert "KeyboardInterrupt" in said(cell), said(cell)
-        assert cell.stdout.count("▶ run") <= begun + 3, "at most what was on its way to this test already"
+        assert cell.stdout.count("▶ run") <= begun + 3, "at most the output that was already on its way to this test"
 
 
 def _ended_as_said(kernel: Kernel, cell: Cell) -> None:
-    """The interrupt came in time or too late, and the run, its ranks and the cell agree on which it was."""
+    """The interrupt arrived in time or too late, and the run, its ranks and the cell agree on which."""
     kernel.check("last = notebook_accelerate.runs()[-1]")
     status, states = kernel.value("[last.status, [info.state for info in last.ranks]]")
     assert "KeyboardInterrupt" in said(cell)
@@ -174,7 +174,7 @@ def _ended_as_said(kernel: Kernel, cell: Cell) -> None:
 
 
 @pytest.mark.leaks_ok("the file's kernel has another zygote afterwards; the fixture looks at its children")
-def test_interrupt_while_the_zygote_starts(kernel: Kernel) -> None:
+def test_an_interrupt_while_the_zygote_starts_is_reported_truthfully(kernel: Kernel) -> None:
     kernel.check("notebook_accelerate.shutdown()")
     cell = kernel.submit("launch(rank, start_method='zygote')")
     kernel.wait_for(lambda: "▶ run" in cell.stdout)
@@ -185,7 +185,7 @@ def test_interrupt_while_the_zygote_starts(kernel: Kernel) -> None:
     assert kernel.check("launch(rank, start_method='zygote').results").result_text == "(0, 1)"
 
 
-def test_interrupt_during_teardown(kernel: Kernel) -> None:
+def test_an_interrupt_during_teardown_is_reported_truthfully(kernel: Kernel) -> None:
     _define(kernel, "import atexit\natexit.register(time.sleep, 1.0)\nreturn 1")
     cell = _started(kernel, "launch(train)")
     kernel.pump(0.2)
@@ -194,7 +194,7 @@ def test_interrupt_during_teardown(kernel: Kernel) -> None:
     _ended_as_said(kernel, cell)
 
 
-def test_a_clean_up_of_the_function_runs_and_its_result_is_kept(kernel: Kernel) -> None:
+def test_clean_up_code_of_the_function_runs_and_its_result_is_kept(kernel: Kernel) -> None:
     _define(kernel, "try:\n    print('inside', flush=True)\n    time.sleep(600)\nfinally:\n    print('cleaned up')")
     with patient(kernel):
         cell = kernel.submit("launch(train)")
@@ -205,7 +205,7 @@ def test_a_clean_up_of_the_function_runs_and_its_result_is_kept(kernel: Kernel) 
 
 
 @METHODS
-def test_timeout_and_hang_timeout(kernel: Kernel, method: str) -> None:
+def test_timeout_and_hang_timeout_stop_the_run(kernel: Kernel, method: str) -> None:
     _define(kernel, "ctypes.PyDLL(None).sleep(600)")
     for option, word in (("timeout=1.0", "timeout of 1 s"), ("hang_timeout=1.0", "hang_timeout")):
         cell = kernel.run(f"launch(train, start_method={method!r}, {option})")
@@ -213,8 +213,8 @@ def test_timeout_and_hang_timeout(kernel: Kernel, method: str) -> None:
         assert word in said(cell)
 
 
-def test_a_kernel_that_was_suspended_counts_no_silence(kernel: Kernel) -> None:
-    """As a laptop whose lid was closed."""
+def test_a_suspended_kernel_counts_no_silence(kernel: Kernel) -> None:
+    """Like a laptop whose lid was closed."""
     _define(kernel, "time.sleep(600)")
     _started(kernel, "run = launch(train, hang_timeout=8, block=False)")
     kernel.process.suspend()
@@ -225,8 +225,8 @@ def test_a_kernel_that_was_suspended_counts_no_silence(kernel: Kernel) -> None:
 
 
 @METHODS
-def test_a_kernel_killed_takes_all_ranks_and_grandchildren_along(method: str) -> None:
-    with ready_kernel() as kernel:  # the server process, which guards what forked ranks start, is up
+def test_killing_a_kernel_ends_all_ranks_and_grandchildren(method: str) -> None:
+    with ready_kernel() as kernel:  # The zygote, which guards the processes that forked ranks start, is running.
         cell = kernel.check(
             "def train():\n    child = subprocess.Popen(['sleep', '300'])\n    print('in', child.pid, flush=True)\n"
             "    ctypes.PyDLL(None).sleep(600) if rank() == 1 else time.sleep(600)\n"
@@ -241,7 +241,7 @@ def test_a_kernel_killed_takes_all_ranks_and_grandchildren_along(method: str) ->
         wait_gone(pids, SOON)
 
 
-def test_a_kernel_shut_down_takes_all_ranks_along() -> None:
+def test_shutting_down_a_kernel_ends_all_ranks() -> None:
     with ready_kernel() as kernel:
         cell = kernel.check("run = launch(lambda: (print('in', flush=True), time.sleep(600)), block=False)")
         kernel.wait_for(lambda: cell.stdout.count("] in") >= 2)

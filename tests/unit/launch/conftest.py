@@ -1,4 +1,4 @@
-"""What the tests of launches share: a server process that the leak check sees before and after, and interrupts."""
+"""Fixtures for tests of launches: a zygote that the leak check sees before and after each test, and interrupts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate.launch.processes.zygote import ensure_zygote
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[int]:
-    """Return the process id of the zygote, which has imported what it needs and forked once."""
+    """Return the process id of the zygote, which has imported its modules and forked once."""
     notebook_accelerate.notebook_launcher(print, num_processes=1, start_method="zygote")
     yield ensure_zygote().pid
     notebook_accelerate.shutdown()
@@ -23,7 +23,7 @@ def zygote() -> Iterator[int]:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Let SIGINT be a KeyboardInterrupt: who runs the tests may ignore it, as a shell does in the background."""
+    """Make SIGINT raise KeyboardInterrupt. A shell makes background jobs, such as a test run, ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -31,7 +31,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def press(interruptible: None) -> Iterator[Callable[..., None]]:
-    """Return a function that lets SIGINT come when some code is called, or when it returns."""
+    """Return a function that delivers SIGINT when the given code is called, or when it returns."""
 
     def when(code: CodeType, calls: int = 1, event: str = "call") -> None:
         left = [calls]

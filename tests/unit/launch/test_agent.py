@@ -1,4 +1,4 @@
-"""The agent of a rank: prompts, answers, and handlers that fail."""
+"""The agent of a rank: prompts, answers, and handlers that raise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ends = tuple[Channel, Agent]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Return the kernel's end of a channel, and the agent of a rank at the other."""
+    """Return the kernel's end of a channel, with a rank's agent at the other end."""
     kernel, theirs = Channel.pair()
     agent = Agent(Sink(Channel(theirs)))
     yield kernel, agent
@@ -24,7 +24,7 @@ def ends() -> Iterator[Ends]:
     agent.sink.channel.close()
 
 
-def test_a_handler_that_fails_does_not_end_the_thread(ends: Ends, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_handler_does_not_end_the_thread(ends: Ends, capsys: pytest.CaptureFixture[str]) -> None:
     kernel, agent = ends
     received: list[InputReply] = []
 
@@ -55,7 +55,7 @@ def test_an_answer_to_an_earlier_prompt_is_skipped(ends: Ends) -> None:
     agent._thread.join()
 
 
-def test_a_process_that_a_rank_has_started_cannot_prompt(ends: Ends) -> None:
+def test_a_child_process_of_a_rank_cannot_prompt(ends: Ends) -> None:
     kernel, agent = ends
     pid = os.fork()
     if pid == 0:
@@ -70,7 +70,7 @@ def test_a_process_that_a_rank_has_started_cannot_prompt(ends: Ends) -> None:
     assert not kernel.readable()
 
 
-def test_an_interrupt_right_after_a_prompt_is_sent_ends_it(ends: Ends, press: Callable[..., None]) -> None:
+def test_an_interrupt_right_after_sending_a_prompt_ends_it(ends: Ends, press: Callable[..., None]) -> None:
     kernel, agent = ends
     press(Sink.send.__code__, event="return")
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Ranks that serve this package as `accelerate`, by every start method."""
+"""Ranks that serve this package as `accelerate`, with every start method."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _served() -> tuple[str, bool, str]:
 
 
 @pytest.mark.parametrize("method", ["inline", "fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
-def test_a_launch_serves_it_to_its_ranks_only(method: str) -> None:
+def test_a_launch_serves_the_alias_to_its_own_ranks_only(method: str) -> None:
     before = os.environ.get("PYTHONPATH")
     ranks = 1 if method == "inline" else 2
     config = LaunchConfig(as_accelerate=True, start_method=method, use_port=0)
@@ -50,13 +50,13 @@ def test_ranks_have_the_alias_of_the_kernel(method: str) -> None:
     assert set(run.results) == {("1.15.0", True, accelerate_alias.STARTUP_FOLDER)}
 
 
-def test_a_kernel_with_the_real_package_serves_the_alias_to_ranks_of_a_server(
+def test_a_kernel_with_the_real_package_serves_the_alias_to_ranks_of_a_zygote(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(stand_in(tmp_path)))
     module = __import__("accelerate")
     del sys.modules["accelerate"]
-    monkeypatch.setitem(sys.modules, "accelerate", module)  # removed after the test
+    monkeypatch.setitem(sys.modules, "accelerate", module)  # Removed after the test.
     run = notebook_launcher(_served, (), 2, config=LaunchConfig(as_accelerate=True, use_port=0))
     assert run.plan is not None
     assert (run.plan.start_method, run.plan.reason) == ("zygote", "the kernel has imported the real accelerate")
@@ -67,7 +67,7 @@ def test_a_kernel_with_the_real_package_serves_the_alias_to_ranks_of_a_server(
         accelerate_alias.as_accelerate()
 
 
-def test_ranks_do_not_inherit_a_library_that_has_found_no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_inherit_a_library_that_found_no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", ModuleType("diffusers"))
     run = notebook_launcher(_served, (), 2, config=LaunchConfig(as_accelerate=True, use_port=0))
     assert run.plan is not None

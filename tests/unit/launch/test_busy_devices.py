@@ -1,4 +1,4 @@
-"""Ranks whose main thread waits for a device: a thread that spins in C stands for CUDA's, torch.cuda is a stand-in."""
+"""Ranks whose main thread waits for a device. A thread spinning in C replaces CUDA, and `torch.cuda` is a stub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _wait_in_collective(library: Path) -> None:
-    """Rank 0 waits in its third all_reduce, rank 1 waits for its device before that."""
+    """Rank 0 waits in its third all_reduce; rank 1 waits for its device before reaching it."""
     from notebook_accelerate import PartialState
 
     wait, rank = spin.load(library), PartialState(cpu=True).process_index
@@ -60,7 +60,7 @@ def test_hang_timeout_ends_a_rank_that_waits_for_its_device(library: Path) -> No
     assert time.monotonic() - begin < SECONDS / 2
 
 
-def test_a_rank_without_a_device_computes_while_it_uses_the_processor(library: Path) -> None:
+def test_a_rank_without_a_device_is_computing_while_it_uses_the_processor(library: Path) -> None:
     run = _launch(_compute, library, hang_timeout=2)
     run.wait()
     assert run.results == ("computed",), run.error
@@ -72,7 +72,7 @@ def _compute(library: Path) -> str:
 
 
 @pytest.mark.parametrize("locked", [False, True], ids=["releases the lock", "keeps the lock"])
-def test_a_rank_with_a_device_computes_while_its_device_is_idle(library: Path, locked: bool) -> None:
+def test_a_rank_with_a_device_is_computing_while_its_device_is_idle(library: Path, locked: bool) -> None:
     run = _launch(partial(_compute_with_device, locked), library, hang_timeout=4)
     run.wait()
     assert run.results == (not locked,), run.error
@@ -85,7 +85,7 @@ def _compute_with_device(locked: bool, library: Path) -> bool:
     return not locked
 
 
-def test_a_question_that_only_computes_is_answered_while_the_device_is_busy(library: Path) -> None:
+def test_a_question_is_answered_while_the_device_is_busy_if_it_only_computes(library: Path) -> None:
     run = _launch(_wait_for_device, library)
     try:
         until(lambda: run.ask("step", timeout=5.0) == {0: 7})
@@ -98,7 +98,7 @@ def test_a_question_that_only_computes_is_answered_while_the_device_is_busy(libr
     run.wait()
 
 
-def test_the_diagnosis_names_the_collective_of_nccl_and_who_is_missing(library: Path) -> None:
+def test_the_diagnosis_names_the_collective_of_nccl_and_the_missing_ranks(library: Path) -> None:
     run = _launch(_wait_in_collective, library, 2)
     try:
         until(lambda: "never reached" in run.diagnose().verdict)
@@ -109,7 +109,7 @@ def test_the_diagnosis_names_the_collective_of_nccl_and_who_is_missing(library: 
         run.stop(grace=0.5)
 
 
-def test_a_stall_in_nccl_is_reported_by_itself(library: Path) -> None:
+def test_a_stall_in_nccl_is_reported_without_being_asked_for(library: Path) -> None:
     run = _launch(_wait_in_collective, library, 2)
     try:
         until(lambda: run.journal.state.stall is not None)
@@ -119,7 +119,7 @@ def test_a_stall_in_nccl_is_reported_by_itself(library: Path) -> None:
         run.stop(grace=0.5)
 
 
-def test_a_value_on_a_busy_device_is_refused_and_the_agent_goes_on(library: Path) -> None:
+def test_a_value_on_a_busy_device_is_refused_and_the_agent_keeps_running(library: Path) -> None:
     run = _launch(_wait_for_device, library)
     try:
         until(lambda: run.ask("step", timeout=5.0) == {0: 7})
@@ -128,7 +128,7 @@ def test_a_value_on_a_busy_device_is_refused_and_the_agent_goes_on(library: Path
         assert run.ask("step + 1", timeout=5.0) == {0: 8}
         for _ in range(9):
             run.ask("loss", timeout=5.0)
-        assert run.ask("step + 2", timeout=5.0) == {0: 9}, "questions that wait are bounded"
+        assert run.ask("step + 2", timeout=5.0) == {0: 9}, "waiting for an answer is bounded"
         assert "_wait_for_device" in str(run.stacks())
     finally:
         pid = run.ranks[0].pid
@@ -140,13 +140,13 @@ def test_a_value_on_a_busy_device_is_refused_and_the_agent_goes_on(library: Path
 
 
 def _wait_with_another_thread(library: Path) -> tuple[float, float]:
-    """Return the switch interval after the main thread has waited in C, and the one at the start."""
+    """Return the switch interval after the main thread has waited in C, and the initial one."""
     wait, before = spin.load(library), sys.getswitchinterval()
     wait(10.0)
     return sys.getswitchinterval(), before
 
 
-def test_a_question_that_takes_long_does_not_slow_the_rank(library: Path) -> None:
+def test_a_slow_question_does_not_slow_down_the_rank(library: Path) -> None:
     run = _launch(_wait_with_another_thread, library)
     until(lambda: run.ranks[0].state == "running")
     time.sleep(1.0)

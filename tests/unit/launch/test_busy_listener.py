@@ -1,4 +1,4 @@
-"""The listener of a run where its process is busy, or its settings are extreme."""
+"""The listener of a run when its process is busy or its settings are extreme."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.unit.launch.test_listener import SECONDS, SECRET, _accepted, _exchang
 __all__ = ["kernel"]
 
 
-def test_a_host_that_joins_among_many_connections_is_not_counted_as_one_of_them(
+def test_a_host_that_joins_among_many_connections_is_not_counted_as_unauthenticated(
     monkeypatch: pytest.MonkeyPatch, kernel: _Kernel
 ) -> None:
-    """Otherwise it would be ended as the oldest of too many that have not authenticated."""
+    """Otherwise it would be closed as the oldest of too many unauthenticated connections."""
     blocked, go = threading.Event(), threading.Event()
 
     def block(text: str) -> None:
@@ -54,7 +54,7 @@ def test_a_host_that_joins_among_many_connections_is_not_counted_as_one_of_them(
 
 
 def test_sending_waits_for_no_lock(kernel: _Kernel) -> None:
-    """A cell sends, too: an interrupt of it in Python's code of a lock would leave the lock taken for ever."""
+    """Cells send, too, and an interrupt inside the Python code of a lock would leave the lock held forever."""
     host, ours = kernel.connect_host()
     taken, done = threading.Event(), threading.Event()
 
@@ -77,7 +77,7 @@ def test_sending_waits_for_no_lock(kernel: _Kernel) -> None:
 
 
 @pytest.mark.parametrize("keep_alive", [(3600.0, 10800.0), (1e9, 1e9)])
-def test_a_keep_alive_longer_than_libzmq_can_count_is_the_longest(keep_alive: tuple[float, float]) -> None:
+def test_a_keep_alive_longer_than_libzmq_can_count_is_capped(keep_alive: tuple[float, float]) -> None:
     with closing(_Kernel(keep_alive)) as kernel:
         host = connect_to_kernel("127.0.0.1", kernel.port, SECRET, HelloEvent(1, "machine-1"), keep_alive)
         kernel.ends.append(host)

@@ -41,11 +41,11 @@ def test_arguments_are_plain_values_by_name() -> None:
     assert call_arguments(lambda service: service, ({"token.prod": "x", "login": {"accessToken": ["x"]}},)) == {
         "service.token.prod": "***", "service.login.accessToken": "***",
     }  # fmt: skip
-    assert call_arguments(_train, (1,)) == {"0": 1}, "the ranks report that the call is wrong"
+    assert call_arguments(_train, (1,)) == {"0": 1}, "the ranks report the wrong call"
     assert len(call_arguments(lambda many: many, ({str(n): n for n in range(1000)},))) == MAX_ARGUMENTS
 
 
-def test_a_run_knows_its_arguments_and_the_list_of_runs_is_a_table() -> None:
+def test_a_run_knows_its_arguments_and_the_list_of_runs_shows_them() -> None:
     run = notebook_launcher(_train, (Settings(lr=0.5), Namespace(seed=7)), 1, start_method="inline", tags=("sweep",))
     assert run.arguments["settings.lr"] == 0.5
     assert run.without_results().arguments == run.arguments
@@ -55,13 +55,13 @@ def test_a_run_knows_its_arguments_and_the_list_of_runs_is_a_table() -> None:
 
 
 class _Elsewhere(NoCommands):
-    """The commands of a run that another process runs."""
+    """The commands of a run that belongs to another process."""
 
     refusal = "run 77 is read from a file: stop it where it was launched"
 
 
 class _FromFile:
-    """A run of which there is a record only: no launch, no process; mypy compares it with `ComparedRun`."""
+    """A run known only from its record, without a launch or a process. mypy compares it with `ComparedRun`."""
 
     def __init__(self) -> None:
         run = make_run()
@@ -87,7 +87,9 @@ def test_a_record_of_a_run_is_enough_for_the_table() -> None:
     assert first[6:] == ["–", "2", "1", "2", "3", "2"]
     rows = {row.key: row for row in table.table.rows}
     actions = {key: [action.id for action in row.actions] for key, row in rows.items()}
-    assert actions == {"77": ["open"], str(here.id): ["open", "stop"]}, "one cannot be stopped from here"
+    assert actions == {"77": ["open"], str(here.id): ["open", "stop"]}, (
+        "one of them cannot be stopped from this process"
+    )
     firsts = [row.cells[0] for row in (rows[str(here.id)], rows["77"])]
     assert [cell.colour for cell in firsts if isinstance(cell, Cell)] == [0, 1]
     assert table.plot.order == [f"run {here.id}", "run 77"]
@@ -96,7 +98,7 @@ def test_a_record_of_a_run_is_enough_for_the_table() -> None:
     table.close()
 
 
-def test_a_best_value_is_kept_while_points_come() -> None:
+def test_the_best_value_is_kept_while_points_arrive() -> None:
     run, values = make_run(), BestValues()
     feed(run, MetricEvent({"val/loss": 2.0}, 1))
     assert values.best(run, "val/loss") == 2.0

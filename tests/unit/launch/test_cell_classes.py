@@ -1,4 +1,4 @@
-"""Which classes of cells are the same class."""
+"""When two classes defined in cells count as the same class."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SOURCES = {
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the names of a ``__main__`` in which cells run."""
+    """Return the names of a ``__main__`` module that runs cells."""
     module = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
     names = vars(module)
@@ -65,7 +65,7 @@ def _run(source: str, names: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], source: str) -> None:
     first = _run(source, main)
-    dump_bytes(first, "the class")  # pickling leaves caches in classes
+    dump_bytes(first, "the class")  # Pickling leaves caches in classes.
     assert cells.definition_digest(first) == cells.definition_digest(_run("\n\n" + source, main))
 
 
@@ -97,7 +97,7 @@ def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], so
         ("class Kind:\n    x: int", ("x: int", "x: str")),
         ("@dataclasses.dataclass\nclass Kind:\n    x: int = 1", ("= 1", "= 2")),
         ("class Kind(metaclass=abc.ABCMeta): pass", ("(metaclass=abc.ABCMeta)", "")),
-        ("class Kind:\n    lock = threading.Lock()", ("", "")),  # it can only be compared by its identity
+        ("class Kind:\n    lock = threading.Lock()", ("", "")),  # It can only be compared by identity.
     ],
 )
 def test_an_edited_cell_has_another_definition(main: dict[str, Any], source: str, change: tuple[str, str]) -> None:
@@ -105,7 +105,7 @@ def test_an_edited_cell_has_another_definition(main: dict[str, Any], source: str
     assert cells.definition_digest(first) != cells.definition_digest(second)
 
 
-def test_a_changed_base_class_is_another_definition(main: dict[str, Any]) -> None:
+def test_a_class_with_a_changed_base_has_another_definition(main: dict[str, Any]) -> None:
     first = _run(SOURCES["child"], main)
     exec(compile("class Base:\n    def f(self): return 2", "<cell>", "exec", dont_inherit=True), main)
     assert cells.definition_digest(first) != cells.definition_digest(_run(SOURCES["child"], main))
@@ -126,7 +126,7 @@ def test_classes_are_found_by_name_in_another_process(main: dict[str, Any], tmp_
 
 @pytest.fixture
 def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function after whose call no class has a token, as in another process."""
+    """Return a function that makes all classes lose their tokens, as in another process."""
 
     def clear() -> None:
         monkeypatch.setattr(cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
@@ -137,7 +137,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture
 def send(forget: Callable[[], None]) -> Callable[..., Any]:
-    """Return a function that sends another one, with its arguments, to a rank, and returns it as the rank has it."""
+    """Return a function that sends a function with its arguments to a rank, and returns what the rank receives."""
 
     def through_file(function: Any, *arguments: Any) -> Any:
         descriptor = dump((function, arguments), "the function").to_file()
@@ -160,7 +160,7 @@ def test_a_large_definition_is_not_sent(main: dict[str, Any], forget: Callable[[
         load_bytes(data)
 
 
-def test_the_size_of_a_tensor_is_checked_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_tensor_is_checked_before_copying_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type("Kind", (), {"__module__": "__main__", "table": torch.zeros(pickling.MAX_DEFINITION_BYTES // 4 + 1)})
     monkeypatch.setattr(torch.Tensor, "untyped_storage", lambda _: pytest.fail("the tensor was read"))
     data, _ = pickling._dump_definition(kind)
@@ -197,7 +197,9 @@ def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], send: Callabl
         ("(lambda: globals()['table'])()", {"table"}),
     ],
 )
-def test_names_that_a_function_reads_by_texts(main: dict[str, Any], body: str, expected: set[str]) -> None:
+def test_names_that_a_function_looks_up_by_strings_are_found(
+    main: dict[str, Any], body: str, expected: set[str]
+) -> None:
     _run("def eval(model): ...\ntable = lock = size = 1\ndef Kind(): return " + body, main)
     if not expected or "eval" not in expected:
         del main["eval"]
@@ -215,17 +217,17 @@ def test_names_that_a_function_reads_by_texts(main: dict[str, Any], body: str, e
         ("class Inner:\n  size = 1\n  x = size\n  class Deeper: y = lock", {"lock"}),
     ],
 )
-def test_names_in_statements_of_a_function(main: dict[str, Any], lines: str, expected: set[str]) -> None:
+def test_names_in_statements_of_a_function_are_found(main: dict[str, Any], lines: str, expected: set[str]) -> None:
     _run("def eval(model): ...\ntable = lock = size = 1\ndef Kind():\n " + lines, main)
     assert cells.undetected_names(main["Kind"].__code__) == expected
 
 
-def test_an_own_function_named_eval_reads_no_names_in_texts(main: dict[str, Any]) -> None:
+def test_a_function_of_the_user_named_eval_looks_up_no_names_in_strings(main: dict[str, Any]) -> None:
     _run("def eval(model, name): ...\ntable = 1\ndef Kind(): return eval(1, 'table')", main)
     assert cells.undetected_names(main["Kind"].__code__) == set()
 
 
-def test_names_in_texts_that_cannot_be_pickled_are_left_out(main: dict[str, Any], send: Callable[..., Any]) -> None:
+def test_names_in_strings_that_cannot_be_pickled_are_omitted(main: dict[str, Any], send: Callable[..., Any]) -> None:
     source = """
 lock, table = threading.Lock(), [1]
 def helper(): return globals()["lock"]
@@ -245,7 +247,7 @@ def Kind(name):
     ]
 
 
-def test_an_error_about_another_name_is_not_explained(main: dict[str, Any], send: Callable[..., Any]) -> None:
+def test_an_error_about_another_name_gets_no_explanation(main: dict[str, Any], send: Callable[..., Any]) -> None:
     _run("lock = threading.Lock()\ndef Kind(): return globals()['lock']", main)
     send(main["Kind"])
     for error in (NameError("name 'block' is not defined"), ValueError("lock"), AttributeError("no lock")):
@@ -253,7 +255,7 @@ def test_an_error_about_another_name_is_not_explained(main: dict[str, Any], send
         assert not hasattr(error, "__notes__")
 
 
-def test_different_classes_of_one_name_stay_different_in_a_launch(
+def test_different_classes_with_the_same_name_stay_different_in_a_launch(
     main: dict[str, Any], send: Callable[..., Any]
 ) -> None:
     source = """
@@ -319,7 +321,7 @@ class Kind(Exception):
 
 
 class _Equal(type):
-    """A metaclass with equality and without a hash, as in some libraries."""
+    """A metaclass that defines equality but no hash, as some libraries do."""
 
     def __eq__(cls, other: object) -> bool:
         return cls is other
@@ -327,7 +329,7 @@ class _Equal(type):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_a_class_that_cannot_be_hashed_is_no_obstacle(main: dict[str, Any]) -> None:
+def test_a_class_that_cannot_be_hashed_is_accepted(main: dict[str, Any]) -> None:
     odd = _Equal("Odd", (), {"__module__": "__main__"})
     plain = type("Plain", (), {"__module__": "__main__"})
     cells.note_classes()

@@ -1,4 +1,4 @@
-"""LaunchConfig: what is checked, and what the messages say."""
+"""LaunchConfig: the checks of its fields, and the texts of their messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from notebook_accelerate.config.settings import MIXED_PRECISIONS
         ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd'"),
     ],
 )
-def test_what_is_refused_and_how_it_is_said(values: dict[str, Any], match: str) -> None:
+def test_invalid_settings_are_refused_with_a_message(values: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         LaunchConfig(**values)
     with pytest.raises(ValueError, match=match):
@@ -66,12 +66,12 @@ def test_what_is_refused_and_how_it_is_said(values: dict[str, Any], match: str) 
         *({"start_method": name} for name in START_METHODS),
     ],
 )  # fmt: skip
-def test_what_is_allowed(values: dict[str, Any]) -> None:
+def test_valid_settings_are_accepted(values: dict[str, Any]) -> None:
     config = LaunchConfig(**values)
     assert config.changed().non_default() == config.non_default()
 
 
-def test_a_configuration_is_frozen_keyword_only_and_checked_again_when_changed() -> None:
+def test_a_configuration_is_frozen_keyword_only_and_checked_again_by_replace() -> None:
     config = LaunchConfig(use_port="1234")
     assert config.non_default() == {"use_port": "1234"}
     with pytest.raises(AttributeError):
@@ -82,14 +82,14 @@ def test_a_configuration_is_frozen_keyword_only_and_checked_again_when_changed()
         config.changed(timeout=-1)
 
 
-def test_the_launchers_defaults_are_the_configurations() -> None:
+def test_the_defaults_of_the_launcher_and_the_configuration_agree() -> None:
     defaults = LaunchConfig()
     for name, parameter in inspect.signature(notebook_launcher).parameters.items():
         if name not in ("function", "args", "resume", "config"):
             assert getattr(defaults, name) == parameter.default, name
 
 
-def test_accelerates_parameters_come_first_in_its_order() -> None:
+def test_accelerates_parameters_come_first_and_in_its_order() -> None:
     names = list(inspect.signature(notebook_launcher).parameters)
     assert names[:15] == [
         "function", "args", "num_processes", "mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes",
@@ -99,18 +99,18 @@ def test_accelerates_parameters_come_first_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("args", ["abc", b"abc", 3, None])
-def test_arguments_that_are_no_tuple(args: Any) -> None:
+def test_arguments_that_are_not_a_tuple_are_refused(args: Any) -> None:
     with pytest.raises(ValueError, match=r"print, \("):
         notebook_launcher(print, args)
 
 
 @pytest.mark.parametrize("function", [None, 3, "train"])
-def test_what_is_not_a_function(function: Any) -> None:
+def test_a_training_function_that_cannot_be_called_is_refused(function: Any) -> None:
     with pytest.raises(ValueError, match=r"notebook_launcher\(train, \(args,\)\)"):
         notebook_launcher(function)
 
 
-def test_a_called_function_is_explained() -> None:
+def test_the_result_of_a_called_function_is_refused_with_an_explanation() -> None:
     with pytest.raises(ValueError, match="is not a function"):
         notebook_launcher(print("called"), num_processes=2)  # type: ignore[func-returns-value,arg-type]
 
@@ -134,17 +134,17 @@ def test_a_config_of_another_type_is_refused() -> None:
         ({"rdzv_conf": "join_timeout=3"}, "rdzv_conf=*** is not allowed; pass a dict"),
     ],
 )
-def test_settings_of_several_notebooks_that_do_not_fit(settings: dict[str, Any], said: str) -> None:
+def test_contradictory_settings_of_several_notebooks_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         LaunchConfig(**settings)
 
 
-def test_several_notebooks_with_either_back_end() -> None:
+def test_several_notebooks_work_with_either_back_end() -> None:
     assert LaunchConfig(num_nodes=2, node_rank=1).rdzv_backend == "static"
     elastic = LaunchConfig(num_nodes=3, rdzv_backend="c10d", min_nodes=2, rdzv_endpoint="10.0.0.1:29400")
     assert elastic.rendezvous_address == ("10.0.0.1", 29400)
     assert LaunchConfig(num_nodes=2, min_nodes=2).min_nodes == 2
 
 
-def test_a_secret_is_not_in_what_a_configuration_shows() -> None:
+def test_the_repr_of_a_configuration_hides_the_secret() -> None:
     assert "hush" not in repr(LaunchConfig(num_nodes=2, rdzv_conf={"secret": "hush"}))

@@ -1,4 +1,4 @@
-"""Curves as images in reports."""
+"""Curves drawn as images in reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _picture(name: str, store: Store) -> ET.Element:
     return ET.fromstring(base64.b64decode(data[1]))
 
 
-def test_an_image_has_a_line_per_rank_and_a_legend() -> None:
+def test_an_image_has_one_line_per_rank_and_a_legend() -> None:
     root = _picture("loss", _store())
     space = "{http://www.w3.org/2000/svg}"
     assert len(root.findall(f"{space}path")) == 2
@@ -45,7 +45,7 @@ def test_an_image_has_a_line_per_rank_and_a_legend() -> None:
     assert {"rank", "0", "1"} <= set(texts)
 
 
-def test_names_are_escaped_in_image_and_alt_text() -> None:
+def test_names_are_escaped_in_the_image_and_the_alt_text() -> None:
     store = _store(EVIL)
     html = svg_curves.metric_image([Source(store, 100.0)], EVIL)
     assert "<script>" not in html
@@ -69,7 +69,7 @@ def test_labels_fit_left_of_the_axis(values: list[float]) -> None:
         assert float(text.get("x", "nan")) >= svg_curves.DIGIT * len(text.text or ""), text.text
 
 
-def test_gaps_and_values_that_are_not_finite() -> None:
+def test_gaps_and_values_that_are_not_finite_are_not_drawn() -> None:
     store = Store()
     for step, value in enumerate([1.0, math.nan, 2.0, 3.0, math.inf, 1e308, -1e308]):
         store.add([Record(0, float(step), MetricEvent({"loss": value}, step))])
@@ -84,14 +84,14 @@ def test_gaps_and_values_that_are_not_finite() -> None:
     _picture("empty", store)
 
 
-def test_a_single_point_is_a_dot() -> None:
+def test_a_single_point_is_drawn_as_a_dot() -> None:
     root = _picture("loss", _store(ranks=1, steps=1))
     (dot,) = root.findall("{http://www.w3.org/2000/svg}circle")
     assert float(dot.attrib["r"]) == svg_curves.ALONE
     assert root.find("{http://www.w3.org/2000/svg}path") is None
 
 
-def test_with_many_ranks_the_envelope_and_the_chosen_ranks_are_drawn() -> None:
+def test_with_many_ranks_the_envelope_and_the_selected_ranks_are_drawn() -> None:
     store = _store(ranks=20, steps=10)
     envelope, *others = svg_curves.curves_of([Source(store, 100.0, chosen=[3, 17, 99])], "loss")
     assert [curve.label for curve in others] == ["rank 3", "rank 17"]
@@ -108,7 +108,7 @@ def test_with_many_ranks_the_envelope_and_the_chosen_ranks_are_drawn() -> None:
 
 def test_two_hundred_thousand_points_make_a_small_image_quickly() -> None:
     store = _store(ranks=4, steps=49_000)
-    begin = time.thread_time()  # processor time: test machines are busy
+    begin = time.thread_time()  # Measure processor time, because test machines are busy.
     html = svg_curves.image("loss", svg_curves.curves_of([Source(store, 100.0)], "loss"), "")
     assert time.thread_time() - begin < 10
     assert len(html) < 60_000
@@ -123,7 +123,7 @@ def test_two_hundred_thousand_points_make_a_small_image_quickly() -> None:
         (5.0, 5.0, [5.0]),
     ],
 )
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
     assert np.allclose(svg_curves.ticks(low, high, 4), expected)
 
 

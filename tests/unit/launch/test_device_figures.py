@@ -1,6 +1,6 @@
-"""The memory of each rank's devices and their use, from real ranks, in a container's pid namespace too.
+"""The memory and utilization of each rank's devices, from real ranks, also in a container's pid namespace.
 
-NVML is a library with its interface; torch.cuda in the ranks is a stand-in where there is no GPU.
+A stub library with the interface of NVML is loaded; `torch.cuda` in the ranks is a stub on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def _launch(folder: Path, before: list[str], library: Path) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize("before", [[], CONTAINER], ids=["host", "container"])
-def test_each_rank_counts_its_memory_and_the_driver_measures_the_use(before: list[str], tmp_path: Path) -> None:
+def test_each_rank_counts_its_memory_and_the_driver_measures_utilization(before: list[str], tmp_path: Path) -> None:
     library = fake_gpu.build(tmp_path)
     if before and subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine allows no pid namespaces")
     pids, found, report = _launch(tmp_path, before, library)
     if before:
-        assert max(pids) < 1000, "a pid of the namespace, not of the host"
+        assert max(pids) < 1000, "the pid is that in the namespace, not the host's"
     assert found == [
         [
             {
@@ -100,7 +100,7 @@ def _peak_of_a_short_run() -> None:
     cuda.hold(0, 0)
 
 
-def test_the_peak_of_a_run_shorter_than_a_report_is_kept_and_a_rank_may_hold_several_devices() -> None:
+def test_the_peak_of_a_short_run_is_kept_and_a_rank_may_hold_several_devices() -> None:
     run: Run = notebook_launcher(_peak_of_a_short_run, num_processes=1, start_method="fork")
     assert [(device.device, device.peak) for device in run.store.devices.of_rank(0)] == [
         ("cuda:0", 5 * GIB),
@@ -119,7 +119,7 @@ def _broken_counters() -> int:
     return 7
 
 
-def test_counters_that_fail_are_reported_once_and_do_not_disturb_the_run() -> None:
+def test_failing_counters_are_reported_once_and_do_not_disturb_the_run() -> None:
     run: Run = notebook_launcher(_broken_counters, num_processes=1, start_method="fork")
     assert run.results == (7,)
     notes = [text for text in run.warnings if "driver was reset" in text]
@@ -132,7 +132,7 @@ def _without_devices() -> None:
     time.sleep(1.5)
 
 
-def test_a_rank_without_a_device_reports_none() -> None:
+def test_a_rank_without_a_device_reports_no_figures() -> None:
     run: Run = notebook_launcher(_without_devices, num_processes=1, start_method="fork")
     assert not run.store.devices
     assert "Devices" not in run.report().text
@@ -143,6 +143,6 @@ def _hang() -> None:
     time.sleep(500)
 
 
-def test_figures_are_no_sign_of_progress() -> None:
+def test_figures_do_not_count_as_progress() -> None:
     with pytest.raises(RunTimeoutError, match="hang_timeout"):
         notebook_launcher(_hang, num_processes=1, start_method="fork", hang_timeout=4, timeout=240)

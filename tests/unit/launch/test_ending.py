@@ -1,4 +1,4 @@
-"""What a rank's end means when it comes while the ranks are stopped."""
+"""The meaning of a rank's exit that arrives while the ranks are being stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def failed(rank: int, kind: str, message: str) -> RankFailure:
 
 
 class Attempt:
-    """Two ranks without processes, and their stop sequence."""
+    """Two ranks without processes, and the sequence that stops them."""
 
     def __init__(self) -> None:
         self.journal = make_run().journal
@@ -46,7 +46,7 @@ def attempt() -> Attempt:
 
 
 @pytest.mark.parametrize("reason", [USER_STOP, LATE])
-def test_a_rank_that_lost_a_stopped_one_before_its_own_signal_came_is_stopped_too(
+def test_a_rank_that_lost_a_stopped_peer_before_its_own_signal_arrived_counts_as_stopped(
     attempt: Attempt, reason: StopReason
 ) -> None:
     attempt.stops.stop(5.0, reason)
@@ -55,29 +55,29 @@ def test_a_rank_that_lost_a_stopped_one_before_its_own_signal_came_is_stopped_to
     assert attempt.stops.failures == []
 
 
-def test_what_a_rank_does_itself_while_it_is_stopped_is_a_failure(attempt: Attempt) -> None:
+def test_an_error_that_a_rank_raises_itself_while_it_is_stopped_is_a_failure(attempt: Attempt) -> None:
     attempt.stops.stop(5.0, USER_STOP)
     attempt.stops.fail(failed(1, "OSError", "no space left on device"), attempt.ranks[1])
     assert attempt.state(1) == "failed"
     assert [failure.rank for failure in attempt.stops.failures] == [1]
 
 
-def test_ranks_that_stop_for_a_late_host_lose_each_other(attempt: Attempt) -> None:
+def test_ranks_that_are_stopped_because_of_a_late_host_lose_each_other(attempt: Attempt) -> None:
     assert attempt.stops.make_room(MAKES_ROOM)
-    assert not attempt.stops.make_room(MAKES_ROOM), "it has begun"
+    assert not attempt.stops.make_room(MAKES_ROOM), "the stop sequence has started"
     attempt.stops.fail(failed(1, *LOST), attempt.ranks[1])
     assert attempt.state(1) == "failed"
     assert attempt.stops.reason is MAKES_ROOM
 
 
 def begun(stops: StopSequence) -> None:
-    """Let the others' time to fail by themselves pass."""
+    """Let the other ranks' grace period pass, during which they may fail by themselves."""
     while (due := stops.next_due()) is not None and due > time.monotonic():
         time.sleep(due - time.monotonic())
     stops.signal_when_due([])
 
 
-def test_a_machine_that_goes_while_others_are_stopped_for_their_failure_was_lost(attempt: Attempt) -> None:
+def test_a_machine_that_disappears_while_others_are_stopped_for_their_failure_was_lost(attempt: Attempt) -> None:
     attempt.stops.fail(failed(0, *LOST), attempt.ranks[0])
     begun(attempt.stops)
     attempt.stops.rank_exited(attempt.ranks[1], Exit(lost="node 1 (there) was lost"))
@@ -85,7 +85,7 @@ def test_a_machine_that_goes_while_others_are_stopped_for_their_failure_was_lost
 
 
 @pytest.mark.parametrize("end", [Exit(signal=2), Exit(signal=9), Exit(code=1)])
-def test_a_rank_that_ends_of_what_stops_it_has_not_failed(attempt: Attempt, end: Exit) -> None:
+def test_a_rank_that_exits_because_of_the_stop_signal_is_not_a_failure(attempt: Attempt, end: Exit) -> None:
     attempt.stops.fail(failed(0, "KeyError", "'x'"), attempt.ranks[0])
     begun(attempt.stops)
     attempt.stops.rank_exited(attempt.ranks[1], end)

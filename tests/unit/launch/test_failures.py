@@ -1,4 +1,4 @@
-"""Which rank failed first, which only followed, and what the messages say."""
+"""Which rank failed first, which ranks only followed, and the texts of the messages."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ KILLED = failures.from_exit(1, Exit(signal=9), oom_kills=0)
 
 @pytest.mark.parametrize(("kind", "message"), LOST)
 @pytest.mark.parametrize("cause", [_failed(1, 2.0), KILLED], ids=["error", "death"])
-def test_a_lost_peer_is_a_consequence_although_it_was_earlier(cause: RankFailure, kind: str, message: str) -> None:
+def test_a_lost_peer_is_a_consequence_even_if_it_was_reported_earlier(
+    cause: RankFailure, kind: str, message: str
+) -> None:
     found = failures.ordered([_failed(0, 1.0, kind, message, line=9), cause])
     assert [(f.rank, f.consequence) for f in found] == [(1, False), (0, True)]
 
 
-def test_where_all_only_lost_their_peer_the_earliest_is_first() -> None:
+def test_if_all_ranks_only_lost_a_peer_the_earliest_is_first() -> None:
     kind, message = LOST[0]
     found = failures.ordered([_failed(1, 2.0, kind, message), _failed(0, 1.0, kind, message)])
     assert found[0].rank == 0
@@ -69,7 +71,7 @@ def test_other_errors_are_ordered_by_time(kind: str, message: str) -> None:
     assert [(f.rank, f.consequence) for f in found] == [(0, False), (1, True)]
 
 
-def test_the_same_failure_everywhere_is_nobodys_consequence_and_one_group() -> None:
+def test_the_same_failure_everywhere_is_one_group_and_not_a_consequence() -> None:
     found = failures.ordered([_failed(rank, 1.0 + rank) for rank in (2, 0, 1)])
     assert [(f.rank, f.consequence) for f in found] == [(0, False), (1, False), (2, False)]
     assert [[f.rank for f in group] for group in failures.grouped(found)] == [[0, 1, 2]]
@@ -78,7 +80,7 @@ def test_the_same_failure_everywhere_is_nobodys_consequence_and_one_group() -> N
     assert sum("KeyError" in line for line in lines) == 1
 
 
-def test_messages_may_differ_in_a_group_but_not_places() -> None:
+def test_messages_within_a_group_may_differ_but_not_places() -> None:
     same = failures.ordered([_failed(0, 1.0, message="'rank 0'"), _failed(1, 1.1, message="'rank 1'")])
     assert len(failures.grouped(same)) == 1
     apart = failures.ordered([_failed(0, 1.0, line=3), _failed(1, 1.1, line=4)])
@@ -90,25 +92,25 @@ def _ended(message: str) -> str:
     return failures.failed(7, state).message  # type: ignore[arg-type]
 
 
-def test_the_error_has_all_lines_of_a_message() -> None:
+def test_the_error_contains_all_lines_of_a_short_message() -> None:
     text = _ended('Error(s) in loading state_dict:\n\tMissing key(s): "weight".\n')
     first = "run 7 failed. rank 0: ValueError: Error(s) in loading state_dict: at train.py, line 3"
     assert text == first + '\n  \tMissing key(s): "weight".'
 
 
-def test_the_error_has_the_start_of_a_message_of_many_lines() -> None:
+def test_the_error_contains_the_start_of_a_long_message() -> None:
     assert len(_ended("x\n" * 10**6)) < 1000
     assert len(_ended("a\n" + "x" * 10**6)) < 1500
     assert _ended("a\n" + "x" * 10**6).endswith("x …")
 
 
-def test_nothing_failed() -> None:
+def test_without_failures_the_lists_are_empty() -> None:
     assert failures.ordered([]) == []
     assert failures.grouped([]) == []
     assert failures.failure_lines([]) == []
 
 
-def test_the_text_names_first_and_consequence() -> None:
+def test_the_text_names_the_first_failure_and_its_consequences() -> None:
     found = failures.ordered([_failed(0, 1.0, *LOST[0], line=9), _failed(1, 2.0)])
     text = "\n".join(failures.failure_lines(found))
     assert text.startswith("rank 1 failed first:\n  train.py, line 3, in train\n    x\nKeyError: 'x'")
@@ -127,7 +129,7 @@ def test_the_text_names_first_and_consequence() -> None:
         ([8, 0, 1, 2, 3], "ranks 0–3, 8"),
     ],
 )
-def test_names_of_ranks(ranks: list[int], text: str) -> None:
+def test_names_of_ranks_are_shortened(ranks: list[int], text: str) -> None:
     assert rank_names(ranks) == text
 
 
@@ -165,7 +167,7 @@ def test_a_death_in_a_slice_names_the_memory_of_the_slice(monkeypatch: pytest.Mo
         (Exit(), 0, ["ended"]),
     ],
 )
-def test_a_death_says_how_and_why(end: Exit, oom: int | None, words: list[str]) -> None:
+def test_a_death_is_reported_with_its_signal_and_its_likely_cause(end: Exit, oom: int | None, words: list[str]) -> None:
     found = failures.from_exit(2, end, oom_kills=oom)
     assert all(word in found.message for word in words), found.message
     assert "None" not in found.message
@@ -222,13 +224,13 @@ def test_an_exception_comes_back_as_itself() -> None:
         (UnspeakableError(), ["UnspeakableError: <its message cannot be shown: ValueError>"]),
     ],
 )
-def test_exceptions_that_do_not_travel_are_told_all_the_same(error: Exception, words: list[str]) -> None:
+def test_exceptions_that_cannot_be_pickled_are_still_reported(error: Exception, words: list[str]) -> None:
     found = _failure(1, _event(error))
     assert all(word in found.message for word in words), found.message
     assert found.chain[-1].frames
 
 
-def test_all_exceptions_of_a_run_share_the_time_to_unpickle_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_exceptions_of_a_run_share_one_time_limit_for_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "UNPICKLE_SECONDS", 0.1)
     exceptions = failures.ExceptionLoader()
     first = failures.from_event(0, _event(SlowError()), exceptions)
@@ -239,12 +241,12 @@ def test_all_exceptions_of_a_run_share_the_time_to_unpickle_them(monkeypatch: py
     assert isinstance(_failure(1, _event(KeyError("x"))).exception, KeyError)
 
 
-def test_system_exit_says_with_what() -> None:
+def test_system_exit_is_reported_with_its_status() -> None:
     assert "sys.exit(3)" in _failure(0, _event(SystemExit(3), "exit")).message
     assert "sys.exit('gone')" in _failure(0, _event(SystemExit("gone"), "exit")).message
 
 
-def test_chains_notes_and_groups_are_told() -> None:
+def test_chained_exceptions_notes_and_groups_are_reported() -> None:
     try:
         try:
             raise KeyError("root")
@@ -259,13 +261,13 @@ def test_chains_notes_and_groups_are_told() -> None:
     assert [info.link for info in chain] == ["cause", ""]
 
 
-def test_an_exception_that_is_its_own_cause_ends() -> None:
+def test_an_exception_that_is_its_own_cause_does_not_loop() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert len(chain_of(first)) == 2
 
 
-def test_a_deep_recursion_is_shortened() -> None:
+def test_the_traceback_of_a_deep_recursion_is_shortened() -> None:
     def deep(n: int) -> None:
         if n == 0:
             raise ValueError("bottom")
@@ -283,7 +285,7 @@ def _ended_with(*found: RankFailure) -> RunEnded:
     return failures.failed(7, state)
 
 
-def test_the_errors_type_tells_an_exception_from_a_death() -> None:
+def test_the_type_of_the_error_distinguishes_an_exception_from_a_death() -> None:
     died = _ended_with(failures.from_exit(0, Exit(signal=9), oom_kills=0))
     assert died.error == "WorkerDiedError"
     raised = _ended_with(_failed(1, 1.0), _failed(0, 0.5, *LOST[0], line=9))

@@ -1,4 +1,4 @@
-"""Whether a kernel is safe to fork: each hazard in a process of its own, where it is real."""
+"""Whether a kernel is safe to fork. Each hazard is tested with a real one, in a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux kern
 
 
 def _told(script: str, **environment: str) -> Any:
-    """Run a script in a new interpreter; return what it says in its last line, as JSON."""
+    """Run a script in a new interpreter. Return the JSON of its last line of output."""
     done = subprocess.run(
         [sys.executable, "-c", "import json, os, threading, time\n" + textwrap.dedent(script)],
         env={**os.environ, **environment},
@@ -48,7 +48,7 @@ def test_a_plain_kernel_is_safe() -> None:
 
 
 def test_a_warm_openmp_team_of_the_main_thread_is_no_hazard() -> None:
-    """The run's thread forks the ranks, so the probe is not forked from the thread that asks either."""
+    """The run's thread forks the ranks, so the probe is not forked from the calling thread either."""
     script = """
     import torch
     torch.set_num_threads(2)
@@ -58,8 +58,8 @@ def test_a_warm_openmp_team_of_the_main_thread_is_no_hazard() -> None:
 
 
 @pytest.mark.parametrize("name", ["jemalloc", "tcmalloc"])
-def test_another_allocator_is_seen_by_its_library(tmp_path: Path, name: str) -> None:
-    """Any library will do: what the loader was told to put before all others is what the map shows."""
+def test_another_allocator_is_recognized_by_its_library(tmp_path: Path, name: str) -> None:
+    """Any library serves the test: the memory map shows the libraries that LD_PRELOAD has named."""
     found = re.search(r"/\S+/libm[.-]\S+", Path("/proc/self/maps").read_text())
     if found is None:
         pytest.skip("this interpreter has its libraries built in")
@@ -67,7 +67,7 @@ def test_another_allocator_is_seen_by_its_library(tmp_path: Path, name: str) -> 
     assert _told(HAZARD, LD_PRELOAD=str(library)) == f"{name} is the kernel's allocator"
 
 
-def test_an_open_process_group() -> None:
+def test_an_open_process_group_is_a_hazard() -> None:
     script = """
     import torch.distributed as dist
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -75,7 +75,7 @@ def test_an_open_process_group() -> None:
     assert _told(textwrap.dedent(script) + HAZARD) == "a process group is open in the kernel"
 
 
-def test_a_thread_that_computes() -> None:
+def test_a_computing_thread_is_a_hazard() -> None:
     script = """
     def spin():
         while True:
@@ -91,8 +91,8 @@ def test_a_thread_that_computes() -> None:
 
 
 @pytest.mark.parametrize("broken", ["time.sleep(600)", "os._exit(3)", "os.kill(os.getpid(), 11)"])
-def test_a_probe_that_does_not_come_through(broken: str) -> None:
-    """What a library does in a forked child hangs or ends it; the probe is ended, and nothing of it is left."""
+def test_a_probe_that_fails_is_a_hazard(broken: str) -> None:
+    """Library code may hang or kill a forked child. The probe is killed and leaves nothing behind."""
     script = f"""
     import psutil
     from notebook_accelerate.launch.processes import fork_probe
@@ -107,12 +107,12 @@ def test_a_probe_that_does_not_come_through(broken: str) -> None:
     print(json.dumps([hazards, took, len(psutil.Process().children()), left]))
     """
     hazards, took, children, descriptors = _told(script)
-    assert hazards == ["a probe forked from the kernel did not finish"] * 4  # a failure is not remembered
+    assert hazards == ["a probe forked from the kernel did not finish"] * 4  # A failure is not cached.
     assert (children, descriptors) == (0, 0)
-    assert took < 60, "the child sleeps for ten minutes: its limit has ended it"
+    assert took < 60, "the child sleeps for ten minutes, so its time limit ended it"
 
 
-def test_a_launch_from_such_a_kernel_forks_from_the_clean_server() -> None:
+def test_a_launch_from_an_unsafe_kernel_forks_from_the_zygote() -> None:
     script = """
     import notebook_accelerate
     os.register_at_fork(after_in_child=lambda: time.sleep(600))
@@ -125,8 +125,8 @@ def test_a_launch_from_such_a_kernel_forks_from_the_clean_server() -> None:
     assert "a probe forked from the kernel did not finish" in reason
 
 
-def test_a_probe_is_not_repeated_while_the_kernel_is_the_same(tmp_path: Path) -> None:
-    """Other libraries, or threads of another kind, are what a fork may break on: then it is tried again."""
+def test_a_probe_is_not_repeated_while_the_kernel_is_unchanged(tmp_path: Path) -> None:
+    """Forking may fail because of newly loaded libraries or new threads, so these repeat the probe."""
     script = f"""
     import ctypes, re, shutil
     from notebook_accelerate.launch.processes import fork_probe
@@ -153,7 +153,7 @@ def test_a_probe_is_not_repeated_while_the_kernel_is_the_same(tmp_path: Path) ->
     assert _told(script)[:7] in ([1, 0, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0])
 
 
-def test_an_interrupt_while_the_probe_is_awaited_leaves_no_child() -> None:
+def test_an_interrupt_while_waiting_for_the_probe_leaves_no_child() -> None:
     script = """
     import psutil, signal
     from notebook_accelerate.launch.processes import fork_probe
@@ -175,12 +175,12 @@ def test_an_interrupt_while_the_probe_is_awaited_leaves_no_child() -> None:
     assert _told(script) == 0
 
 
-# ---- devices that another run holds
+# ---- devices used by another run
 
 
 @pytest.fixture
 def running() -> Iterator[Run]:
-    """Return a run that goes on until it is stopped."""
+    """Return a run that lasts until it is stopped."""
 
     def wait() -> None:
         import time
@@ -193,16 +193,16 @@ def running() -> Iterator[Run]:
 
 
 def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of a machine with accelerators stands for the one made here; the run is real."""
+    """The plan is replaced with one for a machine with accelerators; the run is real."""
     assert running.plan is not None
     on_cpu, on_cuda = running.plan, replace(running.plan, accelerator="cuda")
     other = notebook_launcher(int, num_processes=1, panel=False)
-    run_registry.check_devices(other, on_cpu)  # processors are shared
+    run_registry.check_devices(other, on_cpu)  # Processors are shared.
     run_registry.check_devices(other, on_cuda)
     monkeypatch.setattr(Run, "plan", property(lambda run: on_cuda if run is running else on_cpu))
     run_registry.check_devices(other, on_cpu)
     run_registry.check_devices(other, replace(on_cuda, accelerator="xpu"))
-    run_registry.check_devices(running, on_cuda)  # its own, when it restarts
+    run_registry.check_devices(running, on_cuda)  # Its own devices, when it restarts.
     with pytest.raises(DeviceBusyError) as caught:
         run_registry.check_devices(other, on_cuda)
     apart = (
@@ -211,7 +211,7 @@ def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pyt
     )
     with monkeypatch.context() as patch:
         patch.setattr(Run, "config", property(lambda run: apart[run is not running]), raising=False)
-        run_registry.check_devices(other, on_cuda)  # on other devices
+        run_registry.check_devices(other, on_cuda)  # On other devices.
     place = run_registry.runs().index(running)
     assert str(caught.value) == (
         f"run {running.id} (wait) holds the cuda devices; wait for it, or end it with "

@@ -1,4 +1,4 @@
-"""What ended runs keep: no arguments, and the results of the last runs and of those that a variable refers to."""
+"""What finished runs keep in memory: no arguments, and only the results of recent runs and of those in variables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LARGE = 2 << 20
 
 
 class Argument:
-    """What a test looks after."""
+    """An object whose deletion a test observes."""
 
     def __init__(self) -> None:
         self.tensor = torch.ones(100)
@@ -40,7 +40,7 @@ class Argument:
 
 @pytest.fixture(autouse=True)
 def without_collector() -> Iterator[None]:
-    """Switch the collector of cycles off: what is freed here is freed at once."""
+    """Disable the cyclic garbage collector, so that only reference counts free objects."""
     gc.collect()
     gc.disable()
     yield
@@ -113,7 +113,7 @@ def test_arguments_of_a_launch_that_fails_are_dropped() -> None:
     with pytest.raises(notebook_accelerate.SerializationError):
         launch(int, argument, start_method="zygote")
     del argument
-    gc.collect()  # the error's traceback refers to its frames, and they to the error
+    gc.collect()  # The traceback of the error refers to its frames, and they refer to the error.
     assert reference() is None
 
 
@@ -125,7 +125,7 @@ def _value_of(run: Run) -> weakref.ref[Any]:
 
 
 @METHODS
-def test_a_run_that_nobody_refers_to_is_among_the_last_three(method: str, count: int) -> None:
+def test_a_run_without_references_is_kept_among_the_last_three(method: str, count: int) -> None:
     run = launch(lambda: torch.ones(10), num_processes=count, start_method=method)
     value, number = _value_of(run), run.id
     del run
@@ -191,7 +191,7 @@ def test_the_error_of_an_old_run_has_its_text_and_no_frames() -> None:
     del caught
     number = notebook_accelerate.runs()[-1].id
     _launch_several()
-    gc.collect()  # tracebacks
+    gc.collect()  # Tracebacks.
     assert reference() is None
     old = next(run for run in notebook_accelerate.runs() if run.id == number)
     assert "ValueError" in str(old.error)
@@ -202,7 +202,8 @@ def test_the_error_of_an_old_run_has_its_text_and_no_frames() -> None:
 
 def test_large_results_of_the_last_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_registry, "KEPT_RESULT_BYTES", 10 * LARGE)
-    numbers = [launch(lambda: torch.ones(LARGE)).id for _ in range(3)]  # 8 bytes for each of LARGE, by two ranks
+    # LARGE numbers of 8 bytes, from each of two ranks.
+    numbers = [launch(lambda: torch.ones(LARGE)).id for _ in range(3)]
 
     def kept() -> list[bool]:
         found = {run.id: run for run in notebook_accelerate.runs()}
@@ -210,10 +211,10 @@ def test_large_results_of_the_last_runs_are_bounded(monkeypatch: pytest.MonkeyPa
 
     assert kept() == [False, False, True]
     numbers.append(launch(lambda: torch.ones(4 * LARGE)).id)
-    assert kept() == [False, False, False, True], "the last run keeps its results, whatever they take"
+    assert kept() == [False, False, False, True], "the last run keeps its results, whatever their size"
 
 
-def test_the_last_runs_are_those_that_ended_last(tmp_path: Path) -> None:
+def test_the_kept_runs_are_those_that_finished_last(tmp_path: Path) -> None:
     def wait() -> Any:
         until((tmp_path / "go").exists)
         return "slow"
@@ -226,7 +227,7 @@ def test_the_last_runs_are_those_that_ended_last(tmp_path: Path) -> None:
     assert slow.results == ("slow",) * 2
 
 
-def test_a_run_that_lasts_is_kept_whatever_ends() -> None:
+def test_a_running_run_is_kept_regardless_of_how_many_others_finish() -> None:
     number = launch(time.sleep, 600, block=False).id
     _launch_several(4)
     lasting = next(run for run in notebook_accelerate.runs() if run.id == number)
@@ -246,7 +247,7 @@ def test_results_may_use_the_registry_when_they_are_deleted() -> None:
     assert found
 
 
-def test_deleting_runs_while_others_are_launched() -> None:
+def test_deleting_runs_while_launching_others_is_safe() -> None:
     errors: list[BaseException] = []
 
     def launch_and_drop() -> None:
@@ -269,7 +270,7 @@ def test_deleting_runs_while_others_are_launched() -> None:
 
 
 @METHODS
-def test_close_frees_the_results_at_once(method: str, count: int) -> None:
+def test_close_frees_the_results_immediately(method: str, count: int) -> None:
     run = launch(lambda: torch.ones(LARGE), num_processes=count, start_method=method)
     info, value = run.ranks[0], _value_of(run)
     run.close()
@@ -283,7 +284,7 @@ def test_close_frees_the_results_at_once(method: str, count: int) -> None:
     assert run.report().text
 
 
-def test_close_of_a_run_that_lasts_is_refused() -> None:
+def test_close_of_a_running_run_is_refused() -> None:
     run = launch(time.sleep, 600, block=False)
     until(lambda: run.status == "running")
     with pytest.raises(RunNotFinishedError, match=rf"run {run.id} is running; end it first: run\.stop\(\)"):
@@ -309,7 +310,7 @@ def test_close_keeps_what_the_user_has_read() -> None:
         (int, 0, 2000),
     ],
 )
-def test_the_estimate_of_a_value_in_the_kernel(value: Any, least: int, most: int) -> None:
+def test_the_size_of_a_value_in_the_kernel_is_estimated(value: Any, least: int, most: int) -> None:
     assert least <= rank_result.holding(value).nbytes <= most
 
 
@@ -338,7 +339,7 @@ class _FailingView:
         raise OSError("the view has no room")
 
 
-def test_a_view_that_fails_warns_and_leaves_the_launch_alone() -> None:
+def test_a_view_that_fails_warns_and_does_not_disturb_the_launch() -> None:
     view = _FailingView()
     run_registry.watch_launches(view.add)
     with pytest.warns(UserWarning, match="a view of launches failed: OSError: the view has no room"):

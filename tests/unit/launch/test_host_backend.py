@@ -1,4 +1,4 @@
-"""What a host without a notebook receives: the function, and the orders of its ranks."""
+"""The messages that a host without a notebook receives: the function, and the orders for its ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def double(values: bytes) -> bytes:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[HostConnection, Stream]]:
-    """Return the two ends of the connection to a host."""
+    """Return both ends of the connection to a host."""
     secret = new_secret()
     with closing(HostListener("127.0.0.1", secret)) as listener:
         host = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(1, "c3-n07"))
@@ -46,11 +46,11 @@ def ends() -> Iterator[tuple[HostConnection, Stream]]:
 
 def test_a_function_is_read_while_it_is_sent(ends: tuple[HostConnection, Stream]) -> None:
     connection, host = ends
-    values = os.urandom(8 * PART_BYTES)  # more than is sent before the first of it was read
+    values = os.urandom(8 * PART_BYTES)  # More is sent than the reader has consumed.
     backend = FunctionBackend(double, (values,))
     orders = [WorkerOrder(rank, {"RANK": str(rank)}, 1, capture_inherited_state()) for rank in (4, 5)]
     backend.send(connection, orders)
-    backend.close()  # as when the ranks of all other hosts have started
+    backend.close()  # As when the ranks of all other hosts have started.
 
     received: list[Event] = []
     while not received or not isinstance(received[-1], StartOrder):
@@ -64,12 +64,14 @@ def test_a_function_is_read_while_it_is_sent(ends: tuple[HostConnection, Stream]
     assert values in b"".join(payloads)
 
 
-def test_a_host_that_is_lost_while_a_function_is_sent_holds_up_nobody(ends: tuple[HostConnection, Stream]) -> None:
+def test_a_host_that_is_lost_during_the_transfer_of_a_function_delays_no_other_host(
+    ends: tuple[HostConnection, Stream],
+) -> None:
     connection, host = ends
     descriptors = open_descriptors()
     backend = FunctionBackend(double, (bytes(64 * PART_BYTES),))
     backend.send(connection, [WorkerOrder(0, {}, 1, capture_inherited_state())])
     backend.close()
-    assert open_descriptors() == descriptors + 1, "the function, of which the rest is still to be sent"
+    assert open_descriptors() == descriptors + 1, "the function, whose remainder is still to be sent"
     host.close()
     until(lambda: open_descriptors() < descriptors)

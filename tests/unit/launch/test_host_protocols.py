@@ -12,7 +12,7 @@ from notebook_accelerate.telemetry import Event, debug_protocol
 
 
 @pytest.mark.parametrize("module", [ray_backend, host_protocol, debug_protocol])
-def test_no_protocol_replaces_an_event_of_another(module: ModuleType) -> None:
+def test_no_protocol_overrides_an_event_of_another(module: ModuleType) -> None:
     names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     registered = [name for name in names if name in Event.registry]
     assert registered

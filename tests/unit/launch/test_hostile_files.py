@@ -1,4 +1,4 @@
-"""Files of runs that were made to do harm: each opens, or gives one error with its name, and costs little."""
+"""Malicious files of runs: each opens, or raises a single error that names the file, and costs little."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.support.runs import START, make_run
 
 
 def rows_of_a_run() -> list[list[Any]]:
-    """Return rows of all kinds of events, of a run that has failed."""
+    """Return rows with events of every kind, from a run that failed."""
     frame = FrameInfo("/tmp/ipykernel_1/2.py", 3, "train", "raise ValueError")
     failure = RankFailure(1, "exception", START + 2, "ValueError: x", (ExceptionInfo("ValueError", "x", (frame,), ""),))
     sizes = {kind: ShardSizes(100, 50, ("dp",)) for kind in ("parameters", "gradients")}
@@ -89,11 +89,11 @@ def write(folder: Path, rows: list[Any], head: dict[str, Any], *frames: bytes) -
     return folder
 
 
-# ---- values that nobody expects
+# ---- unexpected values
 
 
 def mutated(rng: random.Random, rows: list[Any], head: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return a copy in which some values are others, and some rows are elsewhere."""
+    """Return a copy with some values replaced and some rows moved."""
     rows, head = with_odd_values(rng, [rows, head], 2)
     if rng.random() < 0.3:
         index = rng.randrange(len(rows))
@@ -102,7 +102,7 @@ def mutated(rng: random.Random, rows: list[Any], head: dict[str, Any]) -> tuple[
 
 
 def use(run: Run) -> None:
-    """Use a run as its user and the views do."""
+    """Use a run as users and views do."""
     report = run.report()
     for text in (report.text, report.html, repr(run), str(run.logs()), str(run.ranks), str(run.plan), str(run.error)):
         text.encode()
@@ -113,7 +113,7 @@ def use(run: Run) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_odd_values_give_one_error_or_a_run(tmp_path: Path, seed: int) -> None:
+def test_odd_values_raise_one_error_or_give_a_run(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     rows, head, opened = rows_of_a_run(), header(), 0
     use(open_run(write(tmp_path / "unchanged", rows, head)))
@@ -135,7 +135,7 @@ def test_odd_values_give_one_error_or_a_run(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_odd_summaries_leave_a_table(tmp_path: Path, seed: int) -> None:
+def test_odd_summaries_still_give_a_table(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     summary = {
         "format": 1, "name": "made", "function": "train", "status": "failed", "started": START, "ended": START + 2,
@@ -152,7 +152,7 @@ def test_odd_summaries_leave_a_table(tmp_path: Path, seed: int) -> None:
     assert len(table) == 50
 
 
-# ---- small files that would take hours, or all memory
+# ---- small files that would take hours, or all memory, without bounds
 
 
 def _planned(count: int) -> list[Any]:
@@ -170,7 +170,7 @@ def _restarts(count: int, restarts: int) -> list[Any]:
 
 
 def _frames(text: bytes, count: int) -> list[bytes]:
-    """Return frames with the same JSON."""
+    """Return frames that share the same JSON."""
     lengths = struct.pack("<II", len(text), 0)
     return [lengths + struct.pack("<I", zlib.crc32(text, zlib.crc32(lengths))) + text] * count
 
@@ -205,7 +205,7 @@ COSTLY: dict[str, Callable[[], tuple[list[Any], dict[str, Any], list[bytes]]]] =
         header(), [],
     ),
 }  # fmt: skip
-"""Journals of at most 4 MB, by what is wrong with them."""
+"""Journals of at most 4 MB, by their defect."""
 
 _READ = """
 import gc, json, sys, time
@@ -232,7 +232,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, to measure memory")
 def test_small_files_cost_little(tmp_path: Path) -> None:
-    """Opening and reporting takes seconds and some hundred MB; without bounds, hours and gigabytes."""
+    """Opening and reporting takes seconds and some hundred MB. Without bounds it would take hours and gigabytes."""
     for name, make in COSTLY.items():
         (tmp_path / name).mkdir()
         rows, head, frames = make()
@@ -249,10 +249,10 @@ def test_small_files_cost_little(tmp_path: Path) -> None:
         assert not problem or JOURNAL_NAME in problem
 
 
-# ---- what is no file
+# ---- paths that are not regular files
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_opening_something_that_is_not_a_regular_file_does_not_block(tmp_path: Path) -> None:
     write(tmp_path / "good", rows_of_a_run(), header())
     for name in ("pipe", "zero", "folder", "loop"):
         (tmp_path / name).mkdir()
@@ -270,7 +270,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "x" * 5000, "a/" + "x" * 5000, "a\0b", "\ud800"])
-def test_a_path_that_cannot_be_is_one_error(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_path_raises_one_error(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (open_run, runs):
         with pytest.raises((ValueError, FileNotFoundError)) as caught:

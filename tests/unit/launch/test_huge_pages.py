@@ -1,4 +1,4 @@
-"""The memory of a process that forks ranks is moved into huge pages, and nothing else is."""
+"""Moving the memory of a process that forks ranks into huge pages, and no other memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 8 * fork_costs.HUGE_PAGE
 
 
 def in_huge_pages(memory: mmap.mmap) -> int:
-    """Return the bytes of a mapping that are in huge pages."""
+    """Return the number of bytes of a mapping that are in huge pages."""
     address = _address(memory)
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -36,7 +36,7 @@ def _address(memory: mmap.mmap) -> int:
 @pytest.fixture
 def memory() -> mmap.mmap:
     found = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found.madvise(mmap.MADV_NOHUGEPAGE)  # the test's own pages begin small on every system
+    found.madvise(mmap.MADV_NOHUGEPAGE)  # The pages of the test start out small on every system.
     found.write(b"x" * SIZE)
     found.madvise(mmap.MADV_HUGEPAGE)
     if not _can_collapse():
@@ -51,7 +51,7 @@ def _can_collapse() -> bool:
 
 def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
-    for _ in range(10):  # a busy system has no huge page free at times, and moves none then
+    for _ in range(10):  # A busy system may have no free huge page at the moment, and then moves nothing.
         fork_costs.collapse_memory(30)
         if in_huge_pages(memory) >= SIZE - 2 * fork_costs.HUGE_PAGE:
             break
@@ -67,7 +67,7 @@ def test_sparse_memory_stays_as_it_is(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
 
 
-def test_it_stops_when_it_is_told_to(memory: mmap.mmap) -> None:
+def test_it_stops_on_request(memory: mmap.mmap) -> None:
     fork_costs.collapse_memory(30, stop=lambda: True)
     assert in_huge_pages(memory) == 0
     fork_costs.collapse_memory(-1)
@@ -75,6 +75,6 @@ def test_it_stops_when_it_is_told_to(memory: mmap.mmap) -> None:
 
 
 @pytest.mark.parametrize("file", ["_MAPS", "_PAGEMAP"])
-def test_it_does_nothing_where_the_system_hides_the_memory_map(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_nothing_if_the_system_hides_the_memory_map(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_costs, file, Path("/proc/self/hidden"))
     fork_costs.collapse_memory(30)

@@ -1,4 +1,4 @@
-"""Ranks inherit the settings of the thread that launches them, whatever starts them."""
+"""Ranks inherit the settings of the thread that launches them, with every start method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _thread_settings() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("method", ["inline", "fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
-def test_the_settings_of_the_cells_thread_reach_every_rank(method: str) -> None:
+def test_the_settings_of_the_calling_thread_reach_every_rank(method: str) -> None:
     count = 1 if method == "inline" else 2
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.float16):
         run = notebook_launcher(_thread_settings, (), count, use_port=0, start_method=method, panel=False)
@@ -64,12 +64,12 @@ def test_the_settings_of_the_process_reach_every_rank(method: str) -> None:
 
 
 def _queued_seed() -> tuple[int, bool]:
-    # The seed that CUDA's generators get once the device is used.
+    # The seed that the generators of CUDA use once the device is initialized.
     return torch.initial_seed(), bool(torch.cuda._lazy_seed_tracker.call_order)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
-def test_devices_of_a_kernel_without_a_seed_are_not_seeded(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_not_seeded_if_the_kernel_has_no_seed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda._lazy_seed_tracker, "call_order", [])  # type: ignore[attr-defined]
     run = notebook_launcher(_queued_seed, (), 1, use_port=0, start_method=method)
     assert not run.results[0][1]

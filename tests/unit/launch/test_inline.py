@@ -1,4 +1,4 @@
-"""One process: the kernel itself is the rank, and gets everything back."""
+"""Launches of one process: the kernel itself is the rank, and its state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from notebook_accelerate.telemetry import MetricEvent, current_sink, install_sin
 from tests.support.interpreters import InterpreterServer
 
 
-def test_it_is_this_process_with_a_ranks_environment_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_this_process_with_a_temporary_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "the user's own")
     before = dict(os.environ)
     streams = sys.stdout, sys.stderr
@@ -41,7 +41,7 @@ def test_it_is_this_process_with_a_ranks_environment_for_a_while(monkeypatch: py
     assert current_sink() is None
 
 
-def test_environment_and_streams_come_back_after_an_error_too() -> None:
+def test_environment_and_streams_are_restored_after_an_error_too() -> None:
     before, streams = dict(os.environ), (sys.stdout, sys.stderr)
 
     def fail() -> None:
@@ -62,7 +62,7 @@ def test_environment_and_streams_come_back_after_an_error_too() -> None:
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, "succeeded"), (0, "succeeded"), (3, "failed"), ("msg", "failed")])
-def test_system_exit_is_the_functions_not_the_kernels(code: Any, status: str) -> None:
+def test_system_exit_ends_the_function_and_not_the_kernel(code: Any, status: str) -> None:
     if status == "failed":
         with pytest.raises(WorkerError) as caught:
             notebook_launcher(sys.exit, (code,))
@@ -75,7 +75,7 @@ def test_system_exit_is_the_functions_not_the_kernels(code: Any, status: str) ->
 
 
 class _Odd:
-    """A value that cannot be asked for anything."""
+    """A value whose every method raises."""
 
     @property
     def __class__(self) -> Any:
@@ -117,7 +117,7 @@ def test_odd_classes_do_not_hide_the_error_of_the_function(make: Callable[[], Ba
     assert caught.value.run.status == "failed"
 
 
-def test_an_interrupt_is_a_keyboard_interrupt_with_the_run() -> None:
+def test_an_interrupt_raises_keyboard_interrupt_and_ends_the_run() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -127,8 +127,8 @@ def test_an_interrupt_is_a_keyboard_interrupt_with_the_run() -> None:
     assert "RANK" not in os.environ
 
 
-def test_virtual_xla_devices_are_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan counts devices by the kernel's environment."""
+def test_virtual_xla_devices_use_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan counts devices from the kernel's environment."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
     machine = replace(hardware.detect(), accelerator="xla", count=4)
@@ -139,7 +139,7 @@ def test_virtual_xla_devices_are_one_process(monkeypatch: pytest.MonkeyPatch) ->
     assert (run.plan.accelerator, run.plan.devices) == ("xla", 4)
 
 
-def test_an_interrupt_before_the_function_gives_everything_back(press: Callable[..., None]) -> None:
+def test_an_interrupt_before_the_function_restores_everything(press: Callable[..., None]) -> None:
     before, streams = dict(os.environ), (sys.stdout, sys.stderr)
     press(install_sink.__code__, event="return")
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -176,14 +176,14 @@ print(*notebook_launcher(train).automatic_metrics)
 """
 
 
-def test_an_interrupt_while_libraries_are_connected_leaves_none_out(interpreters: InterpreterServer) -> None:
-    """A process connects each library once; this one has connected torch already."""
+def test_an_interrupt_while_patching_libraries_skips_none(interpreters: InterpreterServer) -> None:
+    """A process patches each library once; this one has already patched torch."""
     done = interpreters.run("-c", _INTERRUPTED_AS_TORCH_IS_CONNECTED, env=os.environ)
     assert done.stdout == "interrupted\nauto/lr\n", done.stderr
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_while_the_run_shows_its_end_leaves_it_ended() -> None:
+def test_an_interrupt_while_the_end_of_the_run_is_displayed_leaves_it_finished() -> None:
     runs = []
 
     def body() -> int:
@@ -198,7 +198,7 @@ def test_an_interrupt_while_the_run_shows_its_end_leaves_it_ended() -> None:
     assert runs[0].results == (3,)
 
 
-def test_output_passes_and_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_shown_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     def talk() -> None:
         print("whole")
         print("err", file=sys.stderr)
@@ -212,7 +212,7 @@ def test_output_passes_and_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(run.logs(0)) == ["err", "part", "whole"]
 
 
-def test_a_stream_the_function_replaced_is_its_own_business() -> None:
+def test_a_stream_that_the_function_replaced_is_left_alone() -> None:
     streams = sys.stdout
 
     def replace() -> None:
@@ -223,12 +223,12 @@ def test_a_stream_the_function_replaced_is_its_own_business() -> None:
     assert sys.stdout is streams
 
 
-def test_metrics_arrive() -> None:
+def test_metrics_arrive_in_the_kernel() -> None:
     run = notebook_launcher(lambda: telemetry.emit(MetricEvent({"loss": 2.0}, 1)))
     assert run.metrics["loss"].values.tolist() == [2.0]
 
 
-def test_a_launch_inside_a_launch() -> None:
+def test_launches_may_be_nested() -> None:
     def inner() -> str:
         return os.environ["WORLD_SIZE"]
 
@@ -239,7 +239,7 @@ def test_a_launch_inside_a_launch() -> None:
     assert notebook_launcher(outer).results == ((("2", "2"), ("1",), "1"),)
 
 
-def test_shared_state_of_the_kernel_is_put_aside() -> None:
+def test_shared_state_of_the_kernel_is_set_aside_and_restored() -> None:
     state = pytest.importorskip("notebook_accelerate.state")
     before = dict(state.PartialState._shared_state)
 
@@ -258,8 +258,8 @@ def test_shared_state_of_the_kernel_is_put_aside() -> None:
         pytest.param(True, marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no groups in Python 3.10")),
     ],
 )
-def test_memory_of_a_failed_run_is_free_in_the_next_launch(prepared: bool, grouped: bool) -> None:
-    """As after an out-of-memory error on the only GPU: the error's frames refer to all tensors of the function."""
+def test_memory_of_a_failed_run_is_free_for_the_next_launch(prepared: bool, grouped: bool) -> None:
+    """As after an out-of-memory error on the only GPU: the frames of the error refer to all tensors of the function."""
     held: list[weakref.ref[Any]] = []
 
     def fail() -> None:
@@ -282,8 +282,8 @@ def test_memory_of_a_failed_run_is_free_in_the_next_launch(prepared: bool, group
 
     with pytest.raises(WorkerError):
         notebook_launcher(fail_in_group if grouped else fail)
-    saved = sys.stdout  # as a library keeps it that is imported during a run
+    saved = sys.stdout  # As a library that is imported during a run keeps it.
     run = notebook_launcher(lambda: [reference() is not None for reference in held])
     assert run.results == ([False, False],)
-    assert runs()[-2].failures[0].exception.__traceback__ is not None, "the lines of the error stay"
+    assert runs()[-2].failures[0].exception.__traceback__ is not None, "the traceback keeps its lines"
     del saved

@@ -1,4 +1,4 @@
-"""Asking ranks that cannot answer yet, and stopping those that ask."""
+"""Questions to ranks that cannot answer yet, and stopping ranks in the debugger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loaded(gate: str) -> str:
 
 
 class Late:
-    """Takes its time to be unpickled, as what imports torch does."""
+    """Takes time to unpickle, as an object does whose module imports torch."""
 
     def __init__(self, gate: Path) -> None:
         self._gate = str(gate)
@@ -32,7 +32,7 @@ class Late:
 
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
-def test_a_rank_that_is_asked_before_its_function_begins_lives_on(method: str, tmp_path: Path) -> None:
+def test_a_rank_survives_a_question_before_its_function_starts(method: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_processes": 1, "use_port": 0, "start_method": method, "block": False}
     run = notebook_launcher(lambda text: text, (Late(tmp_path / "gate"),), **options)
     asked = run.ask("text", timeout=3.0)[0]
@@ -49,11 +49,11 @@ def stopped() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
 def test_a_stop_quits_debuggers(method: str) -> None:
-    """They take the interrupt for themselves, and ask again."""
+    """Debuggers consume the interrupt and prompt again."""
     options: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": method, "block": False}
     run = notebook_launcher(stopped, **options)
     until(lambda: run.commands.prompts.debugged() == [0, 1])
-    run.stop(grace=100.0)  # SIGTERM follows after a minute of these
+    run.stop(grace=100.0)  # SIGTERM would only follow a minute later.
     assert [info.exit for info in run.ranks] == ["exit 1", "exit 1"]
     assert run.status == "stopped"
 
@@ -69,7 +69,7 @@ class Stopping(Dataset[int]):
         return index
 
 
-def test_a_breakpoint_in_a_process_that_a_rank_has_started_says_so() -> None:
+def test_a_breakpoint_in_a_child_process_of_a_rank_says_so() -> None:
     with pytest.raises(WorkerError) as caught:
         notebook_launcher(
             lambda: list(DataLoader(Stopping(), num_workers=1)), num_processes=1, use_port=0, start_method="fork"

@@ -1,4 +1,4 @@
-"""What install_xla and install_tpu would do on this Python and others; nothing is installed."""
+"""The plans of install_xla and install_tpu on this and other Python versions. Nothing is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.utils import install_tpu, install_xla, torch_xla
 
 
-def test_a_dry_run_says_what_would_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_lists_the_changes(capsys: pytest.CaptureFixture[str]) -> None:
     command = install_xla(dry_run=True)
     assert command[:4] == [sys.executable, "-m", "pip", "install"]
     (torch, xla) = command[-2:]
@@ -35,7 +35,7 @@ def _with(monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], **versions: 
         ((3, 11), "2.13.0", "needs Python 3.12 or later"),
     ],
 )
-def test_a_downgrade_of_torch_is_named_with_what_to_install_instead(
+def test_a_downgrade_of_torch_is_reported_with_an_alternative_to_install(
     python: tuple[int, int], torch: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _with(monkeypatch, python, torch=torch)
@@ -86,7 +86,7 @@ def test_torch_tpu_keeps_a_torch_that_it_works_with(
         (install_tpu, (3, 12), "darwin", r"no torch_tpu for Python .*install_xla"),
     ],
 )
-def test_where_there_is_none(
+def test_a_system_without_a_suitable_package_is_reported(
     install: Callable[..., object], python: tuple[int, int], platform: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with(monkeypatch, python)

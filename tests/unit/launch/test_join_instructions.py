@@ -1,4 +1,4 @@
-"""What the first notebook prints for the others: where the secret comes from, and what to type."""
+"""The instructions that the first notebook prints for the others: the source of the secret, and the line to type."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def first_line(function: str = "train", shown: str = "", **options: object) -> s
     return instruction_lines(LaunchConfig(**given), function, shown)[0]  # type: ignore[arg-type]
 
 
-def test_a_secret_of_the_environment_is_named() -> None:
+def test_a_secret_from_the_environment_is_named() -> None:
     assert first_line().startswith(f"in another notebook, with the same {VARIABLE}: notebook_launcher(train, args, ")
     assert first_line("warm_rank").startswith(f"in another notebook, with the same {VARIABLE}: %rank_start --num-nodes")
     line = f"on the other machines: the same command with --machine_rank=1 and the same {VARIABLE}"
     assert first_line("run_script") == line
 
 
-def test_a_secret_of_the_configuration_is_in_the_call() -> None:
+def test_a_secret_from_the_configuration_is_part_of_the_call() -> None:
     line = first_line(rdzv_conf={"secret": "hush"})
     assert line.startswith("in another notebook: notebook_launcher(")
     assert line.endswith("rdzv_conf={'secret': <the same>})")
@@ -38,7 +38,7 @@ def test_a_secret_of_the_configuration_is_in_the_call() -> None:
         ("run_module", "on the other machines: the same command", f" with {VARIABLE}=made"),
     ],
 )
-def test_a_generated_secret_is_in_the_line(function: str, begin: str, end: str) -> None:
+def test_a_generated_secret_is_part_of_the_line(function: str, begin: str, end: str) -> None:
     line = first_line(function, "made", rdzv_backend="c10d")
     assert line.startswith(begin)
     assert line.endswith(end)

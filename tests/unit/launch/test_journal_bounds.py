@@ -1,4 +1,4 @@
-"""Journals under load: long lines, much output, a full disk at the end, a day of metrics, a file that is thinned."""
+"""Journals under load: long lines, heavy output, a full disk at the end, a day of metrics, and thinned files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _log(text: str, at: float, rank: int = 0) -> Record:
     return Record(rank, START + at, LogEvent("stdout", text))
 
 
-def test_frames_stay_within_the_format_whatever_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_respect_the_format_whatever_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_format, "MAX_JSON_BYTES", 20_000)
     journal, writer = _written(tmp_path)
     texts = ["é" * 300 + str(number) for number in range(400)] + ["\x01" * 30_000, "the last"]
@@ -92,12 +92,12 @@ def test_output_that_waits_for_a_disk_is_bounded(tmp_path: Path, monkeypatch: py
     opened = open_run(tmp_path)
     lines = [int(line[:2]) for line in opened.logs(0)]
     assert 5 <= len(lines) <= 10
-    assert lines == list(range(50))[-len(lines) :], "the newest stay"
+    assert lines == list(range(50))[-len(lines) :], "the newest output is kept"
     assert opened.store.dropped[0] == 50 - len(lines)
-    assert len(opened.metrics["loss"].steps) == 50, "only output is left out"
+    assert len(opened.metrics["loss"].steps) == 50, "only output is dropped"
 
 
-def test_of_many_points_that_wait_for_a_disk_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_points_are_kept_if_many_wait_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_writer, "MAX_WAITING", 400)
     journal, writer = _written(tmp_path)
     for step in range(1000):
@@ -133,7 +133,7 @@ def test_the_end_of_a_detached_run_waits_for_a_full_disk(tmp_path: Path, monkeyp
         returned = RankResult(partial(load_bytes, data), len(data), rank=rank, pickled=partial(bytes, data))
         journal.append(RankReturned(rank, returned))
     end(run)
-    assert not full.is_set(), "the end was waited for"
+    assert not full.is_set(), "the end of the run was written"
     opened = open_run(tmp_path)
     assert (opened.status, opened.results) == ("succeeded", (0, 21))
 
@@ -144,15 +144,13 @@ def _reader(file: Path) -> JournalReader:
     return reader
 
 
-def test_a_follower_misses_nothing_of_a_journal_that_was_thinned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_of_a_thinned_journal_misses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, writer = _written(tmp_path)
     journal.add([_log("first", 10.0), Record(0, START + 20, MetricEvent({"loss": 1.0}, 0))])
     journal.add([Record(0, START + 20, DroppedEvent(3)), Record(0, START + 20, CheckpointEvent("/a", START + 20))])
     writer._write(last=False)
     reader = _reader(tmp_path / JOURNAL_NAME)
-    reader.journal.append(WarningAdded("found from here"))  # by a diagnosis
+    reader.journal.append(WarningAdded("found from here"))  # By a diagnosis.
     journal.append(WarningAdded("found there"))
     journal.add([_log("late", 15.0, rank=1), _log("second", 21.0), Record(0, START + 16, DroppedEvent(2))])
     journal.add([Record(1, START + 19, CheckpointEvent("/b", START + 19))])
@@ -170,7 +168,7 @@ def test_a_follower_misses_nothing_of_a_journal_that_was_thinned(
     assert (store.dropped, len(store.checkpoints)) == ({0: 5}, 2)
 
 
-def test_a_journal_that_thinning_cannot_shorten_is_not_thinned_each_time(
+def test_a_journal_that_cannot_be_shortened_is_not_thinned_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_file, "MAX_JOURNAL_BYTES", 1_000)
@@ -184,10 +182,10 @@ def test_a_journal_that_thinning_cannot_shorten_is_not_thinned_each_time(
     assert len(open_run(tmp_path).logs(0)) == 40
 
 
-# ---- what goes wrong beside the disk
+# ---- problems other than a full disk
 
 
-def test_git_delays_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_does_not_delay_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = threading.Event()
 
     def slow(_folder: Path) -> dict[str, Any]:
@@ -208,7 +206,7 @@ def test_git_delays_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert read_journal(folder / JOURNAL_NAME).sections["code"]["commit"] == "abc"
 
 
-def test_a_result_that_cannot_be_written_keeps_nothing_else_from_it(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written_does_not_block_others(tmp_path: Path) -> None:
     journal, writer = _written(tmp_path, detached=True)
     run = Run(LaunchConfig(), "int", journal)
 
@@ -223,7 +221,7 @@ def test_a_result_that_cannot_be_written_keeps_nothing_else_from_it(tmp_path: Pa
     assert opened.warnings == ["the result of rank 0 is not kept: MemoryError: no room"]
 
 
-def test_the_end_does_not_wait_for_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_does_not_wait_for_a_deleted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_writer, "END_PERIOD", 0.05)
     (tmp_path / "run").mkdir()
     journal, writer = _written(tmp_path / "run", detached=True)
@@ -236,7 +234,7 @@ def test_the_end_does_not_wait_for_a_folder_that_was_deleted(tmp_path: Path, mon
     assert time.monotonic() - begin < 30
 
 
-def test_what_a_full_disk_left_in_the_journal_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_writes_from_a_full_disk_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, writer = _written(tmp_path)
     writer._write(last=False)
     write, truncate = os.write, os.ftruncate
@@ -260,7 +258,7 @@ def test_what_a_full_disk_left_in_the_journal_is_removed_later(tmp_path: Path, m
     assert open_run(tmp_path).logs(0) == ["first", "second"]
 
 
-def test_a_follower_waits_for_a_disk_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_follower_waits_for_a_disk_that_does_not_respond(tmp_path: Path) -> None:
     journal, writer = _written(tmp_path)
     writer._write(last=False)
     followed = open_run(tmp_path)
@@ -273,8 +271,8 @@ def test_a_follower_waits_for_a_disk_that_does_not_answer(tmp_path: Path) -> Non
     until(lambda: followed.logs(0) == ["later"], seconds=20)
 
 
-def test_a_follower_reads_on_where_an_append_was_undone(tmp_path: Path) -> None:
-    """An error of the disk is followed by a write of the same events, at the same place."""
+def test_a_follower_continues_from_the_position_of_an_undone_append(tmp_path: Path) -> None:
+    """After a disk error the same events are written again, at the same position."""
     journal, writer = _written(tmp_path)
     writer._write(last=False)
     file = tmp_path / JOURNAL_NAME
@@ -293,8 +291,8 @@ def test_a_follower_reads_on_where_an_append_was_undone(tmp_path: Path) -> None:
     assert reader.journal.store.series("loss").steps.tolist() == [0]
 
 
-def test_held_ranks_are_released_where_their_journal_is_gone(tmp_path: Path) -> None:
-    """Their process ends some time after the run: who attached to it must not wait for ever."""
+def test_held_ranks_are_released_if_their_journal_is_deleted(tmp_path: Path) -> None:
+    """Their process exits some time after the run, and attached kernels must not wait forever."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         journal = Journal()
         identity = asdict(replace(this_process(), pid=process.pid, started=0))
@@ -320,8 +318,8 @@ def test_held_ranks_are_released_where_their_journal_is_gone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("thinned", [False, True])
-def test_the_progress_through_an_epoch_is_that_of_the_live_run(tmp_path: Path, *, thinned: bool) -> None:
-    """Of the events of steps, a journal has the last one of each period."""
+def test_the_progress_through_an_epoch_matches_the_live_run(tmp_path: Path, *, thinned: bool) -> None:
+    """The journal keeps only the last step event of each period."""
     journal, writer = _written(tmp_path)
     for epoch in range(3):
         journal.add([Record(0, START + epoch, EpochEvent(epoch, 40))])
@@ -340,8 +338,8 @@ def test_the_progress_through_an_epoch_is_that_of_the_live_run(tmp_path: Path, *
 _METRICS = 24 * 3600 * 10
 
 
-def test_a_day_of_metrics_stays_within_the_bound_of_the_guide() -> None:
-    """As computed: what is written between two times of thinning, and what is left by it."""
+def test_a_day_of_metrics_stays_within_the_documented_bound() -> None:
+    """Computed from the data written between two thinnings, and the data that remains after each."""
     records = [
         Record(0, START + step / 10 + 0.123456, MetricEvent({"train/loss": 1 / (step + 3)}, step))
         for step in range(_METRICS - 1_000, _METRICS)
@@ -349,7 +347,7 @@ def test_a_day_of_metrics_stays_within_the_bound_of_the_guide() -> None:
     each = len(b"".join(journal_format.encode_records(records))) / len(records)
     whole = each * _METRICS
     left = journal_file.KEPT_POINTS * journal_reader._POINT_BYTES + 2 * journal_file.KEPT_LOG_BYTES
-    assert left < 0.6 * journal_file.MAX_JOURNAL_BYTES, "thinning leaves room for hours"
+    assert left < 0.6 * journal_file.MAX_JOURNAL_BYTES, "thinning makes room for hours of metrics"
     period = run_writer.PERIOD * 10 * each
     assert min(whole, journal_file.MAX_JOURNAL_BYTES) + period < (64 << 20) + run_writer._WRITE_BYTES
     guide = Path(__file__).parents[3] / "docs" / "guides" / "kept_runs.md"
@@ -372,7 +370,7 @@ def test_a_day_of_metrics_as_written(tmp_path: Path) -> None:
     assert opened.metrics["train/loss"].steps[[0, -1]].tolist() == [0, _METRICS - 1]
 
 
-def test_a_journal_that_was_deleted_is_written_anew_with_the_events_of_ranks(tmp_path: Path) -> None:
+def test_a_deleted_journal_is_rewritten_with_the_events_of_ranks(tmp_path: Path) -> None:
     journal, writer = _written(tmp_path)
     first = [CheckpointEvent("/made", START), TraceEvent("/trace.json", 5), EpochEvent(1)]
     then: list[Event] = [ProgressEvent(3, 9), CheckpointEvent("/later", START)]
@@ -386,7 +384,7 @@ def test_a_journal_that_was_deleted_is_written_anew_with_the_events_of_ranks(tmp
     assert [each.path for each in found.journal.store.checkpoints] == ["/made", "/later"]
 
 
-def test_a_new_journal_with_the_inode_of_the_deleted_one_is_read_anew(
+def test_a_new_journal_with_the_inode_of_a_deleted_one_is_read_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_reader, "_identity", lambda _: (1, 1))

@@ -1,4 +1,4 @@
-"""Kept runs: journals on the disk, opened again, damaged, made to do harm, thinned; tables and exports of them."""
+"""Kept runs: journals on disk that are reopened, damaged, malicious or thinned, and their tables and exports."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def train(rate: float, api_key: str, fails: bool) -> dict[str, Any]:
 
 
 def keep(folder: Path, **options: Any) -> Path:
-    """Launch a run that is kept; return its folder."""
+    """Launch a run that is kept. Return its folder."""
     kept = launch(int, save=folder / "runs", **options).folder
     assert kept is not None
     return kept
 
 
 def write_journal(folder: Path, records: list[Record], name: str = "made") -> Path:
-    """Write a kept run with these records of ranks, and one that has its processes running."""
+    """Write a kept run with the given rank records, as one whose processes are running."""
     folder.mkdir(parents=True, exist_ok=True)
     made = make_run()
     header = run_folder.new_header(name, 1, train, (), LaunchConfig(), START)
@@ -71,7 +71,7 @@ def write_journal(folder: Path, records: list[Record], name: str = "made") -> Pa
 
 
 def change_process(file: Path, **changes: Any) -> None:
-    """Let a journal say that another process has written it."""
+    """Make a journal look as if another process had written it."""
     content = file.read_bytes()
     frame, end = next(iter(journal_format.read_frames(content[8:])))
     frame.content["process"] |= changes
@@ -83,7 +83,7 @@ def metric(step: int, rank: int = 0, name: str = "loss") -> Record:
 
 
 def problem_of(path: Path) -> str:
-    """Open a kept run, and write its report; return the error that it gives, "" where it opens."""
+    """Open a kept run and write its report. Return the text of the error, or "" if it opens."""
     try:
         str(open_run(path).report())
     except BrokenRunError as error:
@@ -91,7 +91,7 @@ def problem_of(path: Path) -> str:
     return ""
 
 
-# ---- what a kept run gives
+# ---- what a kept run provides
 
 
 def test_a_kept_run_opens_as_the_same_run(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_no_secret_of_a_call_is_kept_or_shown(tmp_path: Path) -> None:
     assert kept[0].arguments == run.arguments
 
 
-def test_the_environment_names_the_folder_and_a_file_in_its_place_is_an_error(
+def test_the_variable_sets_the_folder_and_a_file_in_its_place_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_RUNS", str(tmp_path / "all"))
@@ -187,7 +187,7 @@ def test_the_environment_names_the_folder_and_a_file_in_its_place_is_an_error(
         open_run(tmp_path)
 
 
-def test_a_run_whose_writer_is_gone_is_lost(tmp_path: Path) -> None:
+def test_a_run_whose_writer_exited_is_lost(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     folder = write_journal(tmp_path / "runs" / "made", [metric(step) for step in range(5)])
     alive = open_run(folder)
@@ -200,7 +200,7 @@ def test_a_run_whose_writer_is_gone_is_lost(tmp_path: Path) -> None:
     table.close()
     close_all(table.widget)
     del table, alive
-    gc.collect()  # the table and its widgets refer to each other, and to the run
+    gc.collect()  # The table and its widgets refer to each other, and to the run.
     assert runs(tmp_path / "runs")[0].status == "running"
     change_process(folder / JOURNAL_NAME, pid=int(done.stdout))
     lost = open_run(folder)
@@ -220,18 +220,18 @@ def test_a_run_of_a_machine_that_was_restarted_is_lost(tmp_path: Path) -> None:
     file = folder / JOURNAL_NAME
     change_process(file, machine="another boot")
     alive = open_run(folder)
-    assert alive.status == "running", "another machine may have written it a moment ago"
+    assert alive.status == "running", "another machine may have written it just now"
     del alive
     os.utime(file, (START, START))
     assert open_run(folder).status == "lost"
 
 
-def test_a_run_rebuilt_from_an_unfinished_journal_ends() -> None:
+def test_a_run_rebuilt_from_an_unfinished_journal_is_finished() -> None:
     rebuilt = Run.rebuilt(LaunchConfig(), "train", make_run().journal.records)
     assert (rebuilt.status, rebuilt.wait()) == ("lost", True)
 
 
-def test_tensorboard_reads_what_is_exported(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_export(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     opened = open_run(write_journal(tmp_path / "made", [metric(step) for step in range(5)]))
     found = accumulator.EventAccumulator(str(opened.to_tensorboard(tmp_path / "events")))
@@ -245,10 +245,10 @@ def test_without_tensorboard_the_error_names_it(tmp_path: Path, monkeypatch: pyt
         make_run().to_tensorboard(tmp_path)
 
 
-# ---- files that are damaged, or made to do harm
+# ---- damaged or malicious files
 
 
-def test_a_torn_journal_opens_with_what_was_written_before(tmp_path: Path) -> None:
+def test_a_truncated_journal_opens_with_the_complete_records(tmp_path: Path) -> None:
     folder = write_journal(tmp_path / "made", [metric(0)])
     whole = (folder / JOURNAL_NAME).read_bytes()
     last = b"".join(journal_format.encode_records([metric(1), metric(2)]))
@@ -264,7 +264,7 @@ def test_a_torn_journal_opens_with_what_was_written_before(tmp_path: Path) -> No
         assert not refused or str(folder / JOURNAL_NAME) in refused
 
 
-def test_damaged_journals_give_one_error_that_names_the_file(tmp_path: Path) -> None:
+def test_damaged_journals_raise_one_error_that_names_the_file(tmp_path: Path) -> None:
     records = [metric(step) for step in range(50)] + [Record(1, START, LogEvent("stdout", "a\nb"))]
     folder = write_journal(tmp_path / "made", records)
     path = folder / JOURNAL_NAME
@@ -338,7 +338,7 @@ def test_sizes_are_bounded(tmp_path: Path) -> None:
 
 
 class Harm:
-    """Creates a file when it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -347,7 +347,7 @@ class Harm:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pickle_of_a_stranger_runs_only_where_results_are_read(tmp_path: Path) -> None:
+def test_pickles_of_other_users_run_only_when_results_are_read(tmp_path: Path) -> None:
     folder = keep(tmp_path)
     harm = pickle.dumps((pickle.dumps(Harm(tmp_path / "harmed")), []))
     journal = folder / JOURNAL_NAME
@@ -380,7 +380,7 @@ def test_one_odd_file_does_not_spoil_the_table(tmp_path: Path) -> None:
             "config": {}, "arguments": {}, "commit": "", "dirty": None, "metrics": {}, "message": "", "continues": [],
         }  # fmt: skip
         (folder / run_folder.SUMMARY_NAME).write_text(json.dumps(summary))
-    os.mkfifo(write_journal(tmp_path / "pipe", [], "pipe") / run_folder.SUMMARY_NAME)  # reading it would wait
+    os.mkfifo(write_journal(tmp_path / "pipe", [], "pipe") / run_folder.SUMMARY_NAME)  # Reading it would block.
     table = runs(tmp_path)
     assert {row.name: row.status for row in table} == {
         "ages": "succeeded", "nan": "succeeded", "good": "succeeded", "pipe": "running",
@@ -390,7 +390,7 @@ def test_one_odd_file_does_not_spoil_the_table(tmp_path: Path) -> None:
     assert table.to_pandas()["name"].tolist() == [row.name for row in table]
 
 
-def test_settings_that_depend_on_each_other_are_read_together(tmp_path: Path) -> None:
+def test_dependent_settings_are_read_together(tmp_path: Path) -> None:
     config = LaunchConfig(node_rank=1, num_nodes=3, min_nodes=2, rdzv_backend="c10d", tags=["a"])
     stored = run_folder.new_header("x", 1, int, (), config, START)["config"]
     assert run_folder.config_from(stored) == config.changed(tags=("a",))
@@ -398,7 +398,7 @@ def test_settings_that_depend_on_each_other_are_read_together(tmp_path: Path) ->
     assert run_folder.config_from(odd).num_nodes == 3
 
 
-def test_a_run_is_kept_where_the_working_folder_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_kept_if_the_working_folder_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -406,7 +406,7 @@ def test_a_run_is_kept_where_the_working_folder_was_deleted(tmp_path: Path, monk
     assert open_run(run.folder or "").status == "succeeded"
 
 
-def test_a_checkpoint_that_cannot_be_looked_for_is_none(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_searched_for_is_ignored(tmp_path: Path) -> None:
     records = [Record(0, START, CheckpointEvent(path, START)) for path in (f"/{'x' * 5000}", "/a\0b")]
     assert newest_complete_checkpoint(open_run(write_journal(tmp_path / "made", records))) is None
 
@@ -426,8 +426,8 @@ def test_the_report_shows_the_machine_of_the_run(tmp_path: Path) -> None:
     assert "Plan 9" in opened.report().html
 
 
-def test_every_event_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """A stall has a text as its cause; the end of a run has an error, which is not written."""
+def test_every_event_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    """The cause of a stall is a string. The end of a run has an error, which is not written."""
     records = [Record(-1, START, RunStalled(START, "rank 1 waits")), Record(-1, START, NoteAdded("a note"))]
     (run,) = [open_run(write_journal(tmp_path / "made", records))]
     assert run.stall == Stall(START, "rank 1 waits")
@@ -437,13 +437,13 @@ def test_every_event_is_read_as_it_was_written(tmp_path: Path) -> None:
 # ---- deleting
 
 
-def test_only_the_files_of_the_run_are_deleted(tmp_path: Path) -> None:
+def test_deleting_a_run_deletes_only_its_own_files(tmp_path: Path) -> None:
     run = launch(int, save=tmp_path / "runs")
     assert run.folder is not None
     (run.folder / "model.pt").touch()
-    (run.folder / "result-9.pickle").touch()  # the run has two ranks
+    (run.folder / "result-9.pickle").touch()  # The run has two ranks.
     (run.folder / "plots").mkdir()
-    (run.folder / f"{JOURNAL_NAME}.new").touch()  # of a write that was interrupted
+    (run.folder / f"{JOURNAL_NAME}.new").touch()  # Left by an interrupted write.
     run.delete()
     assert {path.name for path in run.folder.iterdir()} == {"model.pt", "result-9.pickle", "plots"}
     with pytest.raises(FileNotFoundError):
@@ -456,7 +456,7 @@ def test_only_the_files_of_the_run_are_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [JOURNAL_NAME, "copy.nbac"])
 def test_a_journal_elsewhere_is_deleted_alone(tmp_path: Path, name: str) -> None:
-    """A journal that was downloaded lies among other files, which may have the names that runs use."""
+    """A downloaded journal may be in a folder whose other files happen to have the names that runs use."""
     folder = keep(tmp_path)
     downloads = tmp_path / "downloads"
     downloads.mkdir()
@@ -470,7 +470,7 @@ def test_a_journal_elsewhere_is_deleted_alone(tmp_path: Path, name: str) -> None
     )
 
 
-def test_a_folder_that_was_not_created_for_the_run_stays(tmp_path: Path) -> None:
+def test_a_folder_that_was_not_created_for_the_run_is_kept(tmp_path: Path) -> None:
     first, again = keep(tmp_path, name="a-b.c"), keep(tmp_path, name="a-b.c")
     for name in ("downloads", "20260101-000000", f"{first.name}x", f"{again.name}-copy"):
         mine = tmp_path / name
@@ -478,20 +478,20 @@ def test_a_folder_that_was_not_created_for_the_run_stays(tmp_path: Path) -> None
         shutil.copy(first / JOURNAL_NAME, mine / JOURNAL_NAME)
         open_run(mine).delete()
         assert list(mine.iterdir()) == []
-    numbered = again.rename(tmp_path / f"20260101-000000{first.name[15:]}-2")  # from another time zone
+    numbered = again.rename(tmp_path / f"20260101-000000{first.name[15:]}-2")  # From another time zone.
     for each in (first, numbered):
         open_run(each).delete()
         assert not each.exists()
 
 
-def test_a_run_behind_a_link_is_deleted(tmp_path: Path) -> None:
+def test_a_run_behind_a_symbolic_link_is_deleted(tmp_path: Path) -> None:
     folder = keep(tmp_path)
     (tmp_path / "latest").symlink_to(folder)
     open_run(tmp_path / "latest").delete()
     assert not folder.exists()
 
 
-def test_a_folder_is_deleted_while_its_last_file_is_written(tmp_path: Path) -> None:
+def test_a_folder_is_deleted_while_its_last_file_is_being_written(tmp_path: Path) -> None:
     folder = keep(tmp_path)
     opened, summary = open_run(folder), folder / run_folder.SUMMARY_NAME
     content = summary.read_bytes()
@@ -503,7 +503,7 @@ def test_a_folder_is_deleted_while_its_last_file_is_written(tmp_path: Path) -> N
     assert not folder.exists()
 
 
-# ---- bounds, and kills
+# ---- bounds and kills
 
 
 def test_a_long_journal_is_thinned_and_keeps_its_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,7 +522,7 @@ def test_a_long_journal_is_thinned_and_keeps_its_extremes(tmp_path: Path, monkey
             writer._write(last=False)
             sizes.append((tmp_path / JOURNAL_NAME).stat().st_size)
     assert max(sizes) < 200_000 + 100_000
-    assert sorted(sizes) != sizes, "it was thinned"
+    assert sorted(sizes) != sizes, "the journal was thinned"
     opened = open_run(tmp_path)
     series = opened.metrics["loss"]
     assert series.thinned
@@ -594,13 +594,13 @@ while code != 0:
 
 
 @pytest.mark.parametrize("torn", ["torn", "before"])
-def test_a_journal_opens_after_a_kill_at_every_write(tmp_path: Path, torn: str) -> None:
+def test_a_journal_opens_after_a_kill_at_any_write(tmp_path: Path, torn: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _WRITES, str(tmp_path), torn], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     pairs = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(pairs) > 30, "a write, or a change of the folder, for each"
+    assert len(pairs) > 30, "each step has a write or a change of the folder"
     thinned = 0
     for step, known in pairs:
         folder = tmp_path / str(step)
@@ -616,10 +616,10 @@ def test_a_journal_opens_after_a_kill_at_every_write(tmp_path: Path, torn: str) 
         if known > 0:
             assert steps[0] == 0
             assert steps[-1] >= known - 1, f"killed at {step}: step {known - 1} had been written"
-    assert thinned, "some were killed after the journal had been thinned"
+    assert thinned, "some kills came after the journal had been thinned"
 
 
-def test_an_error_of_the_disk_is_told_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_is_reported_once_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal()
     writer = RunWriter(tmp_path, run_folder.new_header("full", 1, train, (), LaunchConfig(), START), journal)
     journal.replay(make_run().journal.records)
@@ -643,8 +643,8 @@ def test_an_error_of_the_disk_is_told_once_and_tried_again(tmp_path: Path, monke
     assert open_run(tmp_path).metrics["loss"].steps.tolist() == [0, 1, 2]
 
 
-def test_what_an_opened_run_gives_a_view(tmp_path: Path) -> None:
-    """A view may feed on an opened run that goes on as on any other."""
+def test_an_opened_run_supports_views(tmp_path: Path) -> None:
+    """A view can follow an opened run that is still running like any other run."""
     opened = open_run(write_journal(tmp_path / "made", [metric(0)]))
     seen: list[Any] = []
     opened.journal.subscribe(seen.extend)

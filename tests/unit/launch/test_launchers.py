@@ -1,4 +1,4 @@
-"""``notebook_launcher``: which arguments win over ``config=``, and what importing it starts."""
+"""``notebook_launcher``: the arguments that override ``config=``, and the absence of side effects of its import."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _started(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Laun
     ("name", "default"),
     [("mixed_precision", "no"), ("num_processes", None), ("use_port", "29500"), ("block", True), ("env", None)],
 )
-def test_an_explicit_argument_wins_over_config_where_it_equals_the_default(
+def test_an_explicit_argument_overrides_config_even_if_it_equals_the_default(
     monkeypatch: pytest.MonkeyPatch, name: str, default: object
 ) -> None:
     assert _started(monkeypatch, config=CONFIG, **{name: default}) == CONFIG.changed(**{name: default})
 
 
-def test_explicit_positional_arguments_win_over_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_positional_arguments_override_config(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _started(monkeypatch, (), 2, "no", config=CONFIG)
     assert config == CONFIG.changed(num_processes=2, mixed_precision="no")
 
@@ -45,7 +45,7 @@ def test_omitted_arguments_come_from_config(monkeypatch: pytest.MonkeyPatch) -> 
     assert _started(monkeypatch) == LaunchConfig()
 
 
-def test_debug_launcher_keeps_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_launcher_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[LaunchConfig] = []
     monkeypatch.setattr(launch, "start", lambda config, *_: configs.append(config))
     debug_launcher(_train)

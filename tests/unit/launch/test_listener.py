@@ -1,4 +1,4 @@
-"""The listener of a run and its hosts' connections, where peers, the network or this process misbehave."""
+"""The listener of a run and its connections to hosts, with misbehaving peers, networks and processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Kernel:
         self.ends: list[Stream] = []
 
     def connect_host(self, node: int = 1) -> tuple[Stream, Stream]:
-        """Connect a host; return its end of the stream and the kernel's."""
+        """Connect a host. Return both ends of the stream: its own and the kernel's."""
         host = connect_to_kernel("127.0.0.1", self.port, SECRET, HelloEvent(node, f"machine-{node}"))
         self.ends.append(host)
         return host, self.next_end(node)
@@ -76,7 +76,7 @@ class _Kernel:
 
 
 def _count(kind: str) -> int:
-    """Return how many open files ("fd") or threads ("task") this process has."""
+    """Return the number of open files ("fd") or threads ("task") of this process."""
     return len(list(Path("/proc/self", kind).iterdir()))
 
 
@@ -96,7 +96,7 @@ def _output(text: bytes = b"x") -> FramesEvent:
 
 
 def _exchange(host: Stream, kernel: Stream) -> None:
-    """Check that a connection carries both ways."""
+    """Check that a connection carries data both ways."""
     for sender, receiver in ((host, kernel), (kernel, host)):
         sender.send(_output(b"are you there"))
         assert [event for _, event in receiver.receive(SECONDS)] == [_output(b"are you there")]
@@ -130,7 +130,7 @@ def test_a_selector_waits_for_hosts_that_join_while_others_are_connected(kernel:
                 _exchange(*kernel.ends[earlier : earlier + 2])
 
 
-def test_hosts_that_joined_together_are_announced_until_all_were_returned(kernel: _Kernel) -> None:
+def test_hosts_that_joined_together_are_announced_until_all_are_returned(kernel: _Kernel) -> None:
     for node in range(5):
         kernel.ends.append(connect_to_kernel("127.0.0.1", kernel.port, SECRET, HelloEvent(node, "together")))
     until(lambda: kernel.listener._incoming.qsize() == 5)
@@ -157,7 +157,7 @@ def test_a_name_with_several_addresses_is_tried_until_one_accepts(
     _exchange(host, kernel.next_end())
 
 
-def test_a_port_at_which_nothing_listens_is_no_authentication_error() -> None:
+def test_a_port_without_a_listener_is_not_an_authentication_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ConnectionRefusedError, match=f"nothing listens at 127.0.0.1:{port}"):
@@ -165,7 +165,7 @@ def test_a_port_at_which_nothing_listens_is_no_authentication_error() -> None:
     assert not _threads()
 
 
-def test_a_port_that_is_taken_is_reported_and_leaves_nothing_open(kernel: _Kernel) -> None:
+def test_a_taken_port_is_reported_and_nothing_stays_open(kernel: _Kernel) -> None:
     before = _count("fd")
     with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):
         HostListener("127.0.0.1", SECRET, kernel.port)
@@ -175,14 +175,14 @@ def test_a_port_that_is_taken_is_reported_and_leaves_nothing_open(kernel: _Kerne
     assert _count("fd") == before
 
 
-def test_a_peer_that_accepts_and_sends_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_to_a_peer_that_accepts_and_sends_nothing_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError, match=r"within 0\.5 s"):
         connect_to_kernel("127.0.0.1", silent.getsockname()[1], SECRET, HelloEvent(1, "x"))
 
 
-def test_a_first_notebook_that_is_killed_before_it_answers_has_no_other_secret() -> None:
-    """Its machine resets the connection, as one that refuses the secret does, but refuses no second time."""
+def test_a_first_notebook_that_is_killed_before_it_answers_is_not_reported_as_having_another_secret() -> None:
+    """Its machine resets the connection, as one that rejects the secret does, but only once."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, port = silent.getsockname()
         closing = threading.Timer(joining.SURE_SECONDS + 1.0, silent.close)
@@ -196,7 +196,7 @@ def test_a_first_notebook_that_is_killed_before_it_answers_has_no_other_secret()
 # ---- peers that misbehave
 
 
-def test_silent_connections_end_after_the_time_for_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_are_closed_after_the_handshake_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
     with closing(_Kernel()) as kernel:
         with socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) as peer:
@@ -205,7 +205,7 @@ def test_silent_connections_end_after_the_time_for_a_handshake(monkeypatch: pyte
         until(lambda: kernel.reports)
 
 
-def test_the_number_of_connections_in_their_handshake_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_connections_in_the_handshake_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "MAX_WAITING", 20)
     with closing(_Kernel()) as kernel:
         host, ours = kernel.connect_host()
@@ -229,14 +229,14 @@ def test_thousands_of_connections_leave_the_hosts_connected(kernel: _Kernel) -> 
         with socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) as peer:
             peer.send(os.urandom(number % 200))
             if number % 3:
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Reset.
     _exchange(host, ours)
     kernel.connect_host(2)
     until(lambda: not kernel.listener._waiting)
 
 
 def _dealer(kernel: _Kernel) -> tuple[Any, Any]:
-    """Return a context and a socket of a host that knows the secret, and follows no other rule."""
+    """Return a context and a socket of a peer that knows the secret but follows no other rule."""
     keys = stream.derive_keys(SECRET)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -255,7 +255,7 @@ def _frames(event: Event) -> bytes:
 
 
 def _await_last(dealer: Any) -> None:
-    """Wait until the kernel ends the stream; pings may come first."""
+    """Wait until the kernel ends the stream. Pings may arrive first."""
     dealer.rcvtimeo = int(1000 * SECONDS)
     while not stream.HEADER.unpack_from(dealer.recv())[2]:
         pass
@@ -273,12 +273,12 @@ STRANGE: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_host_that_sends_something_else_is_refused_and_others_are_served(kernel: _Kernel, name: str) -> None:
+def test_a_host_that_sends_invalid_data_is_refused_and_others_are_served(kernel: _Kernel, name: str) -> None:
     host, ours = kernel.connect_host()
     context, dealer = _dealer(kernel)
     for _ in range(3):
         dealer.send_multipart(STRANGE[name])
-    if name != "a message above the maximum":  # libzmq ends that connection
+    if name != "a message above the maximum":  # libzmq closes that connection.
         _await_last(dealer)
     _exchange(host, ours)
     assert kernel.listener.next_host(0) is None
@@ -307,7 +307,7 @@ def test_a_host_that_exceeds_the_window_is_ended(kernel: _Kernel) -> None:
 
 
 @pytest.mark.parametrize("reader", ["kernel", "host"])
-def test_an_end_that_reads_nothing_bounds_the_memory_and_delays_no_other(kernel: _Kernel, reader: str) -> None:
+def test_a_peer_that_does_not_read_has_bounded_memory_and_delays_no_other(kernel: _Kernel, reader: str) -> None:
     ends = kernel.connect_host()
     writer, silent = ends if reader == "kernel" else ends[::-1]
     sent: list[int] = []
@@ -324,7 +324,7 @@ def test_an_end_that_reads_nothing_bounds_the_memory_and_delays_no_other(kernel:
     assert len(sent) < 3 * stream.WINDOW >> 20
     _exchange(*kernel.connect_host(2))
     received, wanted = 0, len(sent) + 20
-    while received < wanted:  # it reads again: everything arrives, and more
+    while received < wanted:  # It reads again: everything arrives, including new messages.
         received += sum(len(event.payload) >> 20 for _, event in silent.receive(SECONDS))  # type: ignore[attr-defined]
     silent.close()
     thread.join(SECONDS)
@@ -339,7 +339,7 @@ def _is_stalled(sent: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("closes", ["kernel", "host"])
-def test_an_end_that_closes_while_the_other_reads_nothing_ends(
+def test_closing_an_end_works_while_the_other_does_not_read(
     kernel: _Kernel, closes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "FLUSH_SECONDS", 0.5)
@@ -364,7 +364,7 @@ def _send_until_closed(end: Stream) -> None:
             end.send(_output(bytes(1 << 20)))
 
 
-def test_streams_that_bring_much_leave_time_for_other_work(kernel: _Kernel) -> None:
+def test_busy_streams_leave_time_for_other_work(kernel: _Kernel) -> None:
     called: list[int] = []
     pairs = [kernel.connect_host(node) for node in range(3)]
     with DispatchSelector() as selector:
@@ -377,7 +377,7 @@ def test_streams_that_bring_much_leave_time_for_other_work(kernel: _Kernel) -> N
             dispatch(selector, SECONDS)
             rounds += 1
     assert rounds >= 10, "one call handles all that has arrived"
-    assert set(called[:20]) == {0, 1, 2}, "one stream keeps the others waiting"
+    assert set(called[:20]) == {0, 1, 2}, "one busy stream does not delay the others"
 
 
 def _read_slowly(end: Stream, number: int, called: list[int]) -> None:
@@ -386,21 +386,22 @@ def _read_slowly(end: Stream, number: int, called: list[int]) -> None:
     called += [number] * len(received)
 
 
-def test_what_was_sent_before_an_end_closed_arrives(kernel: _Kernel) -> None:
+def test_data_sent_before_an_end_closed_arrives(kernel: _Kernel) -> None:
     for count in (1, 3, 20):
         host, ours = kernel.connect_host()
-        ours.send(*[_output(bytes(1000))] * 50)  # not read by the host: its socket then closes with unread data
+        # The host will never read these messages: its socket closes with unread data.
+        ours.send(*[_output(bytes(1000))] * 50)
         host.send(*[_output(bytes(1 << 17))] * count)
         host.close()
         assert len(_until_end(ours)) == count
 
 
-# ---- hosts that are lost
+# ---- lost hosts
 
 
 @contextmanager
 def _host_process(kernel: _Kernel, then: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a host of its own process, which is killed at the end."""
+    """Run a host in a separate process, which is killed at the end."""
     code = f"""
 import sys, time
 from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
@@ -427,8 +428,8 @@ def test_a_killed_host_is_noticed(kernel: _Kernel, then: str) -> None:
     until(lambda: not kernel.listener._hosts)
 
 
-def test_what_a_host_sent_before_it_was_killed_arrives_at_a_kernel_that_was_busy(kernel: _Kernel) -> None:
-    """Messages that libzmq has received are read before the loss is recorded, which a failed message announces."""
+def test_messages_that_a_host_sent_before_it_was_killed_reach_a_busy_kernel(kernel: _Kernel) -> None:
+    """Messages that libzmq has received are read before the loss that a failed message announces is recorded."""
     then = 'while sys.stdin.readline(): stream.send(FramesEvent(0, b"x")); time.sleep(0.005)'
     with _host_process(kernel, then, stdin=subprocess.PIPE) as process:
         ours = kernel.next_end()
@@ -436,7 +437,7 @@ def test_what_a_host_sent_before_it_was_killed_arrives_at_a_kernel_that_was_busy
         killing = subprocess.Popen(["sh", "-c", f"sleep 7; kill -9 {process.pid}"])
         process.stdin.write(b"\n" * 500)
         process.stdin.flush()
-        ctypes.PyDLL(None).sleep(9)  # the GIL is held
+        ctypes.PyDLL(None).sleep(9)  # The GIL is held.
         killing.wait()
     assert len(_until_end(ours)) == 500
 
@@ -452,7 +453,7 @@ def test_a_host_whose_python_code_hangs_stays_connected() -> None:
     hold_the_gil = "import ctypes; ctypes.PyDLL(None).sleep(8)"
     # It has joined before: otherwise its first message leaves after those seconds, together with the second.
     then = f"stream.receive(); {hold_the_gil}; stream.send(FramesEvent(0, b'back')); time.sleep(600)"
-    keep_alive = (1, 4)  # less than the time without Python code; more than a busy machine needs
+    keep_alive = (1, 4)  # Less than the time without Python code, and more than a busy machine needs.
     with closing(_Kernel(keep_alive)) as kernel, _host_process(kernel, then):
         ours = kernel.next_end()
         ours.send(_output())
@@ -516,15 +517,15 @@ def test_connections_leave_no_descriptor_and_no_thread() -> None:
         once()
     until(lambda: _count("task") == threads)
     assert _count("fd") == before
-    assert kernel_descriptors.known() == known, "or forked ranks would lose files that have these numbers now"
+    assert kernel_descriptors.known() == known, "forked ranks must not lose files that now have these numbers"
 
 
-def test_a_host_that_has_connected_takes_no_other_descriptor(kernel: _Kernel) -> None:
+def test_a_connected_host_takes_no_other_descriptor(kernel: _Kernel) -> None:
     host, ours = kernel.connect_host()
     context, dealer = _dealer(kernel)
     until(lambda: kernel.listener._waiting)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (8, hard))  # poll(2) takes no more at a time
+    resource.setrlimit(resource.RLIMIT_NOFILE, (8, hard))  # poll(2) accepts only so many descriptors in one call.
     try:
         dealer.send(_message(0, _frames(HelloEvent(2, "machine-2"))))
         kernel.next_end(2)
@@ -535,7 +536,7 @@ def test_a_host_that_has_connected_takes_no_other_descriptor(kernel: _Kernel) ->
     kernel.connect_host(3)
 
 
-def test_a_report_that_fails_does_not_end_the_listener() -> None:
+def test_a_failing_report_does_not_end_the_listener() -> None:
     with closing(_Kernel()) as kernel:
 
         def fail(text: str) -> None:
@@ -550,7 +551,7 @@ def test_a_report_that_fails_does_not_end_the_listener() -> None:
 
 
 def _touch_zmq() -> tuple[list[str], int, int]:
-    """In a forked rank: collect the inherited objects, and use ZeroMQ."""
+    """In a forked rank, collect the inherited objects and use ZeroMQ."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gc.unfreeze()
@@ -577,8 +578,8 @@ def test_forked_ranks_never_touch_the_kernels_context(kernel: _Kernel) -> None:
     run = launch(_touch_zmq, config=LaunchConfig(cpu=True))
     assert run.plan.start_method == "fork"
     for _, contexts, sockets in run.results:
-        assert contexts >= 2, "the listener's and the host's"
-        assert sockets == 1, "the rank's own channel"
+        assert contexts >= 2, "there are the contexts of the listener and of the host"
+        assert sockets == 1, "the rank has its own channel"
     _exchange(*ends)
     kernel.connect_host(2)
 
@@ -616,7 +617,7 @@ if __name__ == "__main__":
 
 
 class _Network(LoopbackProxy):
-    """Carries a connection on loopback; the host's bytes can be changed, and the connection reset."""
+    """Carries a connection on loopback. The host's bytes can be changed, and the connection can be reset."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
@@ -646,7 +647,7 @@ class _Network(LoopbackProxy):
             each.close()
 
 
-def test_what_was_sent_before_an_end_closed_arrives_over_a_network_that_stalls(kernel: _Kernel) -> None:
+def test_data_sent_before_an_end_closed_arrives_over_a_network_that_stalls(kernel: _Kernel) -> None:
     network = _Network(kernel.port)
     for _ in range(3):
         host = connect_to_kernel("127.0.0.1", network.port, SECRET, HelloEvent(1, "machine-1"))
@@ -655,7 +656,7 @@ def test_what_was_sent_before_an_end_closed_arrives_over_a_network_that_stalls(k
         host.send(*[_output(bytes(1 << 17))] * 28)
         closing = threading.Thread(target=host.close)
         closing.start()
-        time.sleep(1.0)  # the buffers of the connection are full
+        time.sleep(1.0)  # The buffers of the connection are full.
         network.flows.set()
         assert len(_until_end(ours)) == 28
         closing.join()
@@ -672,6 +673,6 @@ def test_a_forged_message_and_a_reset_do_not_abort_the_process() -> None:
         time.sleep(0.3)
         network.reset()
         assert _until_end(ours) == []
-        time.sleep(2.5)  # libzmq 4.3.5 would fail an assertion with the next heartbeat
+        time.sleep(2.5)  # libzmq 4.3.5 would fail an assertion at the next heartbeat.
         host.close()
         kernel.connect_host(2)

@@ -21,7 +21,7 @@ plt = pytest.importorskip("matplotlib.pyplot")
 @pytest.fixture(autouse=True)
 def drawing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plt.switch_backend("agg")
-    plot_with(svg_curves.plot)  # as `Run.metrics` does
+    plot_with(svg_curves.plot)  # As `Run.metrics` does.
     yield
     plt.close("all")
 
@@ -44,19 +44,19 @@ def test_a_metric_has_a_line_for_each_rank() -> None:
     assert [line.get_ydata()[-1] for line in axes.lines] == [19, 20]
 
 
-def test_one_rank_has_no_legend() -> None:
+def test_one_rank_needs_no_legend() -> None:
     axes = logged()["loss"].rank(1).plot()
     assert axes.get_legend() is None
     assert len(axes.lines) == 1
 
 
-def test_points_without_steps_lie_over_seconds() -> None:
+def test_points_without_steps_are_drawn_over_seconds() -> None:
     axes = logged(steps=False)["loss"].plot()
     assert axes.get_xlabel() == "seconds"
     assert axes.lines[0].get_xdata().tolist() == [float(i) for i in range(20)]
 
 
-def test_many_ranks_have_their_mean_and_range() -> None:
+def test_many_ranks_are_drawn_as_mean_and_range() -> None:
     axes = logged(ranks=12)["loss"].plot()
     assert axes.lines[0].get_label() == "mean and range of 12 ranks"
     assert axes.lines[0].get_ydata()[0] == pytest.approx(np.mean(range(12)))
@@ -64,13 +64,13 @@ def test_many_ranks_have_their_mean_and_range() -> None:
     assert (low, high) == (0, 19 + 11)
 
 
-def test_into_given_axes() -> None:
+def test_a_metric_is_drawn_into_given_axes() -> None:
     _, (left, right) = plt.subplots(1, 2)
     assert logged()["accuracy"].plot(right) is right
     assert (len(left.lines), len(right.lines)) == (0, 2)
 
 
-def test_several_metrics_side_by_side() -> None:
+def test_several_metrics_are_drawn_side_by_side() -> None:
     metrics = logged(names=("loss", "accuracy", "rate"))
     axes = metrics.plot()
     assert [each.get_title(loc="left") for each in axes.flat] == ["loss", "accuracy", "rate", ""]
@@ -79,7 +79,7 @@ def test_several_metrics_side_by_side() -> None:
         metrics.plot("lost")
 
 
-def test_a_run_that_logged_nothing() -> None:
+def test_a_run_that_logged_nothing_has_no_plot() -> None:
     with pytest.raises(ValueError, match="there is no metric to plot: log one"):
         Metrics(Store()).plot()
 

@@ -1,4 +1,4 @@
-"""Launches from processes in an unusual state, each a new interpreter on the default path (fork)."""
+"""Launches from processes in an unusual state. Each is a new interpreter that uses the default start method (fork)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def evaluate(interpreters: InterpreterServer, script: str, **environment: str) -
 
 
 def run_interpreter(script: str, *, prefix: Sequence[str] = (), cwd: Path = ROOT, **environment: str) -> Any:
-    """Do the same in an interpreter that is started for it, behind a command."""
+    """Run the script in a new interpreter, started behind a command."""
     command = [*prefix, sys.executable, "-c", PRELUDE + textwrap.dedent(script)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
@@ -59,7 +59,7 @@ def test_ranks_are_reaped_by_a_python_without_p_pidfd() -> None:
     assert run_interpreter("del os.P_PIDFD\nreport(ended(lambda: 1))") == [1, 1]
 
 
-# ---- processes that something else reaps
+# ---- processes that other code reaps
 
 IGNORED = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
 REAPER = """
@@ -98,13 +98,13 @@ report(found)
         pytest.param(REAPER, "spawn", id="os.wait in a thread-spawn", marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_that_something_else_reaps_are_judged_by_what_they_sent(
+def test_ranks_that_other_code_reaps_are_judged_by_their_messages(
     interpreters: InterpreterServer, reaping: str, method: str
 ) -> None:
     found = evaluate(interpreters, f"method = {method!r}\n" + reaping + ENDS)
     assert found["return"] == [True, True]
     assert "ValueError: wrong" in found["raise"]
-    for kind in ("exit", "kill"):  # the thread may be slower than the supervisor
+    for kind in ("exit", "kill"):  # The thread may be slower than the supervisor.
         known = {"exit": "exit status 3", "kill": "SIGKILL"}[kind]
         unknown = "before the function returned; its exit status is unknown, because the kernel ignores SIGCHLD"
         assert unknown in found[kind] or (reaping == REAPER and known in found[kind]), found[kind]
@@ -163,9 +163,7 @@ report([found, run.status, sorted(run.logs(0)), shown])
 
 @pytest.mark.parametrize("name", ["Tee", "None", "ASCII", "Broken", "closed", "detached", "no stream"])
 @pytest.mark.parametrize("method", ["fork", "inline"])
-def test_a_launch_goes_on_whatever_the_standard_streams_are(
-    interpreters: InterpreterServer, method: str, name: str
-) -> None:
+def test_a_launch_works_with_any_standard_streams(interpreters: InterpreterServer, method: str, name: str) -> None:
     options = {"num_processes": 1, "start_method": method}
     script = f"import notebook_accelerate\nname, options = {name!r}, {options!r}\n" + STREAMS + PRINTING
     found, status, lines, shown = evaluate(interpreters, script, PYTHONUTF8="1")
@@ -211,7 +209,7 @@ report([ended(train, start_method=method) for method in methods])
 """
 
 
-def test_launches_with_more_open_files_than_select_can_wait_for(interpreters: InterpreterServer) -> None:
+def test_launches_work_with_more_open_files_than_select_supports(interpreters: InterpreterServer) -> None:
     script = MANY_FILES + "methods = ['fork', 'auto', 'zygote']" + COLLECTIVE
     assert evaluate(interpreters, script) == [[2.0, 2.0]] * 3
 
@@ -244,11 +242,11 @@ def test_names_of_threads_and_files_may_be_any_bytes(locale: dict[str, str]) -> 
 
 def _need_privileges(namespace: str) -> None:
     if subprocess.run(["unshare", namespace, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("a mount or a network of its own needs privileges")
+        pytest.skip("a separate mount or network namespace needs privileges")
 
 
-def test_a_system_without_proc() -> None:
-    """As in some containers; the kernel is then forked from the server process at most."""
+def test_a_system_without_proc_can_launch() -> None:
+    """Some containers have no /proc. The kernel itself is then never forked, only the zygote."""
     _need_privileges("-m")
     hidden = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
     script = "methods = ['auto', 'zygote', 'spawn', 'fork']" + COLLECTIVE
@@ -265,7 +263,7 @@ def test_a_system_without_proc() -> None:
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
 def test_a_relative_pythonpath_does_not_follow_the_kernel_to_another_folder(tmp_path: Path, method: str) -> None:
-    """An interpreter imports `types` from there before its first line, where a .pth file or a flag has it do so."""
+    """An interpreter imports `types` from there before its first line if a .pth file or a flag makes it do so."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     (there / "types.py").write_text("raise RuntimeError('this is the types.py of the user')\n")
@@ -305,7 +303,7 @@ FEW_PORTS = [*NETWORK, 'ip link set lo up && sysctl -qw net.ipv4.ip_local_port_r
 
 
 @pytest.mark.parametrize("taken", [TAKEN_NAMES, TAKEN_PORTS], ids=["names", "ports"])
-def test_a_search_for_a_port_ends_when_all_are_taken(taken: str) -> None:
+def test_a_search_for_a_port_ends_if_all_are_taken(taken: str) -> None:
     _need_privileges("-n")
     search = """
     from notebook_accelerate.launch.processes import ports
@@ -318,11 +316,11 @@ def test_a_search_for_a_port_ends_when_all_are_taken(taken: str) -> None:
     """
     found, took = run_interpreter(taken + textwrap.dedent(search), prefix=FEW_PORTS)
     assert found.startswith("PortInUseError: no free port was found on this machine")
-    assert took < 60, "it would search without end"
+    assert took < 60, "it would search forever"
 
 
 @pytest.mark.parametrize("setup", ["true", "ip link set lo up && ip link set lo down"])
-def test_a_loopback_interface_that_is_down_is_reported_at_once(setup: str) -> None:
+def test_a_loopback_interface_that_is_down_is_reported_immediately(setup: str) -> None:
     _need_privileges("-n")
     script = 'methods = ["fork"]' + COLLECTIVE
     (found,) = run_interpreter(script, prefix=[*NETWORK, f'{setup}; exec "$@"', "sh"])
@@ -332,7 +330,7 @@ def test_a_loopback_interface_that_is_down_is_reported_at_once(setup: str) -> No
 # ---- other states of a kernel
 
 
-def test_a_kernel_without_descriptors_gets_an_error_in_words_and_can_launch_later(
+def test_a_kernel_out_of_descriptors_gets_a_clear_error_and_can_launch_later(
     interpreters: InterpreterServer,
 ) -> None:
     script = """
@@ -348,11 +346,11 @@ def test_a_kernel_without_descriptors_gets_an_error_in_words_and_can_launch_late
     last = ended(lambda: 1)
     deadline = time.monotonic() + 30
     while opened() > before and time.monotonic() < deadline:
-        time.sleep(0.05)  # the thread of a run that has ended prepares the next one
+        time.sleep(0.05)  # The thread of a finished run prepares the next one.
     report([sorted(found - {"['started', 'started']", "('started', 'started')"}), last, opened() - before])
     """
     refused, found, left = evaluate(interpreters, script)
-    refused = [text for text in refused if "its process ended with exit status 1" not in text]  # the rank's own limit
+    refused = [text for text in refused if "its process ended with exit status 1" not in text]  # The rank's own limit.
     assert refused
     assert all(text.startswith("LaunchError: ") and "Too many open files" in text for text in refused), refused
     assert found == [1, 1]
@@ -391,7 +389,7 @@ def test_an_exception_of_a_signal_handler_ends_the_cell_and_its_run(
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
 def test_interpreters_start_in_a_folder_that_was_deleted(tmp_path: Path, method: str) -> None:
-    """Libraries of torch cannot be loaded there, neither here nor without this package."""
+    """The libraries of torch cannot be loaded there, with or without this package."""
     script = f"""
     os.mkdir("gone"), os.chdir("gone"), os.rmdir("../gone")
     def train():
@@ -403,7 +401,7 @@ def test_interpreters_start_in_a_folder_that_was_deleted(tmp_path: Path, method:
 
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
-def test_a_kernel_without_an_interpreter_of_its_own_names_what_to_do(method: str) -> None:
+def test_a_kernel_without_its_own_interpreter_gets_an_error_that_says_what_to_do(method: str) -> None:
     script = f"""
     sys.executable = None
     found = ended(os.getpid, start_method={method!r})
@@ -416,7 +414,7 @@ def test_a_kernel_without_an_interpreter_of_its_own_names_what_to_do(method: str
     assert found.startswith("LaunchError: sys.executable=None names no interpreter to start"), found
 
 
-def test_a_rank_launches_though_another_thread_held_locks_during_its_fork(interpreters: InterpreterServer) -> None:
+def test_a_rank_can_launch_if_another_thread_held_locks_during_its_fork(interpreters: InterpreterServer) -> None:
     script = """
     from notebook_accelerate.launch import run_registry
     from notebook_accelerate.launch.processes import rank_process, zygote

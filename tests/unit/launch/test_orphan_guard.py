@@ -1,4 +1,4 @@
-"""The shell that ends what ranks have started, when the shell itself is stopped or killed."""
+"""The shell that kills the processes that ranks have started, when the shell itself is stopped or killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOON = 60.0
 
 @pytest.fixture
 def shell() -> Iterator[subprocess.Popen[bytes]]:
-    """Return the shell of ``GUARD``, which is in use."""
+    """Return the process of the shell that ``GUARD`` uses."""
     GUARD.add_rank()
     GUARD.ensure()
     process = GUARD._process
@@ -32,7 +32,7 @@ def shell() -> Iterator[subprocess.Popen[bytes]]:
 GUARD = OrphanGuard()
 
 
-def test_a_shell_that_is_stopped_ends_with_the_last_rank_and_kills_nothing(shell: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_shell_exits_with_the_last_rank_and_kills_nothing(shell: subprocess.Popen[bytes]) -> None:
     with subprocess.Popen(["sleep", "600"]) as marked:
         set_mark(own_mark(), marked.pid)
         os.kill(shell.pid, signal.SIGSTOP)

@@ -47,7 +47,7 @@ def _all(chunks: list[bytes]) -> list[str]:
         ([], []),
     ],
 )
-def test_lines(chunks: list[bytes], lines: list[str]) -> None:
+def test_bytes_become_complete_lines(chunks: list[bytes], lines: list[str]) -> None:
     assert _all(chunks) == lines
 
 
@@ -59,7 +59,7 @@ def test_any_cut_gives_the_same_lines(lines: list[str], data: st.DataObject) -> 
     assert _all(chunks) == lines
 
 
-def test_a_line_without_end_is_bounded() -> None:
+def test_a_line_without_an_end_is_bounded() -> None:
     assembler, seen, longest = LineAssembler(), 0, 0
     for _ in range(100):
         text = assembler.feed(b"x" * 100_000)
@@ -76,7 +76,7 @@ def test_a_giant_line_is_not_cut_inside_a_character() -> None:
 
 
 def test_a_giant_line_costs_linear_time() -> None:
-    begin = time.thread_time()  # processor time: test machines are busy
+    begin = time.thread_time()  # Measure processor time, because test machines are busy.
     _all([b"x" * 100] * 20_000)
     assert time.thread_time() - begin < 20.0
 
@@ -89,7 +89,7 @@ def test_a_progress_bar_without_line_breaks_stays_small() -> None:
     assert assembler.redrawn == "step 99999 of 100000 [=====    ]"
 
 
-def test_a_line_that_is_not_redrawn_is_no_progress_bar() -> None:
+def test_a_line_that_is_not_redrawn_is_not_a_progress_bar() -> None:
     assembler = LineAssembler()
     assembler.feed(b"half a line")
     assert assembler.redrawn == ""
@@ -100,7 +100,7 @@ def test_a_line_that_is_not_redrawn_is_no_progress_bar() -> None:
 
 
 class _Writes(list[bytes]):
-    """A file that keeps each write."""
+    """A file that records each write."""
 
     def write(self, text: str) -> None:
         self.append(text.encode())
@@ -111,7 +111,7 @@ class _Writes(list[bytes]):
 
 def _bars_of_tqdm(*, leave: bool) -> _Writes:
     class tqdm(pytest.importorskip("tqdm").tqdm):  # type: ignore[misc]  # noqa: N801 - as its users write it
-        monitor_interval = 0  # no thread
+        monitor_interval = 0  # No monitor thread.
 
     writes = _Writes()
     for epoch in tqdm(range(2), "epochs", file=writes, ascii=True, mininterval=0):
@@ -125,7 +125,7 @@ def _bars_of_tqdm(*, leave: bool) -> _Writes:
 @pytest.mark.parametrize("leave", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 7, 50, 1000])
 def test_nested_bars_are_redrawn_in_place(leave: bool, size: int) -> None:
-    """As tqdm writes them, and as they arrive in pieces of ``size`` bytes (0: each write of tqdm)."""
+    """As tqdm writes them, arriving in pieces of ``size`` bytes (0: one piece for each write of tqdm)."""
     writes = _bars_of_tqdm(leave=leave)
     raw = b"".join(writes)
     chunks = [raw[i : i + size] for i in range(0, len(raw), size)] if size else list(writes)
@@ -138,12 +138,12 @@ def test_nested_bars_are_redrawn_in_place(leave: bool, size: int) -> None:
     wanted = ["epoch 0", "epoch 1", "epochs"] if leave else ["epochs"]
     assert [line for line in done if "%|" not in line] == ["note 0", "note 1", "the end"]
     assert [bar for bar in bars if bar != "epochs"] == wanted[:-1]
-    assert 1 <= bars.count("epochs") <= 2, "at most its first state too, from before the inner bar was drawn"
+    assert 1 <= bars.count("epochs") <= 2, "at most its first state is also there, from before the inner bar was drawn"
     assert "epochs: 100%|" in done[-2]
-    assert most == 2 if size == 0 else most <= 6, "pieces may leave off between two writes"
+    assert most == 2 if size == 0 else most <= 6, "a piece may end between two writes"
 
 
-def test_bars_one_after_the_other_become_lines() -> None:
+def test_consecutive_bars_become_lines() -> None:
     chunks = [b"\r 0%|a", b"\r100%|a", b"\n", b"\r 0%|b", b"\r 50%|b", b"\r100%|b\n", b"over\n"]
     assembler = LineAssembler()
     texts = [assembler.feed(chunk) for chunk in chunks]
@@ -151,7 +151,7 @@ def test_bars_one_after_the_other_become_lines() -> None:
     assert assembler.redrawn == ""
 
 
-def test_an_endless_number_of_rows_is_bounded() -> None:
+def test_an_unlimited_number_of_rows_is_bounded() -> None:
     assembler, lines = LineAssembler(), 0
     for row in range(200):
         lines += len((assembler.feed(b"\n" * row + b"\r%d%%|" % row + b"\x1b[A" * row) or "").splitlines())
@@ -171,7 +171,7 @@ def test_an_endless_number_of_rows_is_bounded() -> None:
         ("$ ", "$ "),
     ],
 )
-def test_labels(template: str | None, label: str) -> None:
+def test_labels_are_formatted_from_a_template(template: str | None, label: str) -> None:
     assert line_label(template, 3, 1) == label
 
 
@@ -259,14 +259,14 @@ def test_lines_and_displays_keep_their_order(data: st.DataObject) -> None:
             output.display(displays.pop(0))
         else:
             output.feed(name, pieces[name].pop(0))
-    publisher.flush(force=True)  # before the end: nothing is held
+    publisher.flush(force=True)  # Before the end: nothing is held back.
     shown = [text for _, text in publisher.sent if text != "error\n"]
     assert shown == ["line 0\n", "display 1", "line 1\n", "display 2", "line 2\n", "display 3", "\x1b[1mlast\x1b[0m\n"]
     everything = [text for _, text in publisher.sent]
     assert everything.index("display 1") < everything.index("error\n") < everything.index("display 2")
 
 
-def test_a_display_or_a_mark_that_is_lost_holds_nothing_up_for_good() -> None:
+def test_a_lost_display_or_mark_does_not_hold_up_output_forever() -> None:
     publisher = _Memory()
     output = RankOutput(0, "", lambda *_: None, publisher)
 
@@ -275,15 +275,15 @@ def test_a_display_or_a_mark_that_is_lost_holds_nothing_up_for_good() -> None:
         output.feed("stderr", display_mark(number))
 
     feed(b"a\n", 1)
-    output.display(DisplayEvent({}, mark=1))  # it could not be sent in full
-    output.display(_display(2))  # an interrupt came before its marks
+    output.display(DisplayEvent({}, mark=1))  # It could not be sent in full.
+    output.display(_display(2))  # An interrupt arrived before its marks.
     feed(b"b\n", 3)
     output.display(_display(3))
-    output.feed("stdout", b"c\n" + display_mark(4) + b"d\n")  # an interrupt came between its marks
+    output.feed("stdout", b"c\n" + display_mark(4) + b"d\n")  # An interrupt arrived between its marks.
     output.display(_display(4))
     feed(b"e\n", 5)
     output.display(_display(5))
-    feed(b"f\n", 6)  # its display does not arrive
+    feed(b"f\n", 6)  # Its display does not arrive.
     output.feed("stdout", b"g\n")
     output.expect_no_displays()
     feed(b"h\n", 7)
@@ -305,7 +305,9 @@ def test_the_text_publisher_writes_to_the_streams_of_the_launch(capsys: pytest.C
     assert captured.err == "> err\n"
 
 
-def test_a_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_closed_stream_is_not_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = (tmp_path_factory.mktemp("out") / "file").open("w")
     monkeypatch.setattr(sys, "stdout", file)
     publisher = TextPublisher()

@@ -1,4 +1,4 @@
-"""What a run's text leaves in a notebook's file: the first lines, the last ones, and the number of those between."""
+"""The part of a run's text that a notebook's file keeps: its first lines, its last ones, and the number omitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _file_bytes(texts: list[str]) -> int:
 @pytest.mark.parametrize(
     "line", ["", "x", "[rank 0] " + "x" * 90, "\x1b[31m" * 20, "ä☃𝄞" * 30, '"\\' * 40, "y" * 500_000]
 )
-def test_the_head_and_the_tail_are_within_their_bounds(line: str) -> None:
+def test_the_head_and_the_tail_are_bounded(line: str) -> None:
     parts, rng, count, heads = HeadAndTail(), random.Random(0), 0, []
     while count < (20 if len(line) > 1000 else 100_000):
         lines = rng.randint(1, 5 if len(line) > 1000 else 3_000)
@@ -37,13 +37,13 @@ def test_the_head_and_the_tail_are_within_their_bounds(line: str) -> None:
     assert not parts.changed
 
 
-def test_little_text_has_no_tail() -> None:
+def test_short_text_has_no_tail() -> None:
     parts = HeadAndTail()
     assert parts.head("one\ntwo\n") == "one\ntwo\n"
     assert parts.tail() == ""
 
 
-def test_output_and_tags_are_checked() -> None:
+def test_output_and_tags_are_validated() -> None:
     with pytest.raises(ValueError, match="output='file' is not allowed; pass one of 'cell', 'panel'"):
         LaunchConfig(output="file")
     with pytest.raises(ValueError, match="output='panel' is not allowed with panel=False"):

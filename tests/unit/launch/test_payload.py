@@ -49,7 +49,7 @@ WAYS = pytest.mark.parametrize("travel", [_through_file, _through_bytes])
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
 )
-def test_tensors_keep_value_type_and_shape(travel: Any, tensor: torch.Tensor) -> None:
+def test_tensors_keep_their_value_type_and_shape(travel: Any, tensor: torch.Tensor) -> None:
     found = travel(tensor)
     assert (found.dtype, found.shape, found.layout) == (tensor.dtype, tensor.shape, tensor.layout)
     plain, back = tensor.to_dense(), found.to_dense()
@@ -79,14 +79,14 @@ def test_tied_parameters_stay_tied_and_keep_grad_flags(travel: Any) -> None:
     optimizer.step()
 
 
-def test_a_model_and_its_optimizer_stay_together() -> None:
+def test_a_model_and_its_optimizer_stay_connected() -> None:
     model = torch.nn.Linear(2, 2)
     found, optimizer = _through_file((model, torch.optim.Adam(model.parameters())))
     assert optimizer.param_groups[0]["params"][0] is found.weight
 
 
 @WAYS
-def test_a_parameters_gradient_and_attributes_travel(travel: Any) -> None:
+def test_a_parameters_gradient_and_attributes_are_transferred(travel: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.tag = "mine"  # type: ignore[attr-defined]
     assert travel(parameter).tag == "mine"
@@ -94,7 +94,7 @@ def test_a_parameters_gradient_and_attributes_travel(travel: Any) -> None:
     assert travel(leaf).requires_grad
 
 
-def test_ranks_map_privately() -> None:
+def test_ranks_map_files_privately() -> None:
     tensor, array = torch.zeros(1000), np.zeros(1000)
     descriptor = dump((tensor, array), "x").to_file()
     other = os.dup(descriptor)
@@ -105,7 +105,7 @@ def test_ranks_map_privately() -> None:
 
 
 @WAYS
-def test_arrays_are_writable_and_keep_order(travel: Any) -> None:
+def test_arrays_are_writable_and_keep_their_order(travel: Any) -> None:
     for array in (np.arange(6).reshape(2, 3), np.asfortranarray(np.ones((2, 3))), np.array(["a", None], dtype=object)):
         found = travel(array)
         assert np.array_equal(found, array)
@@ -114,7 +114,7 @@ def test_arrays_are_writable_and_keep_order(travel: Any) -> None:
 
 
 @WAYS
-def test_a_read_only_array_travels(travel: Any) -> None:
+def test_a_read_only_array_is_transferred(travel: Any) -> None:
     array = np.arange(4)
     array.flags.writeable = False
     assert np.array_equal(travel(array), array)
@@ -122,7 +122,7 @@ def test_a_read_only_array_travels(travel: Any) -> None:
 
 
 @WAYS
-def test_closures_lambdas_and_local_classes(travel: Any) -> None:
+def test_closures_lambdas_and_local_classes_are_transferred(travel: Any) -> None:
     offset = 3
 
     class Local:
@@ -155,12 +155,12 @@ def test_functions_keep_the_name_of_their_file(travel: Any) -> None:
     "value",
     [threading.Lock(), (i for i in ()), {"deep": [threading.Lock()]}],
 )
-def test_what_cannot_travel_says_what_and_why(value: Any) -> None:
+def test_an_object_that_cannot_be_pickled_is_named_with_the_reason(value: Any) -> None:
     with pytest.raises(SerializationError, match=r"the arguments cannot be pickled: TypeError: .*pickle"):
         dump(value, "the arguments")
 
 
-def test_a_hostile_reduce_is_a_serialization_error() -> None:
+def test_a_hostile_reduce_raises_a_serialization_error() -> None:
     class Hostile:
         def __reduce__(self) -> str:
             raise ZeroDivisionError("in __reduce__")
@@ -169,7 +169,7 @@ def test_a_hostile_reduce_is_a_serialization_error() -> None:
         dump(Hostile(), "it")
 
 
-def test_an_endless_structure_is_a_serialization_error() -> None:
+def test_an_endless_structure_raises_a_serialization_error() -> None:
     deep: list[Any] = []
     for _ in range(200_000):
         deep = [deep]
@@ -179,13 +179,13 @@ def test_an_endless_structure_is_a_serialization_error() -> None:
         deep = deep[0]
 
 
-def test_a_tensor_with_a_graph_says_detach() -> None:
+def test_the_error_for_a_tensor_with_a_graph_suggests_detach() -> None:
     with pytest.raises(SerializationError, match=r"tensor\.detach\(\)"):
         dump({"loss": torch.ones(2, requires_grad=True).sum()}, "x")
 
 
 def test_descriptors_are_closed() -> None:
-    gc.collect()  # what earlier tests left is not closed meanwhile
+    gc.collect()  # Collect first, so that descriptors of earlier tests are not closed during this one.
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
         _through_file(torch.ones(10))
@@ -194,21 +194,21 @@ def test_descriptors_are_closed() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_400_megabytes_take_a_moment() -> None:
+def test_400_megabytes_are_transferred_quickly() -> None:
     tensor = torch.ones(100_000_000)
-    begin = time.thread_time()  # of the processor: machines that test are busy
+    begin = time.thread_time()  # Processor time, because test machines are busy.
     found = _through_file(tensor)
     assert found[-1] == 1.0
     assert time.thread_time() - begin < 30
 
 
-def test_cells_are_known_by_name() -> None:
+def test_cells_are_identified_by_name() -> None:
     assert is_cell("/tmp/ipykernel_123/456.py")
     assert is_cell("<ipython-input-3-abc>")
     assert not is_cell("/home/me/train.py")
 
 
-def test_sources_of_cells_travel() -> None:
+def test_sources_of_cells_are_transferred() -> None:
     import linecache
 
     name = "/tmp/ipykernel_1/99.py"
@@ -221,7 +221,7 @@ def test_sources_of_cells_travel() -> None:
         linecache.cache.pop(name)
 
 
-def test_a_value_whose_class_raises_is_refused_as_any_other() -> None:
+def test_a_value_whose_class_raises_is_refused_like_any_other() -> None:
     class Odd:
         @property
         def __class__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Planning: pure, from facts to what will happen."""
+"""Planning: pure functions from facts to the decisions of a launch."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def _plan(machine: HardwareInfo | None = None, hazard: str = "", can_fork: bool 
         ({"num_processes": 1, "start_method": "inline"}, "inline"),
     ],
 )
-def test_the_start_method(values: dict[str, Any], method: str) -> None:
+def test_the_start_method_follows_from_the_facts(values: dict[str, Any], method: str) -> None:
     assert _plan(**values).start_method == method
 
 
-def test_the_reason_is_in_the_sentence() -> None:
+def test_the_sentence_gives_the_reason_for_the_start_method() -> None:
     assert "the kernel is safe to fork" in _plan(num_processes=2).sentence()
     hazard = "CUDA is initialised in the kernel"
     assert hazard in _plan(num_processes=2, hazard=hazard).reason
@@ -105,7 +105,7 @@ def _on_xla(chips: int, environment: dict[str, str], asked: int) -> dict[str, An
         ({"machine": _tpus(8), "start_method": "zygote"}, "pass 'auto' or 'spawn'"),
     ],
 )
-def test_what_is_refused(values: dict[str, Any], match: str) -> None:
+def test_invalid_plans_are_refused(values: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         _plan(**values)
 
@@ -124,7 +124,9 @@ def test_what_is_refused(values: dict[str, Any], match: str) -> None:
         (_machine("mps", 1), {"num_processes": 2}, ("cpu", 2, "gloo")),
     ],
 )
-def test_devices_and_ranks(machine: HardwareInfo, values: dict[str, Any], expected: tuple[str, int, str]) -> None:
+def test_devices_are_assigned_to_ranks(
+    machine: HardwareInfo, values: dict[str, Any], expected: tuple[str, int, str]
+) -> None:
     found = _plan(machine, **values)
     assert (found.accelerator, found.num_processes, found.backend) == expected
 
@@ -142,11 +144,11 @@ def test_devices_and_ranks(machine: HardwareInfo, values: dict[str, Any], expect
         (8, {}, None),
     ],
 )
-def test_threads(cpu_count: int, values: dict[str, Any], threads: int | None) -> None:
+def test_each_rank_gets_its_share_of_threads(cpu_count: int, values: dict[str, Any], threads: int | None) -> None:
     assert _plan(_machine(cpu_count=cpu_count), **values).threads == threads
 
 
-def test_the_environment_is_torchruns_and_pinned_to_loopback() -> None:
+def test_the_environment_matches_torchrun_and_is_pinned_to_loopback() -> None:
     found = _plan(num_processes=2, use_port="1234")
     env = rank_environment(found, 1)
     expected = {
@@ -166,7 +168,7 @@ def test_the_environment_is_torchruns_and_pinned_to_loopback() -> None:
         ("cpu", 2, False, {}),
     ],
 )
-def test_nccl_is_kept_from_an_access_that_the_gpus_do_not_have(
+def test_nccl_does_not_use_an_access_that_the_gpus_lack(
     accelerator: str, ranks: int, works: bool, expected: dict[str, str]
 ) -> None:
     facts = KernelFacts(environment={}, peer_to_peer=lambda: works)
@@ -175,7 +177,7 @@ def test_nccl_is_kept_from_an_access_that_the_gpus_do_not_have(
     assert {name: value for name, value in environment.items() if re.match("NCCL_.*DISABLE", name)} == expected
 
 
-def test_the_second_machine_counts_on() -> None:
+def test_the_ranks_of_the_second_machine_continue_the_count() -> None:
     found = _plan(num_processes=2, num_nodes=3, node_rank=2, master_addr="10.0.0.1")
     env = rank_environment(found, 1)
     assert (found.world_size, found.first_rank) == (6, 4)
@@ -184,7 +186,7 @@ def test_the_second_machine_counts_on() -> None:
     assert "TORCHELASTIC_USE_AGENT_STORE" not in env
 
 
-def test_notebooks_that_have_met_may_have_different_numbers_of_ranks() -> None:
+def test_joined_notebooks_may_have_different_numbers_of_ranks() -> None:
     first = joined(_plan(num_processes=2, num_nodes=2), [2, 3], ("10.0.0.1", 4000), "eth1", "run-7")
     assert (first.world_size, first.first_rank, first.num_processes, first.backend) == (5, 0, 2, "gloo")
     env = rank_environment(first, 0)
@@ -192,7 +194,7 @@ def test_notebooks_that_have_met_may_have_different_numbers_of_ranks() -> None:
     second = on_node(first, 1)
     assert (second.world_size, second.first_rank, second.num_processes) == (5, 2, 3)
     env = rank_environment(second, 2)
-    assert not {"GLOO_SOCKET_IFNAME", "NOTEBOOK_ACCELERATE_SERVED_STORE"} & set(env), "that machine has its own"
+    assert not {"GLOO_SOCKET_IFNAME", "NOTEBOOK_ACCELERATE_SERVED_STORE"} & set(env), "that machine has its own number"
     expected = {
         "RANK": "4", "LOCAL_RANK": "2", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000",
@@ -201,7 +203,7 @@ def test_notebooks_that_have_met_may_have_different_numbers_of_ranks() -> None:
     assert {name: env[name] for name in expected} == expected
 
 
-def test_xla_devices_are_left_to_ranks() -> None:
+def test_xla_devices_are_left_to_the_ranks() -> None:
     machine = _machine(accelerator="xla", count=1)
     found = _plan(machine)
     assert (found.num_processes, found.start_method) == (1, "zygote")
@@ -221,7 +223,7 @@ def test_xla_devices_are_left_to_ranks() -> None:
         ({"PJRT_DEVICE": "CPU"}, 1, 1, 1, 1),
     ],
 )
-def test_xla_ranks_have_one_device_each_or_one_has_all(
+def test_xla_ranks_have_one_device_each_or_one_rank_has_all(
     environment: dict[str, str], count: int, asked: int | None, processes: int, devices: int
 ) -> None:
     machine = _machine(accelerator="xla", count=count)
@@ -256,19 +258,19 @@ def test_ranks_on_tpus_have_one_device_each(
     assert {rank_environment(found, rank).get("TORCH_TPU_TOPOLOGY") for rank in range(ranks)} == {mesh}
 
 
-def test_a_launch_on_the_cpu_of_a_machine_with_tpus_needs_nothing_of_them() -> None:
+def test_a_launch_on_the_cpu_of_a_machine_with_tpus_needs_no_tpu_package() -> None:
     found = _plan(_tpus(8), num_processes=2, cpu=True)
     assert (found.accelerator, found.start_method, found.variables) == ("cpu", "fork", {})
 
 
-def test_inline_on_virtual_xla_devices_is_one_process() -> None:
+def test_inline_on_virtual_xla_devices_uses_one_process() -> None:
     machine = _machine(accelerator="xla", count=4)
     found = _plan(machine, environment=VIRTUAL, start_method="inline")
     assert (found.start_method, found.num_processes, found.devices) == ("inline", 1, 4)
 
 
 @pytest.mark.parametrize("values", [{}, {"start_method": "inline"}, {"start_method": "zygote"}, {"on": "ray"}])
-def test_no_probe_is_forked_where_the_start_method_does_not_depend_on_it(values: dict[str, Any]) -> None:
+def test_no_probe_is_forked_if_the_start_method_does_not_depend_on_it(values: dict[str, Any]) -> None:
     def probe() -> str:
         raise AssertionError("the planner called the probe")
 

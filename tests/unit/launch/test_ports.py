@@ -1,4 +1,4 @@
-"""Finding the port of the process group."""
+"""Finding a port for the process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def let_go() -> Iterator[None]:
 
 
 def _free() -> int:
-    """Return a free port below those that systems give to whoever asks for any."""
+    """Return a free port below the range that systems use for ephemeral ports."""
     for port in range(20_000 + os.getpid() % 5_000, 29_000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -41,24 +41,24 @@ def _free() -> int:
     raise AssertionError("no port is free")
 
 
-def test_a_free_port_is_taken_without_a_word() -> None:
+def test_a_free_port_is_used_silently() -> None:
     port = _free()
     assert ports.reserve(-1, port, fixed=False) == (port, "")
 
 
-def test_a_taken_port_is_replaced_and_said_in_one_line(taken: int) -> None:
+def test_a_taken_port_is_replaced_with_a_message_of_one_line(taken: int) -> None:
     port, note = ports.reserve(-1, taken, fixed=False)
     assert port != taken
     assert note == f"port {taken} is taken, using {port}"
 
 
-def test_any_port() -> None:
+def test_port_zero_gives_any_free_port() -> None:
     port, note = ports.reserve(-1, 0, fixed=False)
     assert port > 0
     assert note == ""
 
 
-def test_two_runs_at_once_get_two_ports_until_one_lets_go() -> None:
+def test_two_concurrent_runs_get_two_ports_until_one_is_released() -> None:
     asked = _free()
     first, _ = ports.reserve(-1, asked, fixed=False)
     second, note = ports.reserve(-2, asked, fixed=False)
@@ -68,14 +68,14 @@ def test_two_runs_at_once_get_two_ports_until_one_lets_go() -> None:
     assert ports.reserve(-3, asked, fixed=False) == (asked, "")
 
 
-def test_a_port_of_several_machines_is_refused_in_one_line(taken: int) -> None:
+def test_a_taken_port_for_several_machines_is_refused_in_one_line(taken: int) -> None:
     with pytest.raises(PortInUseError, match=f"port {taken} is taken.*use_port={taken + 1}") as caught:
         ports.reserve(-1, taken, fixed=True)
     assert "\n" not in str(caught.value)
     assert ports.reserve(-2, taken, fixed=True, here=False) == (taken, "")
 
 
-def test_the_last_port_number_suggests_one_that_exists() -> None:
+def test_the_error_for_the_last_port_number_suggests_a_valid_one() -> None:
     with socket.create_server(("127.0.0.1", 65535)), pytest.raises(PortInUseError) as caught:
         ports.reserve(-1, 65535, fixed=True)
     assert "65536" not in str(caught.value)
@@ -91,7 +91,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="ports are only held 
 
 
 @linux
-def test_a_port_that_another_kernel_has_reserved_is_taken_until_that_kernel_ends() -> None:
+def test_a_port_that_another_kernel_has_reserved_is_taken_until_that_kernel_exits() -> None:
     asked = _free()
     code = "from notebook_accelerate.launch.processes import ports; "
     code += f"print(ports.reserve(1, {asked}, fixed=False)); input()"
@@ -109,7 +109,7 @@ def test_a_port_that_another_kernel_has_reserved_is_taken_until_that_kernel_ends
 
 
 @linux
-def test_the_system_gives_a_reserved_port_to_nobody_and_torchs_store_can_listen_on_it() -> None:
+def test_the_system_does_not_hand_out_a_reserved_port_and_torchs_store_can_listen_on_it() -> None:
     port, _ = ports.reserve(-1, 0, fixed=False)
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(("127.0.0.1", port))
@@ -119,8 +119,8 @@ def test_the_system_gives_a_reserved_port_to_nobody_and_torchs_store_can_listen_
 
 
 @linux
-def test_letting_go_leaves_no_descriptor() -> None:
-    gc.collect()  # what earlier tests left is not closed meanwhile
+def test_releasing_a_port_closes_its_descriptor() -> None:
+    gc.collect()  # Collect first, so that descriptors of earlier tests are not closed during this one.
     before = psutil.Process().num_fds()
     ports.reserve(-1, 0, fixed=False)
     assert psutil.Process().num_fds() == before + 2

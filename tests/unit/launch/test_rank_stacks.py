@@ -17,12 +17,12 @@ def _functions_on_the_stack() -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
-def test_a_stack_begins_with_the_launched_function(method: str) -> None:
+def test_a_stack_starts_with_the_launched_function(method: str) -> None:
     run = notebook_launcher(_functions_on_the_stack, (), 1, start_method=method, panel=False)
     assert run.results == (["_functions_on_the_stack"],)
 
 
-def test_a_stack_of_a_warm_rank_begins_with_the_cell() -> None:
+def test_a_stack_of_a_warm_rank_starts_with_the_cell() -> None:
     from notebook_accelerate.worker import warm_cells
 
     names: dict[str, object] = {"look": lambda: stacks.stack(sys._getframe(1))}

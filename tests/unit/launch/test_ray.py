@@ -1,4 +1,4 @@
-"""Launching on Ray, as far as it goes without Ray; the rest is `make test-ray`."""
+"""Launching on Ray, as far as it can be tested without Ray. `make test-ray` runs the rest."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_without_ray_the_error_has_the_line_to_type(monkeypatch: pytest.MonkeyPa
         notebook_launcher(print)
 
 
-def test_the_cell_of_a_launch_on_a_cluster() -> None:
+def test_a_cell_of_a_launch_on_a_cluster_can_be_generated() -> None:
     assert launch_cell("train", "", LaunchConfig(num_processes=8, on="ray")) == (
         'from notebook_accelerate import notebook_launcher\n\nrun = notebook_launcher(train, num_processes=8, on="ray")'
     )
@@ -72,7 +72,7 @@ def test_the_cell_of_a_launch_on_a_cluster() -> None:
     compile(cell, "cell", "exec")
 
 
-def test_the_config_panel_takes_a_cluster() -> None:
+def test_the_config_panel_accepts_a_cluster() -> None:
     panel = ConfigPanel(machine=MACHINE, facts=lambda: KernelFacts(environment={}))
     panel.change(on="ray", num_processes=4)
     assert panel.sentence.startswith("4 processes on a Ray cluster, ray, ")
@@ -92,7 +92,7 @@ def facts(node: str, **versions: str) -> dict[str, object]:
     return {"host": "host", "address": node, "versions": versions}
 
 
-def test_versions_that_match() -> None:
+def test_versions_must_match() -> None:
     ours = {"python": "3.11.7", "torch": "2.13.0+cpu", "notebook_accelerate": "0.1.0"}
     same = facts("10.0.0.1", python="3.11.9", torch="2.13.0+cu128", notebook_accelerate="0.1.0")
     assert mismatches(ours, [same, same]) == ""
@@ -112,7 +112,7 @@ def test_each_rank_sees_its_own_device_at_its_local_rank() -> None:
     assert merge_devices([{}, {}]) == {}
 
 
-def test_the_interface_of_an_address() -> None:
+def test_the_interface_of_an_address_is_found() -> None:
     assert interface_of("127.0.0.1") == interface_of("127.0.0.7") == "lo"
     assert interface_of("203.0.113.77") == ""
 
@@ -145,7 +145,7 @@ def _close(node: NodeHost, rank_end: socket.socket) -> None:
     node._connection.close()
 
 
-def test_a_tunnel_carries_both_ways_and_ends() -> None:
+def test_a_tunnel_carries_data_both_ways_and_closes() -> None:
     node, rank_end = _tunnel()
     node.push(b"down")
     assert rank_end.recv(10) == b"down"
@@ -179,10 +179,10 @@ def test_a_blocked_push_is_not_truncated_by_a_concurrent_pull(monkeypatch: pytes
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
     node, rank_end = _tunnel()
     assert node.pull() is None
-    sent = os.urandom(32 << 20)  # more than the buffers of a connection on loopback take
+    sent = os.urandom(32 << 20)  # More than the buffers of a loopback connection hold.
     pushing = threading.Thread(target=node.push, args=(sent,))
     pushing.start()
-    for _ in range(5):  # while the rank reads nothing
+    for _ in range(5):  # While the rank does not read.
         assert node.pull() is None
     assert pushing.is_alive()
     received = bytearray()
@@ -204,7 +204,7 @@ class _CalledHere:
         return getattr(self._node, method)(*arguments)
 
     def get(self, result: object) -> object:
-        """Stand for ``ray.get``."""
+        """Stand in for ``ray.get``."""
         return result
 
 
@@ -243,7 +243,7 @@ def test_a_host_connects_to_the_kernel_through_a_tunnel(monkeypatch: pytest.Monk
 
 
 class _Actor:
-    """An actor whose tunnel is carried, until it dies."""
+    """An actor whose tunnel is served until it dies."""
 
     def __init__(self) -> None:
         self.dies = threading.Event()
@@ -253,7 +253,7 @@ class _Actor:
         return method
 
     def get(self, method: str) -> None:
-        """Stand for ``ray.get``."""
+        """Stand in for ``ray.get``."""
         if method == "pull":
             self.dies.wait(60)
         raise RuntimeError("the actor has died")
@@ -287,7 +287,7 @@ class _Driver:
         return "its actor's process has died" if node == 2 else ""
 
 
-def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
+def test_an_actor_that_dies_after_connecting_is_reported_with_the_reason() -> None:
     secret = new_secret()
     listener = HostListener("127.0.0.1", secret)
     actor = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(2, "c3-n07", port=29500))
@@ -317,7 +317,7 @@ def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     assert driver.ended
 
 
-def test_errors_of_ray_in_a_sentence() -> None:
+def test_errors_of_ray_are_reported_in_one_sentence() -> None:
     died = RuntimeError("The actor died unexpectedly.\n\tclass_name: Rank\n\tThe node has died: address: 10.0.0.7, x")
     assert cause(died) == "the Ray node at 10.0.0.7 has died"
     crashed = RuntimeError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR")

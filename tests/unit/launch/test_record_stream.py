@@ -1,4 +1,4 @@
-"""The records of a run on their way to an attached kernel: from any position, each once."""
+"""Streaming the records of a run to an attached kernel: from any position, each record once."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_reader_that_falls_behind_misses_nothing(run: Run, monkeypatch: pytest
         assert [event.path for event in each.journal.store.checkpoints] == [f"/{number}" for number in range(100)]
 
 
-def test_a_connection_that_breaks_in_the_history_starts_it_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_breaks_during_the_history_starts_it_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_service, "PART_BYTES", 100)
     stream, reader = RecordStream(run, lambda: None), _reader(run)
     for number in range(1000):

@@ -1,4 +1,4 @@
-"""Ranks behind a host: a process that starts them and relays, here on the same machine, over a real connection."""
+"""Ranks behind a host, a process that starts and relays them, on the same machine but over a real connection."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class HostedBackend(PickledBackend):
 
 
 def be_a_host() -> None:
-    """Be one of the hosts."""
+    """Run as one of the hosts."""
     from notebook_accelerate.launch.processes.spawn import SpawnBackend
 
     port, secret, node, orders, payload = pickle.loads(sys.stdin.buffer.read())
@@ -151,7 +151,7 @@ def _sleep() -> None:
         time.sleep(0.01)
 
 
-def test_a_run_over_two_hosts_is_like_a_local_one() -> None:
+def test_a_run_over_two_hosts_behaves_like_a_local_one() -> None:
     run = _launch(_train, 3)
     assert run.results == (3.0, 3.0)
     assert [(info.node, info.host) for info in run.ranks] == [(0, "machine-0"), (1, "machine-1")]
@@ -159,7 +159,7 @@ def test_a_run_over_two_hosts_is_like_a_local_one() -> None:
     assert list(run.metrics["sum"].rank(0).values) == [3.0] * 3
 
 
-def test_the_first_failure_ends_all_at_its_line() -> None:
+def test_the_first_failure_ends_all_ranks_at_its_line() -> None:
     with pytest.raises(WorkerError, match="ValueError: it diverged") as raised:
         _launch(_fail, 1)
     assert isinstance(raised.value.__cause__, ValueError)
@@ -167,13 +167,13 @@ def test_the_first_failure_ends_all_at_its_line() -> None:
     assert [info.state for info in raised.value.run.ranks] == ["stopped", "failed"]
 
 
-def test_ranks_are_asked_inspected_sampled_and_stopped() -> None:
+def test_ranks_can_be_asked_inspected_sampled_and_stopped() -> None:
     run = _launch(_sleep, block=False)
     until(lambda: len(run.logs()) == 2)
     answers = run.ask("answer", timeout=SECONDS)
     assert not any(isinstance(answer, AskError) for answer in answers.values()), answers
     assert answers == {0: 42, 1: 42}
-    # On a busy machine nothing may be seen of a rank within the second that a diagnosis takes.
+    # On a busy machine a rank may show nothing within the second that a diagnosis takes.
     until(lambda: [_function(place) for place in run.diagnose().places] == [(0, "_sleep"), (1, "_sleep")])
     until(lambda: "_sleep" in run.commands.requests.capture_stacks(1).dump)
     until(lambda: set(run.store.resources) >= {0, 1})
@@ -181,7 +181,7 @@ def test_ranks_are_asked_inspected_sampled_and_stopped() -> None:
     assert run.status == "stopped"
 
 
-def test_a_suspended_rank_is_named_as_such() -> None:
+def test_a_suspended_rank_is_reported_as_suspended() -> None:
     run = _launch(_sleep, block=False)
     until(lambda: len(run.logs()) == 2)
     pid = run.ranks[1].pid
@@ -195,7 +195,7 @@ def test_a_suspended_rank_is_named_as_such() -> None:
         run.stop()
 
 
-def test_a_host_looks_after_its_orphan_guard() -> None:
+def test_a_host_restarts_its_orphan_guard() -> None:
     run = _launch(_sleep, block=False)
     until(lambda: len(run.logs()) == 2)
     host = psutil.Process(HostedBackend.hosts[0].pid)
@@ -203,7 +203,7 @@ def test_a_host_looks_after_its_orphan_guard() -> None:
     def shells() -> list[int]:
         found = []
         for child in host.children():
-            with suppress(psutil.NoSuchProcess):  # it has just ended
+            with suppress(psutil.NoSuchProcess):  # It has just exited.
                 found += [child.pid] if child.name() == "sh" else []
         return found
 
@@ -244,7 +244,7 @@ def test_events_that_arrive_with_the_hello_are_not_lost() -> None:
             kernel.close()
 
 
-def test_what_is_relayed_before_all_ranks_are_connected_arrives_in_order() -> None:
+def test_messages_relayed_before_all_ranks_are_connected_arrive_in_order() -> None:
     secret, received = new_secret(), Received()
     pieces = [
         (4, "stdout", b"one"),
@@ -274,9 +274,9 @@ def test_what_is_relayed_before_all_ranks_are_connected_arrives_in_order() -> No
     assert received.calls == [*(piece for piece in pieces if piece[0] in (4, 5)), (4, "end")]
 
 
-def test_an_accepted_host_stays_connected_when_the_listener_closes_at_once() -> None:
+def test_an_accepted_host_stays_connected_if_the_listener_closes_immediately() -> None:
     class Slow(SimpleQueue[IncomingHost]):
-        """Delays the thread of the handshake, as a busy machine may."""
+        """Delays the thread of the handshake, as a busy machine may do."""
 
         def put(self, item: IncomingHost, block: bool = True, timeout: float | None = None) -> None:
             super().put(item)

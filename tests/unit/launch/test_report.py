@@ -1,4 +1,4 @@
-"""The report: text and HTML that stay in the saved notebook."""
+"""The report: text and HTML that remain in the saved notebook."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_a_finished_run() -> None:
+def test_a_finished_run_has_a_report() -> None:
     def train() -> None:
         for step in range(5):
             telemetry.emit(MetricEvent({"loss": 5.0 - step, EVIL: 1.0}, step))
@@ -66,7 +66,7 @@ def test_the_traces_of_profilers_are_listed(tmp_path: Path) -> None:
         with accelerator.profile(settings):
             accelerator.wait_for_everyone()
         accelerator.wait_for_everyone()
-        with accelerator.profile(settings):  # it replaces the first one
+        with accelerator.profile(settings):  # It replaces the first one.
             raise ValueError(f"rank {accelerator.process_index} ends early")
 
     with pytest.raises(WorkerError) as caught:
@@ -86,7 +86,7 @@ def test_the_traces_of_profilers_are_listed(tmp_path: Path) -> None:
     assert _Tags(report.html).open == []
 
 
-def test_a_failed_run_escapes_error_messages() -> None:
+def test_the_report_of_a_failed_run_escapes_error_messages() -> None:
     def fail() -> None:
         raise ValueError(EVIL)
 
@@ -111,13 +111,13 @@ def test_a_running_run_has_a_report() -> None:
     assert "stopped" in run.report().text
 
 
-def test_metrics_without_finite_values() -> None:
+def test_metrics_without_finite_values_are_shown() -> None:
     run = launch(lambda: [telemetry.emit(MetricEvent({"loss": math.nan}, s)) for s in range(3)] and None)
     assert "nan" in run.report().text
     assert "<li>NaN since step 0 on all ranks: loss</li>" in run.report().html
 
 
-def test_the_report_of_a_run(snapshot: Snapshot) -> None:
+def test_the_report_of_a_run_is_complete(snapshot: Snapshot) -> None:
     run = make_run()
     for rank, own in ((0, 0.05), (1, 0.2)):
         parts = dict(zip(PARTS, (0.05, 0.1, 0.05, 0.01, 0.04), strict=True))
@@ -153,10 +153,10 @@ def test_a_run_that_logged_nothing_shows_its_automatic_curves() -> None:
         ([-1e308, 1e308], "▁█"),
     ],
 )
-def test_sparklines(values: list[float], line: str) -> None:
+def test_sparklines_show_the_shape_of_a_curve(values: list[float], line: str) -> None:
     assert sparkline(values) == line
 
 
-def test_a_long_curve_is_24_characters() -> None:
+def test_the_sparkline_of_a_long_curve_has_24_characters() -> None:
     assert len(sparkline([float(n) for n in range(1000)])) == 24
     assert os.linesep not in sparkline([1.0] * 100)

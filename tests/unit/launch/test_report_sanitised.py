@@ -15,7 +15,8 @@ from notebook_accelerate import Run
 from notebook_accelerate.telemetry import LogEvent, MetricEvent, RankFailure
 from tests.support.runs import START, end, feed, make_run
 
-# The HTML that github.com's sanitizer keeps (jch/html-pipeline, SanitizationFilter), and with it nbviewer's fallbacks:
+# The HTML that the sanitizer of github.com keeps (jch/html-pipeline, SanitizationFilter), and the fallbacks of
+# nbviewer:
 # no style, no script, no class, images only from the web.
 _TAGS = set(
     "h1 h2 h3 h4 h5 h6 br b i strong em a pre code img tt div ins del sup sub p picture ol ul table thead tbody tfoot "  # noqa: SIM905
@@ -60,7 +61,7 @@ def _cleaned(html: str) -> str:
     return cleaned
 
 
-def test_a_report_sanitized_as_on_github_is_complete(run: Run) -> None:
+def test_a_report_sanitized_like_on_github_is_complete(run: Run) -> None:
     cleaned = _cleaned(run.report().html)
     assert "data:" not in cleaned
     assert "style=" not in cleaned
@@ -73,7 +74,7 @@ def test_a_report_sanitized_as_on_github_is_complete(run: Run) -> None:
 
 
 def test_the_strictest_sanitizer_keeps_tables_and_text(run: Run) -> None:
-    """nbconvert's own (--sanitize-html) shows most tags as text, and keeps the plain form."""
+    """The sanitizer of nbconvert (--sanitize-html) shows most tags as text, and keeps the plain form."""
     report = run.report()
     shown: dict[str, Any] = {"text/html": report.html, "text/plain": report.text}
     output = nbformat.v4.new_output("execute_result", data=shown, execution_count=1)
@@ -88,7 +89,7 @@ def test_the_strictest_sanitizer_keeps_tables_and_text(run: Run) -> None:
 
 
 def test_the_plain_form_is_complete(run: Run) -> None:
-    """For front ends that show no HTML."""
+    """For front ends that do not show HTML."""
     text = run.report().text
     for words in ("failed", "train", "KeyError: 'lost <b>'", "num_processes", "loss", "█", "last step"):
         assert words in text

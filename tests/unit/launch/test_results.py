@@ -1,4 +1,4 @@
-"""Return values: large ones travel in files, and each is unpickled where it is read."""
+"""Return values: large ones travel in files, and each is unpickled by its reader."""
 
 from __future__ import annotations
 
@@ -89,21 +89,21 @@ def _equal(left: Any, right: Any) -> bool:
 
 @METHODS
 @pytest.mark.parametrize("name", list(_values()))
-def test_large_values_arrive_as_they_were(method: str, name: str) -> None:
+def test_large_values_arrive_unchanged(method: str, name: str) -> None:
     found = launch(_values()[name], start_method=method).results
     expected = _values()[name]()
     assert _equal(found[0], expected)
     assert _equal(found[1], expected)
 
 
-def test_tensors_that_share_storage_share_it_still() -> None:
+def test_tensors_that_share_storage_still_share_it() -> None:
     found = launch(_values()["shared storage"], num_processes=1).results[0]
     found["base"][10] = -1.0
     assert float(found["view"][0]) == -1.0
     assert found["again"] is found["base"]
 
 
-def test_what_is_read_can_be_written_and_does_not_change_a_later_rank() -> None:
+def test_results_can_be_written_to_without_changing_later_ranks() -> None:
     weights = launch(lambda: torch.ones(LARGE), num_processes=1).results[0]
 
     def change() -> float:
@@ -131,19 +131,19 @@ def test_large_values_leave_no_file_open(read: bool) -> None:
 
 
 def _threads_of_runs() -> list[str]:
-    """Return the threads of runs that have ended, which move memory into huge pages."""
+    """Return the threads of finished runs that are moving memory into huge pages."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("notebook-accelerate-run")]
 
 
 def _payload_files(pid: int) -> list[str]:
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder itself
+        with contextlib.suppress(FileNotFoundError):  # The descriptor of the folder itself.
             found.append(str(link.readlink()))
     return [target for target in found if "notebook-accelerate-payload" in target]
 
 
-def test_a_rank_that_is_killed_while_it_sends_leaves_no_file(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_while_sending_leaves_no_file(tmp_path: Path) -> None:
     class Slow:
         def __reduce__(self) -> Any:
             (tmp_path / "pickling").touch()
@@ -155,14 +155,16 @@ def test_a_rank_that_is_killed_while_it_sends_leaves_no_file(tmp_path: Path) -> 
     assert _payload_files(run.ranks[0].pid or 0)
     run.stop(grace=0.0)
     assert run.status == "stopped"
-    assert len(_payload_files(os.getpid())) <= len(before)  # those of an earlier run may have been closed
+    assert len(_payload_files(os.getpid())) <= len(before)  # Threads of an earlier run may have been closed.
 
 
-# ---- what cannot be brought back
+# ---- values that cannot be transferred
 
 
 @METHODS
-def test_a_value_that_cannot_be_pickled_fails_its_reading_only(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_cannot_be_pickled_fails_only_its_own_reading(
+    method: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     def train() -> Any:
         return threading.Lock() if os.environ["RANK"] == "1" else "kept"
 
@@ -179,13 +181,13 @@ def test_a_value_that_cannot_be_pickled_fails_its_reading_only(method: str, capf
 
 
 def _check_unreadable(run: Run, reason: str) -> None:
-    """Check that a run has succeeded, and that reading its results fails for a reason."""
+    """Check that a run succeeded, and that reading its results fails for the given reason."""
     assert run.status == "succeeded", run.error
     with pytest.raises(SerializationError, match=reason):
         run.results  # noqa: B018
 
 
-def test_a_prepared_model_names_unwrap_model() -> None:
+def test_the_error_for_a_prepared_model_names_unwrap_model() -> None:
     def train() -> Any:
         from notebook_accelerate import Accelerator
 
@@ -196,7 +198,7 @@ def test_a_prepared_model_names_unwrap_model() -> None:
 
 
 class _Raises:
-    """Raises when it is unpickled, by the name of the error."""
+    """Raises the named error when it is unpickled."""
 
     def __init__(self, error: str) -> None:
         self.error = error
@@ -207,13 +209,13 @@ class _Raises:
 
 @METHODS
 @pytest.mark.parametrize("error", ["SystemExit(3)", "GeneratorExit()", "BaseException('odd')", "MemoryError()"])
-def test_unpickling_that_raises_ends_only_the_reading(method: str, error: str) -> None:
+def test_unpickling_that_raises_fails_only_the_reading(method: str, error: str) -> None:
     run = launch(lambda: _Raises(error) if os.environ["RANK"] == "0" else 5, start_method=method)
     _check_unreadable(run, f"of rank 0 cannot be unpickled: {error.partition('(')[0]}")
     assert run.ranks[1].result == 5
 
 
-def test_a_reduce_that_exits_is_a_value_that_cannot_be_pickled() -> None:
+def test_a_reduce_that_exits_counts_as_a_value_that_cannot_be_pickled() -> None:
     class Exits:
         def __reduce__(self) -> Any:
             raise SystemExit(3)
@@ -263,7 +265,7 @@ def test_a_result_can_be_freed_while_it_is_unpickled() -> None:
     assert found == ["freed"]
 
 
-def test_reading_can_be_tried_again() -> None:
+def test_reading_can_be_retried() -> None:
     attempts: list[int] = []
 
     def load() -> int:
@@ -278,7 +280,7 @@ def test_reading_can_be_tried_again() -> None:
     assert (found.read(), found.read(), len(attempts)) == (7, 7, 2)
 
 
-def test_threads_that_read_at_once_get_the_same_object() -> None:
+def test_concurrent_readers_get_the_same_object() -> None:
     run = launch(lambda: torch.ones(LARGE), num_processes=1)
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(run.results[0])) for _ in range(8)]
@@ -295,7 +297,7 @@ def test_the_state_of_a_rank_can_be_copied_and_pickled() -> None:
     assert torch.equal(copy.deepcopy(info).result, info.result)
 
 
-def test_a_value_that_a_rank_reads_is_left_to_the_kernel() -> None:
+def test_a_value_that_a_rank_reads_stays_available_to_the_kernel() -> None:
     made = launch(lambda: (b"x" * LARGE, torch.ones(LARGE)), num_processes=1)
     assert launch(lambda: float(made.results[0][1].sum())).results == (float(LARGE),) * 2
     assert made.results[0][0] == b"x" * LARGE
@@ -303,7 +305,7 @@ def test_a_value_that_a_rank_reads_is_left_to_the_kernel() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only files in memory have seals")
 @pytest.mark.parametrize("read", [False, True])
-def test_freed_files_that_a_rank_inherited_take_no_memory(read: bool) -> None:
+def test_freed_files_that_a_rank_inherited_use_no_memory(read: bool) -> None:
     pickled = results.dump_result(torch.ones(LARGE), "the value", 0)
     files = results.ResultFiles(pickled.descriptors, pickled.sizes or [])
     inherited = [os.dup(descriptor) for descriptor in pickled.descriptors]
@@ -331,14 +333,14 @@ def test_a_rank_that_drops_an_inherited_result_leaves_it_to_the_kernel() -> None
 # ---- bounds
 
 
-def test_a_value_that_takes_more_than_the_memory_says_how_to_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_value_larger_than_memory_says_how_to_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "machine_memory", lambda: (8 << 30, (1 << 29) + LARGE))
     run = launch(lambda: torch.ones(LARGE), num_processes=1)
     _check_unreadable(run, r"too large to return.*are available; save it.*torch\.save")
     assert launch(lambda: torch.ones(LARGE // 8), num_processes=1).results[0].numel() == LARGE // 8
 
 
-def test_memory_that_others_take_meanwhile_ends_the_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_stops_if_others_use_up_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "_WRITE_BYTES", LARGE)
     left = iter([8 << 30, 8 << 30, 0])
     monkeypatch.setattr(results, "machine_memory", lambda: (8 << 30, next(left)))
@@ -349,7 +351,7 @@ def test_memory_that_others_take_meanwhile_ends_the_writing(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
-def test_the_bound_between_channel_and_files(extra: int) -> None:
+def test_results_around_the_size_limit_of_the_channel_arrive(extra: int) -> None:
     empty = results.dump_result(b"", "it", None)
     size = CHANNEL_BYTES - len(pickle.loads(empty.payload)[0]) + extra
     for count in range(size - 16, size):
@@ -358,16 +360,16 @@ def test_the_bound_between_channel_and_files(extra: int) -> None:
         assert rank_result.received(event, found.descriptors, 0).read() == b"x" * count
 
 
-def test_elsewhere_everything_travels_in_the_channel() -> None:
+def test_without_files_everything_travels_in_the_channel() -> None:
     found = results.dump_result(torch.ones(LARGE), "it", None)
     assert (found.sizes, found.descriptors) == (None, ())
     assert math.isclose(len(found.payload), 4 * LARGE, rel_tol=0.01)
 
 
-# ---- more of the kind
+# ---- further cases
 
 
-def test_an_error_that_cannot_be_shown_is_a_value_that_cannot_be_read() -> None:
+def test_an_error_that_cannot_be_shown_becomes_an_unreadable_value() -> None:
     class MuteError(Exception):
         def __str__(self) -> str:
             raise ValueError
@@ -389,7 +391,7 @@ def test_an_error_that_cannot_be_shown_is_a_value_that_cannot_be_read() -> None:
             info.result  # noqa: B018
 
 
-def test_an_error_of_a_huge_text_is_cut() -> None:
+def test_an_error_with_a_huge_text_is_cut() -> None:
     class Loud:
         def __reduce__(self) -> Any:
             raise ValueError("\ud800" + "x" * 100_000_000)
@@ -408,7 +410,7 @@ def _limit(resource_name: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("RLIMIT_FSIZE", 1 << 16), ("RLIMIT_NOFILE", 0)])
-def test_a_rank_that_may_not_write_says_so(name: str, value: int) -> None:
+def test_a_rank_that_cannot_write_a_file_reports_it(name: str, value: int) -> None:
     def train() -> Any:
         made = torch.ones(LARGE)
         _limit(name, value)
@@ -417,7 +419,7 @@ def test_a_rank_that_may_not_write_says_so(name: str, value: int) -> None:
     _check_unreadable(launch(train, num_processes=1), r"File too large|Too many open files")
 
 
-def test_a_kernel_without_descriptors_loses_the_value_and_nothing_else(tmp_path: Path) -> None:
+def test_a_kernel_out_of_descriptors_loses_the_value_and_nothing_else(tmp_path: Path) -> None:
     import resource
 
     def train() -> Any:
@@ -470,7 +472,7 @@ def test_the_results_of_an_error_are_read_one_by_one() -> None:
 
 
 class _HostileError(Exception):
-    """Does something when it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __init__(self, code: str) -> None:
         super().__init__("hostile")
@@ -488,7 +490,7 @@ class _HostileError(Exception):
         ("import time; time.sleep(4)", "(takes more than|those of other ranks took) 2 s"),
     ],
 )
-def test_an_exception_may_do_anything_when_it_is_unpickled(method: str, code: str, note: str) -> None:
+def test_an_exception_may_run_any_code_when_it_is_unpickled(method: str, code: str, note: str) -> None:
     def train() -> None:
         raise _HostileError(code)
 
@@ -508,7 +510,7 @@ def test_an_exception_with_a_large_attribute_arrives_without_it() -> None:
         launch(train)
 
 
-def test_many_small_tensors_and_several_ranks_at_once() -> None:
+def test_many_small_tensors_arrive_from_several_ranks() -> None:
     def make() -> Any:
         return [torch.full((50,), float(i)) for i in range(20_000)] + [torch.ones(LARGE)]
 
@@ -516,7 +518,7 @@ def test_many_small_tensors_and_several_ranks_at_once() -> None:
         assert [float(found[i][0]) for i in (0, 77, 19_999)] == [0.0, 77.0, 19_999.0]
 
 
-def test_tensors_of_other_layouts_arrive() -> None:
+def test_tensors_with_other_layouts_arrive() -> None:
     def make() -> Any:
         eye = torch.eye(2000)
         return eye.to_sparse(), torch.full((LARGE,), 1j).conj(), torch.empty(LARGE, device="meta"), eye.t()[3:]

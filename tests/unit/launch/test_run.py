@@ -1,4 +1,4 @@
-"""What a user holds of a launch: status, ranks, results, waiting, awaiting, stopping, logs."""
+"""The `Run` object of a launch: status, ranks, results, waiting, awaiting, stopping and logs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _sleep_long() -> None:
     time.sleep(600)
 
 
-def test_a_blocking_run_has_everything_at_its_end() -> None:
+def test_a_blocking_run_is_complete_when_it_returns() -> None:
     run = launch(lambda x: x * 10 + _rank(), 4)
     assert run.results == (40, 41)
     assert run.status == "succeeded"
@@ -80,7 +80,7 @@ def test_a_running_run_raises_instead_of_results() -> None:
         run.results  # noqa: B018
 
 
-def test_wait_answers_a_negative_and_a_zero_timeout_at_once() -> None:
+def test_wait_answers_a_negative_and_a_zero_timeout_immediately() -> None:
     run = launch(_sleep_long, block=False)
     try:
         assert run.wait(timeout=0) is False
@@ -117,7 +117,7 @@ NUMBERS = {
     "cpus": lambda _, value: RayCluster(cpus=value),
     "start_timeout": lambda _, value: RayCluster(start_timeout=value),
 }
-"""What a user passes a number to."""
+"""Calls that take a number from the user."""
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ NUMBERS = {
     ids=["nan", "inf", "-inf", "400 digits", "5000 digits", "bool", "text", "list"],
 )
 @pytest.mark.parametrize("call", NUMBERS.values(), ids=NUMBERS)
-def test_a_number_that_no_wait_accepts_is_refused(call: Callable[[Run, Any], object], value: Any) -> None:
+def test_an_invalid_timeout_is_refused(call: Callable[[Run, Any], object], value: Any) -> None:
     run = plan_run()
     if type(value) is int and call in (NUMBERS["max_restarts"], NUMBERS["num_nodes"], NUMBERS["logs"]):
         pytest.skip("a count has no limit")
@@ -137,7 +137,7 @@ def test_a_number_that_no_wait_accepts_is_refused(call: Callable[[Run, Any], obj
 
 
 @pytest.mark.parametrize("grace", [10**400, float("nan"), float("inf")], ids=["400 digits", "nan", "inf"])
-def test_a_refused_stop_leaves_the_run_alone(grace: float) -> None:
+def test_a_refused_stop_does_not_disturb_the_run(grace: float) -> None:
     run = launch(_sleep_long, block=False)
     try:
         with pytest.raises(ValueError, match="grace="):
@@ -192,7 +192,7 @@ def test_a_question_whose_prompt_was_interrupted_is_asked_again(monkeypatch: pyt
     def answer(prompt: str) -> str:
         asked.append(prompt)
         if len(asked) == 1:
-            raise KeyboardInterrupt  # as ipykernel does when the stop button is pressed at a prompt
+            raise KeyboardInterrupt  # As ipykernel does when the stop button is pressed at a prompt.
         return "blue"
 
     monkeypatch.setattr("builtins.input", answer)
@@ -207,7 +207,7 @@ def test_a_question_whose_prompt_was_interrupted_is_asked_again(monkeypatch: pyt
     assert sorted(asked[1:]) == ["[rank 0] colour? ", "[rank 1] colour? "]
 
 
-def test_logs_by_rank_and_tail() -> None:
+def test_logs_can_be_selected_by_rank_and_tail() -> None:
     def talk() -> None:
         for number in range(3):
             print("line", number)
@@ -255,7 +255,7 @@ def test_run_may_be_awaited() -> None:
         done = await run
         ticker.cancel()
         assert done is run
-        return await run  # a second time, after the end
+        return await run  # A second time, after the end.
 
     assert asyncio.run(body()).results == (1, 2)
 
@@ -281,7 +281,7 @@ def test_a_cancelled_await_stops_the_run() -> None:
     assert asyncio.run(body()).status == "stopped"
 
 
-def test_done_callbacks_before_and_after_the_end() -> None:
+def test_done_callbacks_are_called_before_and_after_the_end() -> None:
     called: list[Run] = []
     run = launch(lambda: time.sleep(0.2), block=False)
     run.add_done_callback(called.append)
@@ -291,7 +291,7 @@ def test_done_callbacks_before_and_after_the_end() -> None:
     assert called == [run, run]
 
 
-def test_a_failing_done_callback_harms_neither_the_run_nor_the_next_callback(tmp_path: Path) -> None:
+def test_a_failing_done_callback_affects_neither_the_run_nor_the_next_callback(tmp_path: Path) -> None:
     called: list[Run] = []
     go = tmp_path / "go"
 
@@ -325,7 +325,7 @@ def test_a_subscriber_may_stop_its_run() -> None:
     assert run.status == "stopped"
 
 
-def test_two_runs_at_once_have_two_ports() -> None:
+def test_two_concurrent_runs_have_two_ports() -> None:
     def meet() -> tuple[int, str]:
         import torch
         import torch.distributed as dist
@@ -344,7 +344,9 @@ def test_two_runs_at_once_have_two_ports() -> None:
     assert values[0][0][1] != values[1][0][1]
 
 
-def test_environment_of_the_launch_wins_over_the_kernels_and_config_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_launch_overrides_the_kernels_and_config_is_merged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SHARED_NAME", "kernel")
     config = LaunchConfig(env={"SHARED_NAME": "config"}, num_processes=3, start_method="fork", use_port=0)
 
@@ -359,12 +361,12 @@ def test_environment_of_the_launch_wins_over_the_kernels_and_config_is_merged(mo
     assert "RANK" not in os.environ
 
 
-def test_line_prefix_template(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_prefix_is_a_template(capsys: pytest.CaptureFixture[str]) -> None:
     launch(lambda: print("hello"), log_line_prefix_template="<${rank}/${local_rank}> ")
     assert sorted(capsys.readouterr().out.splitlines()) == ["<0/0> hello", "<1/1> hello"]
 
 
-def test_timeout_ends_the_run_and_says_so() -> None:
+def test_timeout_ends_the_run_and_is_reported() -> None:
     begin = time.monotonic()
     with pytest.raises(RunTimeoutError, match=r"timeout of 0\.4 s") as caught:
         launch(_sleep_long, timeout=0.4)
@@ -386,13 +388,13 @@ def test_hang_timeout_counts_from_the_last_sign_of_life() -> None:
     assert run is not None
     assert run.ended is not None
     assert run.ended - run.started < 60, "the ranks sleep for ten minutes"
-    # On a busy machine the ranks may be silent for so long before they have said everything.
+    # On a busy machine the ranks may be silent for that long before they have printed everything.
     heard = sorted(line.time for rank in (0, 1) for line in run.store.log_lines(rank))
     times = [run.started, *heard, run.ended]
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 0.45
 
 
-def test_restarts_count_and_are_reported() -> None:
+def test_restarts_are_counted_and_reported() -> None:
     def third_time() -> str:
         attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         if attempt < 2 and _rank() == 1:
@@ -429,7 +431,7 @@ def test_a_stopped_run_is_not_restarted() -> None:
     assert run.status == "stopped"
 
 
-def test_a_failed_run_keeps_the_results_of_the_others(tmp_path: Path) -> None:
+def test_a_failed_run_keeps_the_results_of_the_other_ranks(tmp_path: Path) -> None:
     told = tmp_path / "process"
 
     def fail_on_one() -> int:
@@ -438,7 +440,7 @@ def test_a_failed_run_keeps_the_results_of_the_others(tmp_path: Path) -> None:
             told.with_suffix(".new").rename(told)
             return 7
         until(told.exists)
-        # Its end is seen once the kernel has taken in all it left.
+        # The end of the rank is seen once the kernel has read all of its output.
         until(lambda: not psutil.pid_exists(int(told.read_text())))
         raise KeyError("one")
 
@@ -452,7 +454,7 @@ def test_a_failed_run_keeps_the_results_of_the_others(tmp_path: Path) -> None:
     assert [info.state for info in error.run.ranks] == ["succeeded", "failed"]
 
 
-def test_debug_launcher_is_two_ranks_on_the_cpu() -> None:
+def test_debug_launcher_starts_two_ranks_on_the_cpu() -> None:
     def read() -> tuple[str, str]:
         return os.environ["WORLD_SIZE"], os.environ["ACCELERATE_USE_CPU"]
 
@@ -460,11 +462,11 @@ def test_debug_launcher_is_two_ranks_on_the_cpu() -> None:
     assert len(debug_launcher(read, num_processes=3).results) == 3
 
 
-def test_debug_launcher_of_one_process() -> None:
+def test_debug_launcher_supports_one_process() -> None:
     assert debug_launcher(lambda x: x, (5,), num_processes=1).results == (5,)
 
 
-def test_a_port_that_is_taken_is_said_in_one_line_and_several_machines_refuse() -> None:
+def test_a_taken_port_is_reported_in_one_line_and_refused_for_several_machines() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         run = launch(lambda: os.environ["MASTER_PORT"], use_port=port)

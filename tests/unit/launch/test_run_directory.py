@@ -1,4 +1,4 @@
-"""Where detached runs are recorded: other users, other machines, many runs, users without a home."""
+"""The records of detached runs: other users, other machines, many runs, and users without a home."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _recorded(
     folder: Path, name: str, created: float, devices: tuple[str, str] = ("cpu", ""), **process: object
 ) -> DetachedEntry:
-    """Write a kept run and record it as a detached one, of this process or of one with other attributes."""
+    """Write a kept run and record it as a detached run of this process, or of one with the given attributes."""
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
     header = run_folder.new_header(name, 1, int, (), LaunchConfig(detach=True), START) | {"process": asdict(identity)}
@@ -72,7 +72,7 @@ def _recorded(
     return entry
 
 
-def test_a_run_that_goes_on_is_listed_whatever_ended_since(tmp_path: Path) -> None:
+def test_a_running_run_is_listed_however_many_have_finished_since(tmp_path: Path) -> None:
     now = time.time()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_is_listed_whatever_ended_since(tmp_path: Path) -> No
     assert attach("ended-3").status == "lost"
 
 
-def test_a_journal_that_cannot_be_read_delays_nothing(tmp_path: Path) -> None:
+def test_an_unreadable_journal_delays_nothing(tmp_path: Path) -> None:
     entry = _recorded(tmp_path / "broken", "broken", time.time(), pid=2**22 - 1)
     (Path(entry.folder) / journal_format.JOURNAL_NAME).write_bytes(b"")
     begin = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_journal_that_cannot_be_read_delays_nothing(tmp_path: Path) -> None:
     assert time.monotonic() - begin < attaching.OPEN_SECONDS / 2
 
 
-def test_the_sockets_of_other_containers_stay(tmp_path: Path) -> None:
+def test_the_sockets_of_other_containers_are_kept(tmp_path: Path) -> None:
     """They may share the user's home."""
     entries = [
         _recorded(tmp_path / "theirs", "theirs", time.time(), machine="another"),
@@ -109,8 +109,8 @@ def test_the_sockets_of_other_containers_stay(tmp_path: Path) -> None:
     assert [Path(entry.socket).exists() for entry in entries] == [True, False]
 
 
-def test_a_file_in_place_of_a_socket_stays(tmp_path: Path) -> None:
-    """The file of a run may name any path."""
+def test_a_file_in_place_of_a_socket_is_kept(tmp_path: Path) -> None:
+    """The record of a run may name any path."""
     file = tmp_path / "thesis.txt"
     file.touch()
     run_directory.add_entry(replace(_recorded(tmp_path / "odd", "odd", time.time(), pid=2**22 - 1), socket=str(file)))
@@ -118,20 +118,20 @@ def test_a_file_in_place_of_a_socket_stays(tmp_path: Path) -> None:
     assert file.exists()
 
 
-def test_without_a_home_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_error_says_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
     for home in ("", "relative"):
         monkeypatch.setenv("HOME", home)
         assert run_directory.entries() == []
         with pytest.raises(LaunchError, match="set XDG_STATE_HOME"):
             run_directory.runs_folder()
-    monkeypatch.delenv("HOME")  # the user database has it
+    monkeypatch.delenv("HOME")  # The user database has a home.
     assert run_directory.state_folder().is_absolute()
 
 
 @pytest.fixture
 def unmasked() -> Iterator[None]:
-    """Let others use what this process creates, unless it says otherwise."""
+    """Let others access the files of this process unless it sets permissions itself."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -142,7 +142,7 @@ def test_the_default_folder_is_private() -> None:
     folder = run_directory.runs_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
-    assert run_directory.runs_folder() == folder, "a user may let others read"
+    assert run_directory.runs_folder() == folder, "a user may allow others to read"
 
 
 _NOBODY = 65534
@@ -151,7 +151,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become ano
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home that all users share, as HOME=/tmp in a container."""
+    """A home that all users share, like HOME=/tmp in a container."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -166,7 +166,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_that_another_user_made_is_not_used(shared: Path, tmp_path: Path, theirs: str, linked: bool) -> None:
     made = shared / theirs
     made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if linked:  # the link is theirs, what it leads to is the user's
+    if linked:  # The link belongs to another user, but its target belongs to this one.
         (tmp_path / "mine").mkdir(mode=0o700)
         made.symlink_to(tmp_path / "mine")
     else:
@@ -187,7 +187,7 @@ def _entry_of(folder: Path) -> DetachedEntry:
 
 @as_root
 @pytest.mark.parametrize("folder", ["runs", "detached", "sockets"])
-def test_each_folder_of_detached_runs_must_be_the_users(shared: Path, folder: str) -> None:
+def test_each_folder_of_detached_runs_must_belong_to_the_user(shared: Path, folder: str) -> None:
     made = shared / ".local" / "state" / "notebook-accelerate" / folder
     made.mkdir(mode=0o700, parents=True)
     os.chown(made, _NOBODY, _NOBODY)
@@ -200,7 +200,7 @@ def test_each_folder_of_detached_runs_must_be_the_users(shared: Path, folder: st
 
 
 @pytest.mark.parametrize(("mode", "allowed"), [(0o755, True), (0o1777, True), (0o777, False), (0o757, False)])
-def test_others_may_not_replace_a_folder_on_the_way(tmp_path: Path, shared: Path, mode: int, allowed: bool) -> None:
+def test_others_may_not_replace_a_folder_on_the_path(tmp_path: Path, shared: Path, mode: int, allowed: bool) -> None:
     shared.chmod(mode)
     if allowed:
         assert run_directory.runs_folder().is_dir()
@@ -209,10 +209,10 @@ def test_others_may_not_replace_a_folder_on_the_way(tmp_path: Path, shared: Path
             run_directory.runs_folder()
 
 
-def test_a_group_with_the_user_only_may_write(shared: Path) -> None:
-    """As in systems that give each user a group."""
+def test_a_group_that_contains_only_the_user_may_write(shared: Path) -> None:
+    """Some systems give each user a group."""
     shared.chmod(0o770)
-    os.chown(shared, -1, 54_321)  # no group has this number
+    os.chown(shared, -1, 54_321)  # No group has this number.
     with pytest.raises(LaunchError, match=rf"chmod g-w {shared}\. Fix its permissions, or set XDG_STATE_HOME"):
         run_directory.runs_folder()
     if os.getuid() == 0:
@@ -220,11 +220,11 @@ def test_a_group_with_the_user_only_may_write(shared: Path) -> None:
         assert run_directory.runs_folder().is_dir()
 
 
-def test_what_is_no_file_of_the_user_is_no_record(tmp_path: Path, state: Path) -> None:
+def test_a_path_that_is_not_a_file_of_the_user_is_not_a_record(tmp_path: Path, state: Path) -> None:
     entry = _recorded(tmp_path / "good", "good", time.time())
     (path,) = (state / "detached").glob("*.json")
     folder = state / "detached"
-    os.mkfifo(folder / "pipe.json")  # reading it would wait
+    os.mkfifo(folder / "pipe.json")  # Reading it would block.
     (folder / "device.json").symlink_to("/dev/zero")
     (folder / "link.json").symlink_to(path)
     (folder / "folder.json").mkdir()
@@ -242,7 +242,7 @@ def test_what_is_no_file_of_the_user_is_no_record(tmp_path: Path, state: Path) -
 
 
 def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS, which has no /proc: the name of a run that was killed is free again."""
+    """As on macOS, which has no /proc: the name of a killed run is free again."""
     monkeypatch.setattr(process_liveness, "_machine_identity", lambda: "")
     claimed = run_directory.claim_name("one")
     assert claimed is not None
@@ -251,7 +251,7 @@ def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, m
     monkeypatch.setattr(detached_launch, "CLAIM_SECONDS", 0.1)
     with pytest.raises(ValueError, match="has not ended"):
         detached_launch._claim("one")
-    os.close(claimed)  # as the end of its process does
+    os.close(claimed)  # As the exit of its process does.
     assert [entry.lives for entry in run_directory.entries()] == [False]
     again = detached_launch._claim("one")
     run_directory.release_name("one", again)
@@ -274,7 +274,8 @@ except PermissionError:
 
 @as_root
 def test_another_user_cannot_attach(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as runtime:  # not in pytest's: addresses of sockets are short
+    # Not in pytest's folder, because addresses of sockets must be short.
+    with tempfile.TemporaryDirectory() as runtime:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         path = run_directory.new_socket()
         service = ControlService(make_run(), path)
@@ -287,15 +288,15 @@ def test_another_user_cannot_attach(monkeypatch: pytest.MonkeyPatch) -> None:
             assert another() == "refused"
             for each in (path, path.parent, Path(runtime)):
                 each.chmod(0o777)
-            assert another() == "received 0", "the service looks who has connected"
+            assert another() == "received 0", "the service checks which user has connected"
             folder = run_directory.new_socket().parent
-            assert "sockets" in str(folder), "what others can enter is not used"
+            assert "sockets" in str(folder), "a folder that others can enter is not used"
         finally:
             service.close()
         assert not path.exists()
 
 
-def test_a_process_that_is_stopped_does_not_block_who_attaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_does_not_block_attaching_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("notebook_accelerate.launch.detached.control_client.STATE_SECONDS", 0.2)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "s"))
@@ -306,7 +307,7 @@ def test_a_process_that_is_stopped_does_not_block_who_attaches(tmp_path: Path, m
 
 
 @as_root
-def test_a_kernel_does_not_talk_to_another_user() -> None:
+def test_a_kernel_does_not_talk_to_a_service_of_another_user() -> None:
     listens = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -327,8 +328,8 @@ sys.stdin.read()
             process.communicate()
 
 
-def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that was stopped has read nothing for seconds: its connection is closed, and its run goes on."""
+def test_a_kernel_whose_connection_was_closed_connects_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended kernel has read nothing for seconds: its connection is closed, and its run continues."""
     run = make_run()
     service = ControlService(run, tmp_path / "s")
     client = ControlClient(tmp_path / "s")
@@ -346,7 +347,7 @@ def test_a_kernel_that_was_dropped_connects_again(tmp_path: Path, monkeypatch: p
         service.close()
     until(lambda: client._over, seconds=20)
     monkeypatch.setattr(control_client, "SEND_SECONDS", 1e6)
-    client.stop(1.0)  # for a run that is over, a command does not wait
+    client.stop(1.0)  # A command to a finished run does not block.
 
 
 def _connect(path: Path) -> Channel:
@@ -356,7 +357,7 @@ def _connect(path: Path) -> Channel:
 
 
 def _followed(path: Path) -> tuple[ControlService, Channel]:
-    """Serve a run whose ranks have written 8000 long lines; return the service, and a channel that reads nothing."""
+    """Serve a run whose ranks wrote 8000 long lines. Return the service, and a channel that does not read."""
     run = make_run()
     run.journal.add([Record(0, START + number, LogEvent("stdout", f"{number:1000}")) for number in range(8000)])
     service, channel = ControlService(run, path), _connect(path)
@@ -365,7 +366,7 @@ def _followed(path: Path) -> tuple[ControlService, Channel]:
     return service, channel
 
 
-def test_a_kernel_receives_what_was_queued_for_it_at_the_end(tmp_path: Path) -> None:
+def test_a_kernel_receives_its_queued_messages_at_the_end(tmp_path: Path) -> None:
     service, channel = _followed(tmp_path / "s")
     ending = threading.Thread(target=service.close)
     ending.start()
@@ -389,7 +390,7 @@ def test_a_kernel_that_does_not_read_delays_the_end_a_little(tmp_path: Path, mon
 
 
 def test_captures_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes seconds if its rank is suspended, and any number of kernels may ask."""
+    """Each takes seconds if its rank is suspended, and any number of kernels may request one."""
     run, resumed, limit = make_run(), threading.Event(), control_service.MAX_CAPTURES
     monkeypatch.setattr(run.commands.requests, "capture_stacks", lambda _: resumed.wait() and ProcessStacks("seen"))
     service = ControlService(run, tmp_path / "s")
@@ -420,7 +421,7 @@ def test_captures_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [(0, False, False), (0, True, True), (protocol.VERSION, False, True)],
     ids=["an old one", "an old one that is suspended", "one that does not answer"],
 )
-def test_only_a_supervisor_that_knows_pings_must_answer_them(
+def test_only_a_supervisor_that_supports_pings_must_answer_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, suspended: bool, killed: bool
 ) -> None:
     for name, seconds in {"STATE_SECONDS": 0.2, "PING_SECONDS": 0.1, "ANSWER_SECONDS": 0.5}.items():
@@ -448,7 +449,7 @@ def test_only_a_supervisor_that_knows_pings_must_answer_them(
             until(lambda: not client._stop_watched)
 
 
-def test_a_run_is_followed_also_if_its_supervisor_sends_garbage(
+def test_a_run_is_followed_even_if_its_supervisor_sends_garbage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = _recorded(tmp_path / "followed", "followed", time.time())
@@ -468,7 +469,7 @@ def test_a_run_is_followed_also_if_its_supervisor_sends_garbage(
 # ---- entries
 
 
-def test_what_this_version_cannot_read_stays(tmp_path: Path, state: Path) -> None:
+def test_records_of_unknown_versions_are_kept(tmp_path: Path, state: Path) -> None:
     entry = _recorded(tmp_path / "newer", "newer", time.time())
     (path,) = (state / "detached").glob("*.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "priority": 3}))
@@ -478,14 +479,14 @@ def test_what_this_version_cannot_read_stays(tmp_path: Path, state: Path) -> Non
     assert len(list((state / "detached").glob("*.json"))) == 3
 
 
-def test_only_ended_runs_are_forgotten_with_their_folders(tmp_path: Path) -> None:
+def test_only_finished_runs_are_forgotten_with_their_folders(tmp_path: Path) -> None:
     for name, process in {"lives": {}, "ended": {"pid": 2**22 - 1}}.items():
         entry = _recorded(tmp_path / name, name, time.time(), **process)
         shutil.rmtree(entry.folder)
     assert [entry.name for entry in run_directory.entries()] == ["lives"]
     with pytest.raises(FileNotFoundError):
         attach("lives")
-    # A disk that does not answer gives an error, as a name that is too long does.
+    # A disk that does not respond raises an error, as a name that is too long does.
     run_directory.add_entry(replace(entry, name="away", folder=f"/{'x' * 300}"))
     assert [entry.name for entry in run_directory.entries()] == ["lives", "away"]
     assert [run.name for run in runs() if run.config.detach] == []
@@ -495,12 +496,12 @@ def test_only_ended_runs_are_forgotten_with_their_folders(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("unmasked")
-def test_the_folder_of_all_is_private(tmp_path: Path, state: Path) -> None:
+def test_the_folder_of_all_runs_is_private(tmp_path: Path, state: Path) -> None:
     _recorded(tmp_path / "a", "a", time.time())
-    assert state.stat().st_mode & 0o777 == 0o700, "or others could replace the folders in it"
+    assert state.stat().st_mode & 0o777 == 0o700, "others must not be able to replace the folders in it"
 
 
-def test_a_runtime_folder_that_is_not_the_users_is_not_used(
+def test_a_runtime_folder_of_another_user_is_not_used(
     tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
@@ -512,12 +513,12 @@ def test_a_runtime_folder_that_is_not_the_users_is_not_used(
     assert run_directory.new_socket().parent == state / "sockets"
     (tmp_path / "shared").chmod(0o700)
     assert run_directory.new_socket().parent == tmp_path / "shared" / "notebook-accelerate"
-    if os.getuid() == 0:  # as with sudo, which keeps the variable
+    if os.getuid() == 0:  # As with sudo, which keeps the variable.
         os.chown(tmp_path / "shared", 65534, 65534)
         assert run_directory.new_socket().parent == state / "sockets"
 
 
-def test_the_error_of_a_folder_names_what_mends_it(state: Path) -> None:
+def test_the_error_about_a_folder_says_how_to_fix_it(state: Path) -> None:
     run_directory.new_socket()
     (state / "sockets").chmod(0o750)
     with pytest.raises(LaunchError, match=f"chmod 700 {state}/sockets"):
@@ -534,7 +535,7 @@ sys.stdin.read()
 """
 
 
-def test_one_process_at_a_time_has_a_name(state: Path) -> None:
+def test_one_process_at_a_time_holds_a_name(state: Path) -> None:
     claimed = run_directory.claim_name("one")
     assert claimed is not None
     assert run_directory.claim_name("one") is None
@@ -550,8 +551,8 @@ def test_one_process_at_a_time_has_a_name(state: Path) -> None:
         assert run_directory.claim_name("one") is None
         process.kill()
     claimed = run_directory.claim_name("one")
-    assert claimed is not None, "of a process that was killed"
-    copy = os.dup(claimed)  # as a process has that was forked meanwhile
+    assert claimed is not None, "the name belonged to a killed process"
+    copy = os.dup(claimed)  # As a process forked during the run has.
     run_directory.release_name("one", claimed)
     again = run_directory.claim_name("one")
     assert again is not None

@@ -1,4 +1,4 @@
-"""The journal and the fold over it: every order of events keeps to the tables, and ends."""
+"""The journal and the fold over it: every order of events respects the tables, and ends."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[Heal
 
 
 def statuses(state: RunState) -> dict[tuple[str, int], str]:
-    """Return where everything is that has a table."""
+    """Return the current state of everything that has a table."""
     found = {("run", 0): state.status, ("attempt", 0): state.attempt_status, ("stop", 0): state.stop_phase}
     found |= {("rank", info.rank): info.state for info in state.ranks}
     return found | {("prompt", info.rank): "open" if info.rank in state.prompts else "none" for info in state.ranks}
 
 
 def check_step(before: RunState, after: RunState, event: RunEvent) -> None:
-    """See that everything that has moved has moved as its table allows; a new attempt begins anew."""
+    """Check that every change is a transition of its table. A new attempt starts afresh."""
     if isinstance(event, (events.RunPlanned, events.AttemptStarted)):
         assert {info.state for info in after.ranks} == {"starting"}
         return
@@ -86,7 +86,7 @@ def check_step(before: RunState, after: RunState, event: RunEvent) -> None:
 
 
 def folded(found: list[RunEvent], state: RunState) -> tuple[RunState, list[RunEvent]]:
-    """Apply what is allowed; return the state and the events that were."""
+    """Apply the valid events. Return the state and these events."""
     applied: list[RunEvent] = []
     for number, event in enumerate(found):
         before = state
@@ -102,7 +102,7 @@ def folded(found: list[RunEvent], state: RunState) -> tuple[RunState, list[RunEv
 
 @SETTINGS
 @given(st.lists(EVENT, max_size=60))
-def test_no_order_of_events_makes_a_step_that_is_in_no_table(found: list[RunEvent]) -> None:
+def test_no_order_of_events_makes_a_transition_outside_the_tables(found: list[RunEvent]) -> None:
     for state in (RunState(), plan_run(RANKS).journal.state, make_run(RANKS).journal.state):
         folded(found, state)
 
@@ -118,7 +118,7 @@ def test_the_same_journal_gives_the_same_state(found: list[RunEvent]) -> None:
 
 
 def closing(state: RunState) -> list[RunEvent]:
-    """Return what a supervisor emits to end a run from any state: every rank is reaped, then attempt and run end."""
+    """Return the events with which a supervisor ends a run in any state, reaping every rank first."""
     found: list[RunEvent] = []
     if state.attempt_status == "running" or state.held:
         found += [events.PromptClosed(rank, answered=False) for rank in state.prompts]
@@ -140,7 +140,7 @@ def test_a_run_reaches_its_end_from_every_state(found: list[RunEvent]) -> None:
     state, _ = folded(found, plan_run(RANKS).journal.state)
     for event in closing(state):
         state = state.apply(event, START)
-    if state.held:  # it was about to hold its ranks when it ended
+    if state.held:  # It was about to hold its ranks when it ended.
         for event in closing(state):
             state = state.apply(event, START)
     assert state.status in ENDED
@@ -153,7 +153,7 @@ def test_the_tables_name_only_their_own_states(table: Mapping[str, frozenset[str
     assert {after for row in table.values() for after in row} <= set(table)
 
 
-def test_an_event_that_is_not_allowed_leaves_the_journal_as_it_was() -> None:
+def test_an_invalid_event_does_not_change_the_journal() -> None:
     journal = make_run().journal
     before, count = journal.state, len(journal.records)
     with pytest.raises(TransitionError, match="'running' to 'running' is not allowed"):
@@ -165,7 +165,7 @@ def test_an_event_that_is_not_allowed_leaves_the_journal_as_it_was() -> None:
 
 
 def recorded(function: Any, **options: Any) -> tuple[Run, list[Record]]:
-    """Launch, and return the run with everything that its journal's listeners got."""
+    """Launch, and return the run with every event that the listeners of its journal received."""
     records: list[Record] = []
     subscribe = Journal.__init__
 

@@ -22,7 +22,7 @@ def reply(own: float, library: float) -> SampleReply:
     return SampleReply(1, frames, stacks, own + library + 0.001)
 
 
-def test_the_time_of_libraries_counts_for_the_line_that_called_them() -> None:
+def test_the_time_of_libraries_is_counted_for_the_calling_line() -> None:
     samples = Samples({0: reply(1.0, 3.0), 1: reply(3.0, 1.0)}, tracebacks.frame_location)
     first, second = samples.lines()
     assert {first.place, second.place} == {"train.py, line 3", "train.py, line 7"}
@@ -33,7 +33,7 @@ def test_the_time_of_libraries_counts_for_the_line_that_called_them() -> None:
     assert "ranks 0, 1 sampled for 4.0 s" in repr(samples)
 
 
-def test_the_flame_graph_is_svg_whose_bars_have_the_width_of_their_shares() -> None:
+def test_the_flame_graph_is_svg_whose_bars_are_as_wide_as_their_shares() -> None:
     samples = Samples({0: reply(1.0, 3.0), 1: reply(1.0, 3.0), 2: "it has ended"}, tracebacks.frame_location)
     drawing = ET.fromstring(samples.flame_graph())
     bars = {bar[0].text.split(" ·")[0]: bar for bar in drawing.iter() if bar.tag.endswith("rect") and bar[0].text}
@@ -48,7 +48,7 @@ def test_the_flame_graph_is_svg_whose_bars_have_the_width_of_their_shares() -> N
     assert "has ended" in nothing._repr_html_()
 
 
-def test_bars_are_redder_the_more_ranks_differ_and_say_so() -> None:
+def test_bars_are_redder_the_more_ranks_differ_and_give_the_difference() -> None:
     def drawn(first: SampleReply, second: SampleReply) -> tuple[int, str]:
         """Return how much more red than blue the bar of ``load`` is, and its label."""
         samples = Samples({0: first, 1: second}, tracebacks.frame_location)
@@ -65,7 +65,7 @@ def test_bars_are_redder_the_more_ranks_differ_and_say_so() -> None:
     assert strongly[1].endswith("90 % of rank 0, 25 % of rank 1")
 
 
-def test_labels_stay_within_their_bars() -> None:
+def test_labels_fit_into_their_bars() -> None:
     frames = [("train.py", 1, "W" * 200), ("train.py", 2, "i" * 30)]
     samples = Samples({0: SampleReply(1, frames, [(1.0, 1, [0]), (0.1, 1, [1])], 1.1)}, tracebacks.frame_location)
     labels = [node.text or "" for node in ET.fromstring(samples.flame_graph()).iter() if node.tag.endswith("text")]
@@ -89,7 +89,7 @@ def train(seconds: float) -> None:
         accelerator.wait_for_everyone()
 
 
-def test_ranks_that_differ_are_sampled_while_they_run() -> None:
+def test_differing_ranks_are_sampled_while_they_run() -> None:
     run = notebook_launcher(train, (600,), num_processes=2, use_port=0, block=False, panel=False, start_method="fork")
     until(lambda: run.metrics.get("loop") is not None and len(run.metrics["loop"].rank(1).values) > 3)
     samples = run.sample(1.5)

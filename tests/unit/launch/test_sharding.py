@@ -30,7 +30,7 @@ def test_ranks_with_equal_reports_are_one_group() -> None:
     assert rows[0].layout == "sharded over dp_shard, replicated on 2 ranks"
 
 
-def test_stages_are_groups_of_their_own() -> None:
+def test_pipeline_stages_are_separate_groups() -> None:
     rows = mesh_diagram.sharding_rows(megatron())
     assert [row.ranks for row in rows if row.ranks] == ["ranks 0–3 (pp 0)", "ranks 4–7 (pp 1)"]
     assert rows[2].layout == "sharded over dp × tp, layers over pp"
@@ -40,14 +40,14 @@ def test_stages_are_groups_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("stage", "shares"), [(0, [1, 1, 1]), (1, [1, 1, 0.25]), (2, [1, 0.25, 0.25]), (3, [0.25] * 3)]
 )
-def test_the_stages_of_zero(stage: int, shares: list[float]) -> None:
+def test_the_stages_of_zero_are_named(stage: int, shares: list[float]) -> None:
     rows = mesh_diagram.sharding_rows(zero(stage))
     assert [row.share for row in rows[:3]] == shares
     assert rows[2].layout.endswith("offloaded to main memory (cpu)")
 
 
 def _uneven(count: int) -> dict[int, ShardReport]:
-    """Each rank holds a little more than the one before."""
+    """Each rank holds a little more than the previous one."""
     ranks = mesh_reports({"dp_shard": count}, (1, ("dp_shard",)), (1, ("dp_shard",)), (2, ("dp_shard",)))
     return {
         rank: replace(one, held={kind: replace(held, here=MIB + rank) for kind, held in one.held.items()})
@@ -66,7 +66,7 @@ def test_ranks_of_too_many_sizes_are_merged() -> None:
     assert mesh_diagram.sharding_rows(many)[0].per_rank == "1.0 MiB – 9.0 MiB"
 
 
-def test_the_summary_has_strategy_mesh_and_units() -> None:
+def test_the_summary_names_strategy_mesh_and_units() -> None:
     assert mesh_diagram.summary(hybrid()) == "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units"
     assert (
         mesh_diagram.summary(mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single"))
@@ -75,7 +75,7 @@ def test_the_summary_has_strategy_mesh_and_units() -> None:
     assert mesh_diagram.summary({}) == ""
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_facts_are_reported_as_unknown() -> None:
     (one,) = mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
     unknown = {0: replace(one, held={**one.held, KINDS[2]: ShardSizes(None, None)})}
     rows = mesh_diagram.sharding_rows(unknown)
@@ -86,7 +86,7 @@ def test_what_is_not_known_is_said() -> None:
     ET.fromstring(mesh_diagram.svg(unknown, mesh_diagram.PAPER))
 
 
-def test_the_mesh_as_text() -> None:
+def test_the_mesh_is_shown_as_text() -> None:
     assert mesh_diagram.mesh_rows(hybrid()) == [
         ["mesh", "dp_shard 0", "dp_shard 1"],
         ["dp_replicate 0", "rank 0", "rank 1"],
@@ -95,11 +95,11 @@ def test_the_mesh_as_text() -> None:
     assert [row[0] for row in mesh_diagram.mesh_rows(megatron())[1:]] == [
         f"pp {p} · dp {d}" for p in (0, 1) for d in (0, 1)
     ]
-    assert len(mesh_diagram.mesh_rows(zero(1))) == 1, "one axis needs no drawing"
+    assert len(mesh_diagram.mesh_rows(zero(1))) == 1, "a single axis needs no drawing"
     assert len(mesh_diagram.mesh_rows({})) == 1
 
 
-def test_slices_are_the_ranks_own_and_cover_the_model() -> None:
+def test_slices_belong_to_the_ranks_and_cover_the_model() -> None:
     ranks = megatron()
     for kind in KINDS:
         wholes = [ranks[0].held[kind].whole, ranks[7].held[kind].whole]
@@ -151,7 +151,7 @@ def test_names_are_escaped() -> None:
     ET.fromstring(mesh_diagram.svg(ranks, mesh_diagram.PAPER))
 
 
-def test_the_report_has_table_and_drawing() -> None:
+def test_the_report_contains_the_table_and_the_drawing() -> None:
     run = make_run(4)
     assert "optimizer state" not in Report(run).text
     for rank, one in hybrid().items():
@@ -177,5 +177,5 @@ def test_the_report_has_table_and_drawing() -> None:
         (5 << 50, "5,120 TiB"),
     ],
 )
-def test_byte_sizes(count: int, text: str) -> None:
+def test_byte_sizes_are_formatted(count: int, text: str) -> None:
     assert byte_size(count) == text

@@ -17,7 +17,7 @@ from tests.support.runs import launch
 pytestmark = pytest.mark.usefixtures("zygote", "interruptible")
 
 
-def test_each_of_two_interrupts_while_ranks_start_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_two_interrupts_during_the_start_of_ranks_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ensure, main = server.ensure_zygote, threading.get_ident()
 
     def late() -> Any:

@@ -1,4 +1,4 @@
-"""Interrupts before anything runs, and ends that cannot be shown."""
+"""Interrupts before anything runs, and endings that cannot be displayed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 Press = Callable[..., None]
 
 
-def test_an_interrupt_while_the_launch_is_planned(press: Press) -> None:
+def test_an_interrupt_during_planning_leaves_no_run(press: Press) -> None:
     before = notebook_accelerate.runs()
     press(threading.Thread.start.__code__)
     with pytest.raises(KeyboardInterrupt):
@@ -33,25 +33,25 @@ def test_an_interrupt_while_the_launch_is_planned(press: Press) -> None:
     assert notebook_accelerate.runs() == before
 
 
-def test_an_interrupt_before_the_runs_thread_has_begun(press: Press) -> None:
-    press(threading.Thread.start.__code__, 2)  # the first thread plans
+def test_an_interrupt_before_the_runs_thread_starts_ends_the_run(press: Press) -> None:
+    press(threading.Thread.start.__code__, 2)  # The first thread plans.
     with pytest.raises(RunInterrupted) as caught:
         launch(time.sleep, 600)
     assert caught.value.run.status == "stopped"
     assert caught.value.run.wait(0)
 
 
-def test_an_interrupt_before_an_inline_run_has_begun(press: Press) -> None:
+def test_an_interrupt_before_an_inline_run_starts_ends_it(press: Press) -> None:
     press(Run.show_live.__code__)
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(time.sleep, (600,))
     run = notebook_accelerate.runs()[-1]
-    assert run.wait(0), "who stops all runs, as at the kernel's end, would wait for it for ever"
+    assert run.wait(0), "stopping all runs, as at the kernel's exit, would wait for it forever"
     assert run.status == "stopped"
 
 
 class _Gone:
-    """A stream whose reader goes away."""
+    """A stream whose reader disappears."""
 
     closed = gone = False
 
@@ -65,7 +65,7 @@ class _Gone:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_ends_though_its_end_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_even_if_its_end_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
         os.write(1, b"early\n")
         time.sleep(0.02)
@@ -78,7 +78,7 @@ def test_a_run_ends_though_its_end_cannot_be_shown(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_ranks_that_cannot_be_held_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure is to be shown while the ranks are held, and nobody reads any more."""
+    """The failure is displayed while the ranks are held and the output has no reader."""
 
     def body() -> None:
         if os.environ["RANK"] == "1":
@@ -97,7 +97,7 @@ def test_ranks_that_cannot_be_held_are_reaped(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [SystemExit, ValueError])
-def test_a_callback_that_fails_keeps_no_launch_waiting(error: type[BaseException]) -> None:
+def test_a_failing_callback_does_not_block_a_launch(error: type[BaseException]) -> None:
     def body() -> None:
         time.sleep(0.3)
 
@@ -114,7 +114,7 @@ def test_a_callback_that_fails_keeps_no_launch_waiting(error: type[BaseException
     assert run.status == "succeeded"
 
 
-def test_the_end_of_one_run_can_wait_for_that_of_another() -> None:
+def test_the_end_of_one_run_can_wait_for_the_end_of_another() -> None:
     other = launch(time.sleep, 600, block=False)
     seen: list[str] = []
 
@@ -128,8 +128,8 @@ def test_the_end_of_one_run_can_wait_for_that_of_another() -> None:
     until(lambda: seen == ["stopped"])
 
 
-def test_an_interrupt_as_an_inline_run_ends_leaves_it_done(press: Press) -> None:
-    press(Journal.append.__code__, 7)  # RunCreated, RunPlanned, four of the attempt, RankExited
+def test_an_interrupt_while_an_inline_run_ends_leaves_it_finished(press: Press) -> None:
+    press(Journal.append.__code__, 7)  # RunCreated, RunPlanned, four events of the attempt, RankExited.
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(int)
     run = notebook_accelerate.runs()[-1]
@@ -139,7 +139,7 @@ def test_an_interrupt_as_an_inline_run_ends_leaves_it_done(press: Press) -> None
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_an_interrupt_while_the_first_notebook_begins_to_listen(press: Press, backend: str) -> None:
+def test_an_interrupt_while_the_first_notebook_starts_listening_stops_the_run(press: Press, backend: str) -> None:
     port = free_port()
     press(HostListener._bind.__code__)
     with pytest.raises(RunInterrupted) as caught:

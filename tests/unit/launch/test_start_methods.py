@@ -1,4 +1,4 @@
-"""The same function by every start method: the same environment, random numbers, results and errors."""
+"""The same function with every start method: the same environment, random numbers, results and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def _numbers() -> list[float]:
 
 
 @ALL_METHODS
-def test_environment_results_and_arguments(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_results_and_arguments_are_the_same(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ONLY_NOW", "set after the server was started")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -69,7 +71,7 @@ def test_ranks_have_the_kernels_random_numbers(method: str) -> None:
 
 
 @METHODS
-def test_torch_settings_of_the_kernel_hold_in_ranks(method: str) -> None:
+def test_torch_settings_of_the_kernel_apply_in_ranks(method: str) -> None:
     def read() -> tuple[str, int]:
         import torch
 
@@ -106,7 +108,7 @@ def test_a_rank_is_a_clean_process(method: str) -> None:
 
 
 @METHODS
-def test_asyncio_and_subprocesses_and_threads_work_in_a_rank(method: str) -> None:
+def test_asyncio_subprocesses_and_threads_work_in_a_rank(method: str) -> None:
     def body() -> tuple[int, str, int]:
         import asyncio
         import subprocess
@@ -127,7 +129,7 @@ def test_asyncio_and_subprocesses_and_threads_work_in_a_rank(method: str) -> Non
 
 
 @METHODS
-def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Path) -> None:
+def test_atexit_functions_and_lingering_threads_finish(method: str, tmp_path: Path) -> None:
     def body() -> None:
         import atexit
         import threading
@@ -141,7 +143,7 @@ def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Pa
 
 
 @METHODS
-def test_threads_of_threads_and_those_of_idle_executors_too(method: str) -> None:
+def test_nested_threads_and_idle_executors_finish_too(method: str) -> None:
     def body() -> None:
         import threading
         from concurrent.futures import ThreadPoolExecutor
@@ -183,8 +185,8 @@ print(run.status, run.error)
 """
 
 
-def test_an_interrupt_of_the_kernel_is_not_one_of_interpreters_that_start() -> None:
-    """The front end interrupts the kernel's process group, in which a fresh process begins."""
+def test_an_interrupt_of_the_kernel_does_not_interrupt_starting_interpreters() -> None:
+    """The front end interrupts the kernel's process group, which includes starting interpreters."""
     command = [sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=300, check=False)
     assert done.stdout.split() == ["succeeded", "None"], done.stdout + done.stderr
@@ -221,7 +223,7 @@ def test_the_error_is_the_ranks_own(method: str) -> None:
 
 
 @PICKLED
-def test_what_cannot_be_pickled_is_refused_before_anything_starts(method: str) -> None:
+def test_an_object_that_cannot_be_pickled_is_refused_before_anything_starts(method: str) -> None:
     import threading
 
     lock = threading.Lock()
@@ -232,7 +234,7 @@ def test_what_cannot_be_pickled_is_refused_before_anything_starts(method: str) -
 
 
 @METHODS
-def test_return_values_of_any_kind(method: str) -> None:
+def test_return_values_of_any_kind_arrive(method: str) -> None:
     class Local:
         def __init__(self, value: int) -> None:
             self.value = value
@@ -249,7 +251,7 @@ def test_return_values_of_any_kind(method: str) -> None:
 
 
 @METHODS
-def test_a_big_result_travels(method: str) -> None:
+def test_a_big_result_arrives(method: str) -> None:
     results = launch(lambda: b"x" * 30_000_000, start_method=method).results
     assert [len(value) for value in results] == [30_000_000] * 2
 
@@ -274,7 +276,7 @@ test_a_dead_zygote_is_replaced = pytest.mark.leaks_ok("the zygote's socket is an
 )
 
 
-def test_capture_imports_nothing_and_apply_brings_back() -> None:
+def test_capture_imports_nothing_and_apply_restores_the_settings() -> None:
     state = capture_inherited_state()
     first = _numbers()
     apply_inherited_state(state)
@@ -304,7 +306,7 @@ def test_the_launch_chooses_the_strategy_of_every_accelerator(method: str) -> No
     assert dict(os.environ) == before
 
 
-def test_an_inline_launch_gives_its_arguments_for_its_own_time_only() -> None:
+def test_an_inline_launch_sets_its_arguments_only_while_it_runs() -> None:
     from notebook_accelerate import Accelerator, LaunchConfig
 
     config = LaunchConfig(accelerator={"gradient_accumulation_steps": 3})

@@ -1,4 +1,4 @@
-"""How the run's thread hears its ranks."""
+"""How the run's thread reads the messages of its ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.runs import plan_run, supervisor_of
 from tests.support.simulated import Received, SimulatedRank
 
 
-def test_what_an_earlier_call_of_the_batch_closed_is_not_called() -> None:
+def test_callbacks_closed_earlier_in_a_batch_are_not_called() -> None:
     pipes = [os.pipe() for _ in range(2)]
     called: list[int] = []
     with DispatchSelector() as selector:
@@ -50,17 +50,17 @@ def test_what_an_earlier_call_of_the_batch_closed_is_not_called() -> None:
 
 
 class _Slow(Received):
-    """Hears a rank more slowly than it writes."""
+    """Reads a rank more slowly than it writes."""
 
     heard = 0
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         self.heard += len(data)
-        assert self.heard <= 4 * PIPE_BYTES, "it would hear for ever"
+        assert self.heard <= 4 * PIPE_BYTES, "it would read forever"
         time.sleep(0.02)
 
 
-def test_what_a_rank_leaves_running_may_write_without_end() -> None:
+def test_processes_that_a_rank_leaves_running_may_write_without_end() -> None:
     ends, hearing = RankPipes(), _Slow()
     write = f"import os\nwhile True: os.write({ends.rank_stdout}, bytes({READ_BYTES}))"
     command = [sys.executable, "-S", "-c", write]
@@ -73,7 +73,7 @@ def test_what_a_rank_leaves_running_may_write_without_end() -> None:
             process.drain(hearing, channel=False)
         finally:
             ends.close_rank_side()
-            process.close()  # ends what the rank left running
+            process.close()  # Ends the processes that the rank left running.
     assert hearing.heard
     assert not hearing.calls
 
@@ -103,7 +103,7 @@ class _Backend(ProcessBackend):
 
 @pytest.fixture
 def started() -> Iterator[tuple[Run, RankGroup, _Backend]]:
-    """Return a run of two ranks, its group, and the ranks' ends."""
+    """Return a run of two ranks, its group, and the ranks' ends of the channels."""
     run, backend = plan_run(2, method="spawn"), _Backend()
     supervisor = supervisor_of(run)
     assert run.plan is not None
@@ -116,7 +116,7 @@ def started() -> Iterator[tuple[Run, RankGroup, _Backend]]:
     supervisor.commands.close()
 
 
-def test_what_ranks_send_in_one_turn_is_appended_at_once(started: tuple[Run, RankGroup, _Backend]) -> None:
+def test_messages_of_ranks_in_one_turn_are_appended_together(started: tuple[Run, RankGroup, _Backend]) -> None:
     run, group, backend = started
     batches: list[list[int]] = []
     run.journal.subscribe(lambda records: batches.append([record.rank for record in records]))
@@ -127,10 +127,10 @@ def test_what_ranks_send_in_one_turn_is_appended_at_once(started: tuple[Run, Ran
     assert run.metrics["loss"].rank(0).values.tolist() == [1.0, 2.0]
 
 
-def test_a_rank_that_sigkill_does_not_end_is_given_up(
+def test_a_rank_that_survives_sigkill_is_given_up(
     started: tuple[Run, RankGroup, _Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one whose system call does not return from a driver: its process stays, and the run ends."""
+    """Like a rank in a driver's system call that does not return: its process remains, and the run ends."""
     run, group, _ = started
     monkeypatch.setattr(rank_group, "UNKILLABLE_SECONDS", 0.3)
     group.stop(0.1, StopReason(RunStoppedError, "stopped by the test"))
@@ -139,7 +139,9 @@ def test_a_rank_that_sigkill_does_not_end_is_given_up(
     assert sum("has not ended 0.3 s after SIGKILL" in text for text in run.warnings) == 2
 
 
-def test_changes_of_the_run_come_after_what_ranks_sent_before(started: tuple[Run, RankGroup, _Backend]) -> None:
+def test_changes_of_the_run_are_appended_after_earlier_messages_of_ranks(
+    started: tuple[Run, RankGroup, _Backend],
+) -> None:
     run, group, backend = started
     names: list[str] = []
     run.journal.subscribe(lambda records: names.extend(type(record.event).__name__ for record in records))

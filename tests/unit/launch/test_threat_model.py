@@ -66,7 +66,7 @@ class _Listening:
         until(lambda: len(self.reports) >= count)
 
     def connect_host(self) -> tuple[Stream, Stream]:
-        """Connect an expected host, and check that it is accepted; return its stream and the kernel's."""
+        """Connect an expected host, and check that it is accepted. Return the streams of the host and of the kernel."""
         stream = connect_to_kernel("127.0.0.1", self.host_listener.port, self.secret, HELLO)
         incoming = self.host_listener.next_host(SECONDS)
         assert incoming is not None, self.reports
@@ -75,7 +75,7 @@ class _Listening:
         return stream, incoming.stream
 
     def answers(self) -> bool:
-        """Whether something listens at the port."""
+        """Return whether something listens at the port."""
         with suppress(OSError), self.connect():
             return True
         return False
@@ -118,12 +118,12 @@ def test_a_run_on_one_machine_listens_on_loopback_only(method: str, monkeypatch:
     while not run.wait(0.05):
         seen += [c for c in connections() if (c.laddr, c.status) not in mine]
     for found, inside, has_secret in run.results:
-        assert found, "the process group's own"
+        assert found, "the rank has the connections of its process group"
         addresses = {address.ip for _, _, laddr, raddr in found for address in (laddr, raddr) if address}
         assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
-        assert secret not in inside, "a process that a rank starts"
+        assert secret not in inside, "processes that a rank starts do not inherit the secret"
         assert not has_secret
-    # The kernel may hold the process group's port until rank 0 takes it; nobody is ever connected to the kernel.
+    # The kernel may hold the process group's port until rank 0 takes it. No peer ever connects to the kernel.
     assert {c.laddr.ip for c in seen} <= {"127.0.0.1"}
     assert not [c for c in seen if c.raddr]
     assert {c.laddr.port for c in seen} <= {run.plan.port}
@@ -131,7 +131,7 @@ def test_a_run_on_one_machine_listens_on_loopback_only(method: str, monkeypatch:
 
 
 def _inspect_store() -> dict[str, Any]:
-    """Use three groups one after the other, and look at how the ranks find each other."""
+    """Use three groups one after the other, and check how the ranks find each other."""
     import torch
     import torch.distributed as dist
 
@@ -162,7 +162,7 @@ def test_no_other_user_can_join_the_process_group(method: str) -> None:
         assert found["mode"] == 0o700
         assert not found["listens"]
         assert found["refused"] != 0
-        assert not Path(found["folder"]).exists(), "removed with the run"
+        assert not Path(found["folder"]).exists(), "the folder is removed with the run"
 
 
 _CONNECT = """
@@ -181,7 +181,7 @@ def test_no_other_user_can_attach_to_a_detached_run(monkeypatch: pytest.MonkeyPa
     with listen(path) as listener:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        if os.getuid() == 0:  # only then can a test become another user
+        if os.getuid() == 0:  # The test can become another user only then.
             done = subprocess.run(
                 [sys.executable, "-c", _CONNECT, str(path)], capture_output=True, text=True, check=True
             )
@@ -207,8 +207,8 @@ os.makedirs(sys.argv[1])
 def test_no_other_user_can_prepare_the_folders_of_a_detached_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tmp_path.chmod(0o1777)  # as HOME=/tmp in a container
-    for folder in (tmp_path.parent, tmp_path.parent.parent):  # pytest's, which nobody else can enter
+    tmp_path.chmod(0o1777)  # Like HOME=/tmp in a container.
+    for folder in (tmp_path.parent, tmp_path.parent.parent):  # The folder of pytest, which no other user can enter.
         folder.chmod(0o755)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
@@ -259,7 +259,7 @@ def test_a_peer_without_the_secret_is_refused_and_reported(step: _Listening) -> 
     assert re.fullmatch(
         r"a connection from (127\.0\.0\.1|an unknown address) was refused: "
         r"it does not know the run's secret, or uses another protocol", *step.reports,
-    ), "the address is unknown where the connection has been closed before it was looked up"  # fmt: skip
+    ), "the address is unknown if the connection was closed before the lookup"  # fmt: skip
     step.connect_host()
 
 
@@ -275,7 +275,7 @@ def test_a_peer_of_another_protocol_is_refused(step: _Listening, data: bytes) ->
     step.connect_host()
 
 
-def test_an_unauthenticated_peer_receives_no_data_to_test_guesses_on(step: _Listening) -> None:
+def test_an_unauthenticated_peer_receives_no_data_that_helps_to_guess_the_secret(step: _Listening) -> None:
     another = _Listening()
     received = []
     for listening in (step, another):
@@ -287,7 +287,7 @@ def test_an_unauthenticated_peer_receives_no_data_to_test_guesses_on(step: _List
             peer.sendall(_frame(b"\x05HELLO\x01\x00" + os.urandom(192)))
             received.append(greeting + _read_to_end(peer))
     another.host_listener.close()
-    assert received[0] == received[1], "it is the same with every secret"
+    assert received[0] == received[1], "the greeting does not depend on the secret"
     assert len(received[0]) == len(GREETING)
 
 
@@ -309,11 +309,11 @@ def _read_to_end(connection: socket.socket) -> bytes:
 
 
 class _Wire(LoopbackProxy):
-    """Carries a host's connection; a test decides what becomes of the frames that the host sends after its hello.
+    """Carries a host's connection. A test decides the fate of the frames that the host sends after its hello.
 
     Args:
         port: The listener's.
-        change: Called with three frames; returns the bytes that are sent in their place.
+        change: Called with three frames; returns the bytes to send instead.
     """
 
     def __init__(self, port: int, change: Callable[[list[bytes]], bytes] = b"".join) -> None:
@@ -330,7 +330,7 @@ class _Wire(LoopbackProxy):
             while data := host.recv(1 << 16):
                 self.sent += data
                 buffer += data
-                if place < len(GREETING):  # it is sent in parts
+                if place < len(GREETING):  # It is sent in parts.
                     greeting = bytes(buffer[place : len(GREETING)])
                     kernel.sendall(greeting)
                     place += len(greeting)
@@ -375,7 +375,7 @@ def _frame_end(data: bytes | bytearray, start: int) -> int | None:
 
 @contextmanager
 def _connected(step: _Listening, change: Callable[[list[bytes]], bytes] = b"".join) -> Iterator[tuple[Any, ...]]:
-    """Connect a host over a `_Wire`; yield the wire, and the streams of the host and of the kernel."""
+    """Connect a host over a `_Wire`. Yield the wire, and the streams of the host and of the kernel."""
     wire = _Wire(step.host_listener.port, change)
     host = connect_to_kernel("127.0.0.1", wire.port, step.secret, HELLO)
     incoming = step.host_listener.next_host(SECONDS)
@@ -388,11 +388,11 @@ def _connected(step: _Listening, change: Callable[[list[bytes]], bytes] = b"".jo
         wire.close()
 
 
-def test_the_network_cannot_read_what_is_sent(step: _Listening) -> None:
+def test_the_network_cannot_read_the_messages(step: _Listening) -> None:
     with _connected(step) as (wire, host, kernel):
         for number in range(3):
             host.send(MetricEvent({"confidential": 1.0}, number))
-            time.sleep(0.05)  # one message each
+            time.sleep(0.05)  # One message each.
         kernel.send(MetricEvent({"confidential": 1.0}, 0))
         assert len(_steps(kernel, 3)) == 3
         assert _steps(host, 1) == [0]
@@ -419,10 +419,10 @@ def test_a_recorded_connection_cannot_be_replayed(step: _Listening) -> None:
     assert step.host_listener.next_host(0.0) is None
 
 
-def test_messages_of_the_kernel_sent_back_do_not_authenticate(step: _Listening) -> None:
+def test_messages_of_the_kernel_that_are_sent_back_do_not_authenticate(step: _Listening) -> None:
     with step.connect() as peer:
         peer.settimeout(SECONDS)
-        peer.sendall(peer.recv(64))  # its own greeting
+        peer.sendall(peer.recv(64))  # Its own greeting.
         peer.shutdown(socket.SHUT_WR)
         _read_to_end(peer)
     assert step.host_listener.next_host(0.2) is None
@@ -439,7 +439,7 @@ def test_silent_connections_do_not_delay_a_launch(step: _Listening) -> None:
         peer.close()
 
 
-def test_many_refused_connections_do_not_fill_the_notebook() -> None:
+def test_many_refused_connections_do_not_flood_the_notebook() -> None:
     one = _Listening()
     for _ in range(MAX_REPORTS + 30):
         with one.connect() as peer:
@@ -475,7 +475,7 @@ def test_a_tampered_message_ends_the_connection_and_is_not_read(step: _Listening
     with _connected(step, TAMPERINGS[tampering]) as (_, host, kernel):
         for number in range(3):
             host.send(MetricEvent({"loss": 1.0}, number))
-            time.sleep(0.05)  # one message each
+            time.sleep(0.05)  # One message each.
         assert _steps_until_end(kernel) == [0]
 
 
@@ -501,7 +501,7 @@ def test_the_two_directions_have_different_keys(step: _Listening) -> None:
             _steps(kernel, 1)
 
 
-def test_a_length_above_the_maximum_is_refused_at_once() -> None:
+def test_a_length_above_the_maximum_is_refused_immediately() -> None:
     kernel, peer = Channel.pair()
     peer.sendall(struct.pack("!IQ", MAX_JSON_BYTES + 1, 0))
     with pytest.raises(ChannelClosedError, match="are allowed"):
@@ -528,7 +528,7 @@ def test_data_of_an_unauthenticated_peer_is_not_unpickled(step: _Listening, tmp_
     step.wait_for_reports(2)
     assert not trace.exists()
     pickle.loads(bomb)
-    assert trace.exists(), "the bomb would have worked"
+    assert trace.exists(), "the bomb itself works"
 
 
 def test_modules_that_read_from_the_network_do_not_import_pickle() -> None:
@@ -543,7 +543,7 @@ def test_modules_that_read_from_the_network_do_not_import_pickle() -> None:
             assert not bad, f"{source}: {bad}"
 
 
-def test_a_host_sends_events_of_its_own_ranks_only(step: _Listening) -> None:
+def test_a_host_may_send_events_of_the_ranks_assigned_to_it_only(step: _Listening) -> None:
     peer = connect_to_kernel("127.0.0.1", step.host_listener.port, step.secret, HELLO)
     incoming = step.host_listener.next_host(SECONDS)
     assert incoming is not None
@@ -558,7 +558,7 @@ def test_a_host_sends_events_of_its_own_ranks_only(step: _Listening) -> None:
     peer.close()
 
 
-# ---- where the secret is
+# ---- where the secret appears
 
 
 def test_the_secret_is_in_no_command_line_environment_or_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Time limits count only time in which the kernel ran, on a clock that no clock step moves."""
+"""Time limits count only while the kernel runs, on a clock that no clock step moves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def group(supervisor: RankSupervisor) -> Iterator[RankGroup]:
 
 
 class _Asleep:
-    """A selector that wakes up much later than it was asked to, as on a machine that slept."""
+    """A selector that wakes up much later than requested, as on a machine that slept."""
 
     removals = 0
 
@@ -55,7 +55,7 @@ class _Asleep:
         return
 
 
-def test_seconds_in_which_the_supervisor_did_not_run_do_not_count(
+def test_seconds_without_a_running_supervisor_do_not_count(
     supervisor: RankSupervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = supervisor.clock.now()
@@ -86,7 +86,7 @@ def test_a_step_of_the_wall_clock_ends_no_run(
 def test_two_hours_of_sleep_end_no_run(
     supervisor: RankSupervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of the limits stands while a Linux machine sleeps; the clock of the run's times does not."""
+    """The clock of the limits stops while a Linux machine sleeps; the clock of the run's times does not."""
     limits = TimeLimits(supervisor, group.events, group.stops)
     before, uptime = steady_time.now(), steady_time._uptime
     monkeypatch.setattr(steady_time, "_uptime", lambda: uptime() + 7200.0)
@@ -103,7 +103,7 @@ def test_a_step_of_the_wall_clock_moves_no_time_of_a_run(monkeypatch: pytest.Mon
     assert steady_time.now() >= before
 
 
-def test_limits_are_reached_by_the_runs_clock(
+def test_limits_are_measured_by_the_runs_clock(
     supervisor: RankSupervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = TimeLimits(supervisor, group.events, group.stops)
@@ -117,8 +117,8 @@ def test_limits_are_reached_by_the_runs_clock(
         assert limits.seconds_left() is None
 
 
-def test_a_rank_that_moves_by_another_clock_is_no_standstill() -> None:
-    """Heartbeats carry the rank's own wall clock: only whether it changes counts."""
+def test_a_rank_whose_clock_differs_is_not_reported_as_stalled() -> None:
+    """Heartbeats carry the rank's own wall clock. Only changes of it count."""
     supervisor = supervisor_of(make_run(1))
     try:
         stall = StallDetector(supervisor)

@@ -24,7 +24,7 @@ def _words(timeline: Timeline) -> list[str]:
 
 
 def _path(timeline: Timeline, category: str, index: int) -> str:
-    """Return the path of a category in the lane that is the index-th with it."""
+    """Return the path of a category in the index-th lane that has it."""
     nodes = [node for node in _svg(timeline_svg(timeline)).iter() if node.tag.endswith("path")]
     return [node.attrib["d"] for node in nodes if node.attrib["fill"] == LOOKS[category].picture][index]
 
@@ -47,7 +47,7 @@ def test_the_slow_rank_loads_longest_and_does_not_wait() -> None:
     assert len([node for node in waits if node.tag.endswith("path") and node.attrib["d"]]) == 2
 
 
-def test_the_waiting_is_as_wide_as_it_lasts() -> None:
+def test_the_waiting_is_as_wide_as_its_duration() -> None:
     timeline = training(ranks=2, steps=1, slow=1)
     wait = timeline.waits[0]
     waited = (
@@ -56,11 +56,11 @@ def test_the_waiting_is_as_wide_as_it_lasts() -> None:
     assert _width(_path(timeline, "wait", 0)) == pytest.approx(826 * waited / timeline.span, abs=3)
 
 
-def test_the_alternative_text_says_who_is_waited_for() -> None:
+def test_the_alternative_text_names_the_rank_that_others_wait_for() -> None:
     assert "others wait longest for rank 1" in timeline_svg(training(ranks=3, slow=1))
 
 
-def test_many_events_and_ranks_stay_below_a_hundred_kilobytes() -> None:
+def test_many_events_and_ranks_need_less_than_a_hundred_kilobytes() -> None:
     timeline = training(ranks=20, steps=150, ops=4)
     image = timeline_svg(timeline)
     assert len(image) < 100_000

@@ -1,4 +1,4 @@
-"""Ranks on TPUs that torch_tpu registers: real processes, a stand-in for the package, variables of a TPU machine."""
+"""Ranks on TPUs that torch_tpu registers: real processes, a stub of the package, the variables of a TPU machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5p-8")
     monkeypatch.syspath_prepend(str(STAND_IN))
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # the real package's entry point, where it is installed
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # The entry point of the real package, if it is installed.
     device_counts._cached_count.cache_clear()
     yield
     device_counts._cached_count.cache_clear()
@@ -77,7 +77,7 @@ def test_two_ranks_form_a_group_of_tpus_with_one_address_each(tpus: None) -> Non
 def _fails() -> None:
     import sys
 
-    sys.modules["torch_tpu"] = type(sys)("torch_tpu")  # as it is where it finds no TPU: nothing is registered
+    sys.modules["torch_tpu"] = type(sys)("torch_tpu")  # As it is if no TPU is found: nothing is registered.
     from notebook_accelerate import Accelerator
 
     Accelerator()

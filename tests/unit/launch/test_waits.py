@@ -1,4 +1,4 @@
-"""An interrupt that no system call of the main thread notices ends its waits all the same."""
+"""Interrupts that no system call of the main thread notices still end its waits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def unnoticed_interrupt(handler: Callable[[], None]) -> Iterator[None]:
         timer.join()
 
 
-def test_a_wait_for_an_event_ends() -> None:
+def test_an_interrupt_ends_a_wait_for_an_event() -> None:
     event = threading.Event()
     with unnoticed_interrupt(event.set):
         assert wait_for(event)
 
 
-def test_a_wait_for_a_prompt_ends() -> None:
+def test_an_interrupt_ends_a_wait_for_a_prompt() -> None:
     prompts, over = PromptQueue(), threading.Event()
     with unnoticed_interrupt(over.set):
         assert prompts.take(None, until=over.is_set) is None

@@ -17,11 +17,11 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.usefixtures("zygote")
 
 
-def test_a_cell_waits_for_a_rank_that_does_not_look_for_one_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_waits_for_a_rank_that_is_not_listening_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     run_cells = warm_ranks.warm_rank
 
     def late() -> None:
-        time.sleep(0.5)  # it has reported that it runs, and waits for a processor on a busy machine
+        time.sleep(0.5)  # It has reported that it runs, and waits for a processor on a busy machine.
         run_cells()
 
     monkeypatch.setattr(warm_ranks, "warm_rank", late)
@@ -32,7 +32,7 @@ def test_a_cell_waits_for_a_rank_that_does_not_look_for_one_yet(monkeypatch: pyt
         group.stop()
 
 
-def test_a_cell_for_a_rank_that_has_ended_since_the_last_one_tells_of_its_end() -> None:
+def test_a_cell_for_a_rank_that_exited_since_the_last_one_reports_its_end() -> None:
     group = WarmRanks(LaunchConfig(num_processes=2, use_port=0, start_method="fork"))
     try:
         pid = int(group.execute("import os\nos.getpid()", "<cell>").shown[1])
@@ -45,10 +45,10 @@ def test_a_cell_for_a_rank_that_has_ended_since_the_last_one_tells_of_its_end() 
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_while_variables_are_sent_along_leaves_ranks_that_understand_the_next_cell(
+def test_an_interrupt_while_sending_variables_leaves_ranks_ready_for_the_next_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(warm_ranks, "DEFAULT_GRACE", 600.0)  # a busy machine may take those seconds from the rank
+    monkeypatch.setattr(warm_ranks, "DEFAULT_GRACE", 600.0)  # On a busy machine the rank may need those seconds.
     group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))
     rank = group.run.ranks[0].pid
     assert rank is not None
@@ -57,7 +57,7 @@ def test_an_interrupt_while_variables_are_sent_along_leaves_ranks_that_understan
         threading.Timer(1.0, os.kill, (rank, signal.SIGCONT)),
     ]
     try:
-        os.kill(rank, signal.SIGSTOP)  # so that it takes its time
+        os.kill(rank, signal.SIGSTOP)  # Makes it slow.
         for timer in timers:
             timer.start()
         with pytest.raises(KeyboardInterrupt):

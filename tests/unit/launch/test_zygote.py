@@ -1,4 +1,4 @@
-"""The server process between two requests, and when what it hears comes in pieces or not at all."""
+"""The zygote between two requests, and with messages that arrive in pieces or not at all."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def print_pid() -> None:
 
 
 def print_imported() -> None:
-    """Print whether a rank has torch and its compiler."""
+    """Print whether a rank has imported torch and its compiler."""
     print("torch" in sys.modules, "torch._dynamo" in sys.modules, flush=True)
 
 
 @pytest.fixture
 def server() -> Iterator[Zygote]:
-    """Return a server that has imported what it needs."""
+    """Return a zygote that has imported its modules."""
     made = Zygote()
     with _Wires() as wires:
         made.fork(ORDER, wires.theirs)
@@ -71,13 +71,13 @@ class _Wires:
         line = b""
         while not line.endswith(b"\n"):
             part = os.read(self.ours[1], 1000)
-            assert part, "it has ended"
+            assert part, "the process has exited"
             line += part
         return line
 
 
 def _wait_until_asleep(server: Zygote) -> None:
-    """Wait until the server has taken in what was sent to it, and waits for more."""
+    """Wait until the zygote has read all that was sent to it and waits for more."""
     process, looks = psutil.Process(server.pid), [0]
     deadline = time.monotonic() + SOON
     while process.status() != psutil.STATUS_SLEEPING or looks[-3:] != [process.num_ctx_switches().voluntary] * 3:
@@ -86,8 +86,8 @@ def _wait_until_asleep(server: Zygote) -> None:
         time.sleep(0.05)
 
 
-def test_a_rank_that_ends_while_a_request_comes_in_does_not_cut_it(server: Zygote) -> None:
-    """A long request, with the cells of a notebook, comes in pieces; SIGCHLD may come between two."""
+def test_the_exit_of_a_rank_does_not_cut_an_incoming_request(server: Zygote) -> None:
+    """A long request, with the cells of a notebook, arrives in pieces. SIGCHLD may arrive between two of them."""
     with _Wires() as wires:
         server._control.settimeout(SOON)
         socket.send_fds(server._control, [LENGTH.pack(len(ORDER))], wires.theirs)
@@ -103,7 +103,7 @@ def test_a_rank_that_ends_while_a_request_comes_in_does_not_cut_it(server: Zygot
         assert wires.printed().strip().isdigit()
 
 
-def test_a_kernel_that_dies_before_it_has_read_an_answer_ends_the_server(server: Zygote) -> None:
+def test_a_kernel_that_dies_before_reading_an_answer_ends_the_zygote(server: Zygote) -> None:
     with _Wires() as wires:
         server._control.settimeout(SOON)
         socket.send_fds(server._control, [LENGTH.pack(len(ORDER))], wires.theirs)
@@ -111,13 +111,13 @@ def test_a_kernel_that_dies_before_it_has_read_an_answer_ends_the_server(server:
         assert wires.printed()
         _wait_until_asleep(server)
         server.close()
-    assert server._process.returncode == 0, "it has not come to its end in order"
+    assert server._process.returncode == 0, "it exited with an error"
 
 
-def test_a_server_that_did_not_reply_in_time_gets_no_further_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer to the first request would be taken for that to the second: the process of another rank."""
+def test_a_zygote_that_did_not_reply_in_time_gets_no_further_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer to the first request would be read as that to the second, and name the process of another rank."""
     monkeypatch.setattr(zygote, "START_SECONDS", 0.05)
-    server = Zygote()  # it imports torch first
+    server = Zygote()  # It imports torch first.
     try:
         with _Wires() as wires, pytest.raises(LaunchError, match="did not reply"):
             server.fork(ORDER, wires.theirs)
@@ -128,7 +128,7 @@ def test_a_server_that_did_not_reply_in_time_gets_no_further_request(monkeypatch
 
 def test_a_stop_between_two_replies_does_not_lose_the_first(server: Zygote) -> None:
     with _Wires() as first, _Wires() as second, _Wires() as third:
-        for wires in (first, second):  # the second stop comes after the reply to the first request was read
+        for wires in (first, second):  # The second stop arrives after the reply to the first request was read.
             os.kill(server.pid, signal.SIGSTOP)
             with pytest.raises(RunStoppedError):
                 server.fork(ORDER, wires.theirs, stopping=lambda: True)
@@ -139,7 +139,7 @@ def test_a_stop_between_two_replies_does_not_lose_the_first(server: Zygote) -> N
         assert third.printed() == f"{pid}\n".encode()
 
 
-def test_requests_are_served_before_the_imports_that_can_wait() -> None:
+def test_requests_are_served_before_deferred_imports() -> None:
     made = Zygote()
     assert not made.ready()
 
@@ -153,16 +153,16 @@ def test_requests_are_served_before_the_imports_that_can_wait() -> None:
         assert made.ready()
         deadline = time.monotonic() + SOON
         while imported() != b"True True\n":
-            assert time.monotonic() < deadline, "it did not use its idle time"
-            time.sleep(3)  # a second of idle time, and the import
+            assert time.monotonic() < deadline, "the zygote did not use its idle time"
+            time.sleep(3)  # A second of idle time, and the import.
     finally:
         made.close()
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch() -> None:
+def test_an_interrupt_during_the_exit_of_the_zygote_does_not_affect_the_next_launch() -> None:
     zygote.close_zygote()
-    ending = zygote.ensure_zygote()  # it imports torch, and notices only then that it is to end
+    ending = zygote.ensure_zygote()  # It imports torch, and only then notices that it must exit.
     press = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     press.start()
     try:
@@ -176,8 +176,8 @@ def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch
         zygote.close_zygote()
 
 
-def test_forks_of_a_crowded_launch_find_a_team_of_threads_that_ends_when_the_server_is_idle(server: Zygote) -> None:
-    """libgomp lets threads spin briefly where it counts more of them than processors."""
+def test_forks_of_an_oversubscribed_launch_find_a_thread_team_that_ends_when_the_zygote_is_idle(server: Zygote) -> None:
+    """libgomp lets threads spin only briefly if there are more of them than processors."""
     threads = psutil.Process(server.pid).num_threads
     before = threads()
     with _Wires() as wires:
@@ -190,6 +190,8 @@ def test_forks_of_a_crowded_launch_find_a_team_of_threads_that_ends_when_the_ser
 @pytest.mark.parametrize(
     ("ranks", "threads", "expected"), [(1, 1, False), (1, None, False), (8192, 1, False), (8192, 2, True)]
 )
-def test_launches_are_crowded_by_ranks_of_several_threads(ranks: int, threads: int | None, expected: bool) -> None:
+def test_launches_are_oversubscribed_by_ranks_with_several_threads(
+    ranks: int, threads: int | None, expected: bool
+) -> None:
     orders = [WorkerOrder(rank, {}, threads, InheritedState()) for rank in range(ranks)]
     assert is_crowded(orders) is expected
