@@ -1,4 +1,4 @@
-"""One server for all browser tests; every test is marked, and skipped with the reason if there is no browser."""
+"""One server for all browser tests. Every test is marked, and skipped with a reason if there is no browser."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(params=["lab", "notebook"])
 def app(request: pytest.FixtureRequest) -> App:
-    """The application that opens the notebook: both, one after the other."""
+    """The application that opens the notebook: both of them, one after the other."""
     found: App = request.param
     return found
 
 
 @pytest.fixture
 def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
-    """Return a function that opens a notebook with these cells and executes the first one."""
+    """Return a function that opens a notebook with the given cells and executes the first one."""
     pages: list[NotebookPage] = []
 
     def start(cells: list[str], theme: str = "light") -> NotebookPage:

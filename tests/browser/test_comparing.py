@@ -1,4 +1,4 @@
-"""Curves that nobody logged, several runs side by side, and much output, in JupyterLab and Notebook."""
+"""Automatic curves, several runs side by side, and much output, in JupyterLab and Notebook."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ROWS = "() => [...document.querySelectorAll('.na-runs-table tbody tr')].map(row 
 
 
 @DAILY_IN_LAB
-def test_curves_come_without_logging(opened: Any, app: App) -> None:
+def test_curves_appear_without_logging(opened: Any, app: App) -> None:
     page = opened(
         [TRAIN, "run = notebook_launcher(train, (0.05, 60, False), num_processes=2, use_port=0, block=False)"]
     )
@@ -68,7 +68,7 @@ def test_curves_come_without_logging(opened: Any, app: App) -> None:
 
 
 @DAILY_IN_LAB
-def test_runs_are_compared_opened_and_stopped(opened: Any, app: App) -> None:
+def test_runs_can_be_compared_opened_and_stopped(opened: Any, app: App) -> None:
     launches = [
         f"notebook_launcher(train, ({lr}, 2), num_processes=2, use_port=0, panel=False, tags=('sweep',));"
         for lr in (0.02, 0.08)
@@ -115,7 +115,7 @@ def test_runs_are_compared_opened_and_stopped(opened: Any, app: App) -> None:
 
 
 @DAILY_IN_LAB
-def test_much_output_leaves_its_head_and_its_tail_in_a_small_notebook(opened: Any, app: App) -> None:
+def test_the_head_and_the_tail_of_much_output_remain_in_a_small_notebook(opened: Any, app: App) -> None:
     launch = "run = notebook_launcher(talk, ({},), num_processes=2, use_port=0{})"
     logs = "len(run.logs()), run.logs(1)[0], run.logs(1)[-1]"
     page = opened([TRAIN, launch.format(50_000, ""), logs, launch.format(30, ", output='panel'"), logs])
@@ -128,7 +128,7 @@ def test_much_output_leaves_its_head_and_its_tail_in_a_small_notebook(opened: An
     tail = next(text for text in texts[1] if text.startswith("… "))
     assert "line 49999 of a rank that talks a lot" in tail
     assert texts[2] == ["(100000, 'line 0 of a rank that talks a lot', 'line 49999 of a rank that talks a lot')"]
-    assert not any("[rank 0] line 3 of" in text and "▶ run" in text for text in texts[3]), "the panel shows it"
+    assert not any("[rank 0] line 3 of" in text and "▶ run" in text for text in texts[3]), "the panel shows the output"
     assert texts[4] == ["(60, 'line 0 of a rank that talks a lot', 'line 29 of a rank that talks a lot')"]
     path = page.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
     assert (page.server.notebooks / path).stat().st_size < 300_000

@@ -132,7 +132,7 @@ def drawn(chromium: Browser) -> Iterator[Any]:
     page.close()
 
 
-def test_what_is_typed_is_sent_and_never_replaced_while_it_is_typed(drawn: Any) -> None:
+def test_typed_text_is_sent_and_never_replaced_during_typing(drawn: Any) -> None:
     a, b = drawn.get_by_label("a", exact=True), drawn.get_by_label("b", exact=True)
     a.focus()
     drawn.keyboard.press("End")
@@ -162,14 +162,14 @@ def test_folds_stay_open_and_count_their_errors(drawn: Any) -> None:
     assert drawn.get_by_label("mode", exact=True).input_value() == "an object"
     drawn.get_by_label("inner", exact=True).uncheck()
     assert not drawn.get_by_label("size", exact=True).is_visible()
-    assert drawn.evaluate("leave()") == 0, "handlers of the model"
+    assert drawn.evaluate("leave()") == 0, "the handlers of the model are removed"
 
 
 # ---- in a notebook
 
 
 @BOTH
-def test_configure_and_launch(opened: Any, app: App) -> None:
+def test_a_launch_can_be_configured_and_started(opened: Any, app: App) -> None:
     page = opened()
     page.shot(f"config-panel-{app}", ".na-form")
     form = page.page
@@ -205,14 +205,14 @@ EDGES = """() => {
 }"""
 
 
-def test_the_inputs_are_one_column_and_launch_is_at_the_right(opened: Any) -> None:
+def test_the_inputs_form_one_column_with_the_launch_button_on_the_right(opened: Any) -> None:
     page = opened()
     count, lefts, widths, right = page.page.evaluate(EDGES)
     assert count >= 5
     assert max(lefts, widths, right) <= 4, "pixels"
 
 
-def test_entries_are_checked_while_typing(opened: Any, app: App) -> None:
+def test_entries_are_checked_during_typing(opened: Any, app: App) -> None:
     page = opened()
     box = page.page.get_by_label("num_processes")
     box.click()
@@ -244,7 +244,7 @@ def test_the_keyboard_reaches_everything(opened: Any) -> None:
     assert any(name.startswith("Copy this cell") for name in seen)
 
 
-def test_the_cell_is_copied_and_inserted(opened: Any, chromium: Browser) -> None:
+def test_the_cell_can_be_copied_and_inserted(opened: Any, chromium: Browser) -> None:
     page = opened()
     chromium.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.page.get_by_label("num_processes").fill("3")
@@ -263,7 +263,7 @@ def test_the_cell_is_copied_and_inserted(opened: Any, chromium: Browser) -> None
     assert page.page.evaluate(f"() => {book}.activeCellIndex") == 2
 
 
-def test_files_are_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
+def test_files_can_be_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
     page = opened()
     form = page.page
     form.get_by_label("num_processes").fill("2")
@@ -305,10 +305,10 @@ def test_the_saved_notebook_keeps_the_settings(opened: Any) -> None:
 
 
 @DAILY_IN_LAB
-def test_dark(opened: Any, app: App) -> None:
+def test_the_dark_theme_is_legible(opened: Any, app: App) -> None:
     page = opened(theme="dark")
     page.page.get_by_label("num_processes").fill("0")
     page.wait_for("() => document.querySelector('.na-form .na-aside [role=alert]')")
     page.shot(f"config-panel-dark-{app}", ".na-form")
     style = "getComputedStyle(document.querySelector('.na-form .na-facts li'))"
-    page.wait_for(f"() => Math.min(...{style}.color.match(/\\d+/g).slice(0, 3).map(Number)) > 150")  # light on dark
+    page.wait_for(f"() => Math.min(...{style}.color.match(/\\d+/g).slice(0, 3).map(Number)) > 150")  # Light on dark.

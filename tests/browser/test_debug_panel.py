@@ -1,4 +1,4 @@
-"""Two ranks that hang, diagnosed and asked from the debug panel, in JupyterLab 4 and Notebook 7."""
+"""Two hanging ranks, diagnosed and asked from the debug panel, in JupyterLab 4 and Notebook 7."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _says(page: NotebookPage, selector: str, words: str) -> None:
 
 
 def _repeat_until_shown(page: NotebookPage, ask: Callable[[], None], selector: str, words: str) -> None:
-    """Repeat a request until the text appears: each reply contains what arrived within a few seconds."""
+    """Repeat a request until the text appears. Each reply contains whatever arrived within a few seconds."""
     deadline = time.monotonic() + LIMIT
     shown = "([selector, words]) => document.querySelector(selector)?.innerText.includes(words)"
     while not page.page.evaluate(shown, [selector, words]):
@@ -75,7 +75,7 @@ LOOPS = f"(f32 [128]); it is at Cell In[1], line {LOOP}: time.sleep(0.05)"
 
 
 @DAILY_IN_LAB
-def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
+def test_two_stuck_ranks_are_explained(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH, SHOW, UNTIL])
     _start_and_hang(page)
     page.shot(f"{app}-debug-before", CARD)
@@ -88,7 +88,7 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
     stacks = page.page.locator(f"{CARD} details", has_text="Stacks")
     stacks.locator("summary").press("Enter")
     _says(page, f"{CARD} details[open] pre", "time.sleep(0.05)")
-    page.page.wait_for_timeout(1500)  # over the next renders
+    page.page.wait_for_timeout(1500)  # Over the next renders.
     assert stacks.get_attribute("open") is not None, "an opened fold stays open"
     page.shot(f"{app}-debug-verdict", CARD)
 
@@ -157,7 +157,7 @@ def test_a_pause_is_shown_in_every_panel(opened: Any, app: App) -> None:
 
 
 @DAILY_IN_LAB
-def test_dark_theme(opened: Any, app: App) -> None:
+def test_the_dark_theme_is_legible(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH, SHOW, UNTIL], "dark")
     _start_and_hang(page)
     _repeat_until_shown(page, page.page.get_by_role("button", name="Why is it stuck?").click, VERDICT, STUCK)

@@ -1,4 +1,4 @@
-"""A detached run that outlives a restart of its kernel from the menu, and ten kept runs in one plot."""
+"""A detached run that outlives a kernel restart from the menu, and ten kept runs in one plot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from notebook_accelerate import attach
 from tests.support.browser import DAILY_IN_LAB, App, NotebookPage
 from tests.support.detached import user_folder
 
-# `state` comes before `opened`: the kernel ends first.
+# `state` is requested before `opened`, so that the kernel ends first.
 TRAIN = """
 import math, os, time
 os.environ["XDG_STATE_HOME"] = {state!r}
@@ -47,7 +47,7 @@ CURVES = """() => {
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder of detached runs."""
+    """A user's folder for detached runs."""
     with user_folder(tmp_path / "state", monkeypatch) as folder:
         yield folder
 
@@ -112,7 +112,7 @@ for number in range(10):
     page.idle()
     page.wait_for("() => document.querySelectorAll('.na-runs-table tbody tr').length === 10")
     page.wait_for("() => document.querySelectorAll('.na-live .na-chip').length === 10")
-    assert page.page.locator(".na-chip i.na-dashed").count() == 2, "there are eight colours"
+    assert page.page.locator(".na-chip i.na-dashed").count() == 2, "there are only eight colours"
     page.shot(f"{app}-ten-runs", CARD)
 
     # The table of the folder reads the summaries, and opens the runs for their curves.

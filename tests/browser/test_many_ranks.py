@@ -45,14 +45,14 @@ def _tab(page: NotebookPage, name: str) -> None:
 
 
 @DAILY_IN_LAB
-def test_each_node_has_a_row_and_the_other_ranks_unfold(opened: Any, app: App) -> None:
+def test_each_node_has_a_row_and_its_ranks_unfold(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
     page.wait_for(DRAWN)
     page.page.locator(CARD).first.scroll_into_view_if_needed()
     _tab(page, "Ranks")
     page.wait_for("() => document.querySelector('.na-many .na-late')")
-    for words in ("node 5 · worker-5<b>", "rank 42 late", "8 running"):  # the name is set as text
+    for words in ("node 5 · worker-5<b>", "rank 42 late", "8 running"):  # The name is set as text.
         page.wait_for("(words) => document.querySelector('.na-many').innerText.includes(words)", words)
     before = int(page.page.evaluate(f"() => {ROWS}.length"))
     fold = page.page.get_by_role("button", name="The other 63 ranks")
@@ -69,7 +69,7 @@ def test_each_node_has_a_row_and_the_other_ranks_unfold(opened: Any, app: App) -
 
 
 @DAILY_IN_LAB
-def test_curves_are_an_envelope_with_chosen_ranks_over_it(opened: Any, app: App) -> None:
+def test_curves_are_an_envelope_with_selected_ranks_over_it(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
     page.wait_for(DRAWN)
@@ -84,7 +84,7 @@ def test_curves_are_an_envelope_with_chosen_ranks_over_it(opened: Any, app: App)
 
 
 @DAILY_IN_LAB
-def test_lines_are_chosen_by_node_and_rank(opened: Any, app: App) -> None:
+def test_lines_can_be_selected_by_node_and_rank(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
     page.wait_for(DRAWN)

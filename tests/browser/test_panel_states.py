@@ -1,4 +1,4 @@
-"""Each state of the panels at 1280 and 600 pixels, light and dark: screenshots, without an error or a cut-off text."""
+"""Each state of the panels at 1280 and 600 pixels, light and dark: screenshots without errors or cut-off text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.browser import Browser, NotebookPage, Server
 
-pytestmark = pytest.mark.nightly  # minutes: the other tests drive the same states without pictures
+pytestmark = pytest.mark.nightly  # Takes minutes, and the other tests drive the same states without pictures.
 
 TRAIN = """
 import math, os, random, time
@@ -61,7 +61,7 @@ CARD = ".na-live"
 HEIGHT = 2200
 """Pixels: a picture shows a whole panel, and not the toolbar over it."""
 SIZES = ((1280, "desktop"), (600, "narrow"))
-# Nothing is wider than the card, except what scrolls in it, and curves out of sight, which are drawn later.
+# Nothing is wider than the card, except for scrolling parts, and curves out of sight, which are drawn later.
 WIDER = """(selector) => {
   const card = document.querySelector(selector), right = card.getBoundingClientRect().right + 1;
   const scrolling = '.na-scroll, .na-code, pre, .na-log, .lm-TabBar, .na-chart-value, .na-chart-plot, .na-hidden';
@@ -78,7 +78,7 @@ DRAWN = """(count) => {
 
 @pytest.fixture
 def page(server: Server, chromium: Browser, request: pytest.FixtureRequest) -> Iterator[NotebookPage]:
-    """A notebook whose first cell defines the training; `open_` opens it."""
+    """A notebook whose first cell defines the training. `open_` opens it."""
     for name in ("bad", "ask", "break", "fail", "hang"):
         (server.notebooks / name).unlink(missing_ok=True)
     name = f"{request.node.name}.ipynb"
@@ -101,7 +101,7 @@ def cells(*sources: str) -> pytest.MarkDecorator:
 
 
 def shoot(page: NotebookPage, name: str, selector: str = CARD) -> None:
-    """Take the four pictures of a state."""
+    """Take the four screenshots of a state."""
     for dark in (False, True):
         page._theme("JupyterLab Dark" if dark else "JupyterLab Light", light=not dark)
         for width, size in SIZES:
@@ -109,7 +109,7 @@ def shoot(page: NotebookPage, name: str, selector: str = CARD) -> None:
             page.page.locator(selector).first.scroll_into_view_if_needed()
             page.page.wait_for_timeout(1000)
             page.shot(f"state-{name}-{size}-{'dark' if dark else 'light'}", selector)
-            assert page.page.evaluate(WIDER, selector) == [], f"{name} at {width} pixels"
+            assert page.page.evaluate(WIDER, selector) == [], f"{name} at a width of {width} pixels"
     page._theme("JupyterLab Light", light=True)
     page.page.set_viewport_size({"width": 1280, "height": HEIGHT})
 
@@ -136,7 +136,7 @@ def happen(server: Server, name: str) -> Path:
 
 
 @cells(LAUNCH.format("0.02,", ""), "notebook_accelerate.debug(rank=1)")
-def test_a_run_that_goes_on(page: NotebookPage, server: Server) -> None:
+def test_a_running_run_has_no_cut_off_text(page: NotebookPage, server: Server) -> None:
     page.run(1)
     state(page, "Running")
     page.wait_for(DRAWN, 4)
@@ -203,7 +203,7 @@ def test_a_run_that_goes_on(page: NotebookPage, server: Server) -> None:
     "run = notebook_launcher(train, (0.03,), num_processes=2, use_port=0, block=False, panel=False)",
     "run.stop()",
 )
-def test_runs_that_have_ended(page: NotebookPage, server: Server, chromium: Browser) -> None:
+def test_finished_runs_have_no_cut_off_text(page: NotebookPage, server: Server, chromium: Browser) -> None:
     page.run(1)
     page.wait_for(DRAWN, 4)
     run_state(page, 1, "Succeeded")
@@ -213,7 +213,7 @@ def test_runs_that_have_ended(page: NotebookPage, server: Server, chromium: Brow
     run_state(page, 2, "Succeeded")
     page.run(3)
     run_state(page, 3, "Running")
-    page.page.wait_for_timeout(5000)  # for some steps
+    page.page.wait_for_timeout(5000)  # For some steps.
     happen(server, "fail")
     run_state(page, 3, "Failed")
     page.idle()
@@ -251,7 +251,7 @@ def test_runs_that_have_ended(page: NotebookPage, server: Server, chromium: Brow
 
 
 @cells("notebook_accelerate.configure(train, (0.02,))")
-def test_the_form_of_a_launch(page: NotebookPage) -> None:
+def test_the_launch_form_has_no_cut_off_text(page: NotebookPage) -> None:
     form = ".na-form.na-config"
     page.run(1)
     page.page.locator(form).wait_for()

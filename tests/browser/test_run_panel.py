@@ -63,12 +63,12 @@ WATCHED = """(ranks) => {
 
 
 def _watch(page: NotebookPage, *ranks: str) -> None:
-    """Wait until the last panel draws the ranks' three curves; another panel may become the last during loading."""
+    """Wait until the last panel draws the ranks' three curves. Another panel may become the last during loading."""
     page.wait_for(WATCHED, list(ranks or ("rank 0", "rank 1")))
 
 
 def _report(page: NotebookPage) -> str:
-    """Return the static form that the notebook's file has beside the live panel."""
+    """Return the static form that the notebook's file stores next to the live panel."""
     outputs = [output["data"] for cell in page.save()["cells"] for output in cell["outputs"] if "data" in output]
     shown = ["".join(data.get("text/html", "")) for data in outputs]
     return next((html for html in shown if "na-left" in html), "")
@@ -100,7 +100,7 @@ def _active_source(page: NotebookPage) -> str:
 
 
 def _type(page: NotebookPage, prompt: str, line: str) -> None:
-    """Type a line at a prompt that was not answered yet: an answered one stays for a moment."""
+    """Type a line at an unanswered prompt. An answered one remains visible for a moment."""
     waits = ".jp-Stdin-input:not([data-answered])"
     page.wait_for(f"(text) => document.querySelector('{waits}')?.parentElement.innerText.includes(text)", prompt)
     box = page.page.query_selector(waits)
@@ -125,7 +125,7 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     page.wait_for(f"(hint) => document.querySelector('{CARD}').innerText.includes(hint)", hint)
     assert page.page.locator(".na-chart-name", has_text="<img src=x onerror=alert(1)>").count() == 1
 
-    # After the end the panel stays as it is: its elements, the zoom of a chart, and the tab on top.
+    # After the end the panel stays as it is: its elements, the zoom of a chart, and the selected tab.
     _zoom(page)
     page.page.locator(".na-tabs [role=tab]", has_text="Logs").click()
     page.page.evaluate(f"() => {{ document.querySelector('{CARD}').dataset.mine = 'yes'; }}")
@@ -152,9 +152,9 @@ def test_the_saved_notebook_keeps_the_report(opened: Any, server: Server, chromi
     page.idle()
     page.until(lambda: "Succeeded" in _report(page), "the report of the end")
     html = _report(page)
-    assert '<details class="na-left' not in html, "the report says what it is of"
+    assert '<details class="na-left' not in html, "the report has a title"
     assert html.count('alt="Curve of ') == 3
-    assert html.count("data:image/svg+xml;base64,") == 3 + 1, "the curves, and the mesh of the ranks"
+    assert html.count("data:image/svg+xml;base64,") == 3 + 1, "the report has the curves and the mesh of the ranks"
 
     name = page.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
     page.shut_down()
@@ -226,7 +226,7 @@ def test_a_failing_run_shows_the_cell_line(opened: Any, server: Server, app: App
 
 
 @DAILY_IN_LAB
-def test_a_launch_that_is_executed_again_offers_to_stop_the_run_that_goes_on(opened: Any, app: App) -> None:
+def test_a_launch_that_is_executed_again_offers_to_stop_the_running_run(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG), "[each.status for each in __import__('notebook_accelerate').runs()]"])
     page.run(1)
     _watch(page)
@@ -251,10 +251,10 @@ def test_a_run_that_fails_while_its_panel_is_drawn_causes_no_error(opened: Any, 
     for index in range(len(delays)):
         page.run(2 + index)
         page.idle()
-    # A run that has ended before its panel is shown leaves its report.
+    # A run that ended before its panel is shown leaves its report.
     each = f"{REPORT}, {CARD}:has(.na-state-failed)"
     page.wait_for(f"() => document.querySelectorAll('{each}').length === {len(delays)}")
-    # anywidget gives a page 2 s to load a script, which a busy machine may not do.
+    # anywidget gives a page 2 s to load a script, and a busy machine may take longer.
     page.errors[:] = [error for error in page.errors if "[anywidget] Failed to initialize model" not in error]
 
 
@@ -268,7 +268,7 @@ def bars():
 
 
 @DAILY_IN_LAB
-def test_bars_imported_in_the_function_are_lines_and_the_progress(opened: Any, app: App) -> None:
+def test_bars_imported_in_the_function_are_lines_and_show_the_progress(opened: Any, app: App) -> None:
     page = opened([TRAIN, BARS, "run = notebook_launcher(bars, num_processes=2, use_port=0, block=False)"])
     page.run(1)
     page.run(2)
@@ -277,11 +277,13 @@ def test_bars_imported_in_the_function_are_lines_and_the_progress(opened: Any, a
     page.idle()
     outputs = page.save()["cells"][2]["outputs"]
     lines = [line for output in outputs for line in "".join(output.get("text", "")).splitlines() if line.strip()]
-    assert len(lines) <= 4, "a line for each bar of each rank, at most"
-    assert page.page.locator(".jupyter-widgets .widget-label", has_text="epochs").count() == 0, "a dead widget"
+    assert len(lines) <= 4, "there is at most a line for each bar of each rank"
+    assert page.page.locator(".jupyter-widgets .widget-label", has_text="epochs").count() == 0, (
+        "there is no dead widget"
+    )
 
 
-def test_stop_works_by_a_click_while_a_cell_blocks(opened: Any, app: App) -> None:
+def test_a_click_on_stop_works_while_a_cell_blocks(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG).replace(", block=False", ""), "'over'"])
     page.run(1)
     _watch(page)
@@ -300,9 +302,9 @@ def test_stop_works_by_a_click_while_a_cell_blocks(opened: Any, app: App) -> Non
 
 
 @DAILY_IN_LAB
-def test_a_blocking_cell_without_its_server_says_which_stop_works(opened: Any, app: App) -> None:
+def test_a_blocking_cell_without_its_server_says_how_to_stop(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG).replace(", block=False", "")])
-    page.page.evaluate("() => document.getElementById('jupyter-config-data').remove()")  # as in a frame of its own
+    page.page.evaluate("() => document.getElementById('jupyter-config-data').remove()")  # As in a separate frame.
     page.run(1)
     _watch(page)
     page.wait_for("() => document.querySelector('.na-hint').innerText === 'Press ■ in the toolbar to end this run'")
@@ -310,7 +312,7 @@ def test_a_blocking_cell_without_its_server_says_which_stop_works(opened: Any, a
     assert stop.is_disabled()
     assert stop.get_attribute("title") == "Press ■ in the toolbar"
     page.wait_for(f"() => {KERNEL}.status === 'busy'")
-    for index in (1, 4, 0):  # what is clicked is handled beside the cell, and does not make the kernel idle
+    for index in (1, 4, 0):  # Clicks are handled outside of the cell, and do not make the kernel idle.
         page.page.locator(".na-tabs [role=tab]").nth(index).click()
     page.page.wait_for_timeout(3000)
     page.wait_for(f"() => {KERNEL}.status === 'busy'")
@@ -322,7 +324,7 @@ def test_a_blocking_cell_without_its_server_says_which_stop_works(opened: Any, a
 
 
 @DAILY_IN_LAB
-def test_dark_theme_and_keyboard(opened: Any, app: App) -> None:
+def test_the_dark_theme_and_the_keyboard_work(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG)], theme="dark")
     page.run(1)
     _watch(page)
@@ -379,7 +381,7 @@ def test_a_panel_whose_kernel_is_gone_says_so(opened: Any, server: Server, chrom
 
 
 @DAILY_IN_LAB
-def test_after_a_reload_the_panel_is_there_again(opened: Any, app: App) -> None:
+def test_the_panel_reappears_after_a_reload(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG), "run"])
     page.run(1)
     _watch(page)
@@ -436,7 +438,7 @@ def _await_state(page: Any, text: str) -> None:
 
 
 @DAILY_IN_LAB
-def test_the_panel_says_what_it_needs_its_user_for(opened: Any, server: Server, app: App) -> None:
+def test_the_panel_says_when_it_needs_its_user(opened: Any, server: Server, app: App) -> None:
     page = opened([NEEDS, "run = notebook_launcher(needs, num_processes=2, use_port=0, block=False)"])
     news, gone, state = partial(_await_news, page), partial(_await_no_news, page), partial(_await_state, page)
     button = lambda name: page.page.locator(NEWS).get_by_role("button", name=name)  # noqa: E731

@@ -77,7 +77,7 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
     for index in range(len(CELLS)):
         live.run(index)
         live.idle()
-    # Curves out of sight are not drawn: each panel is scrolled into view.
+    # Curves out of sight are not drawn, so each panel is scrolled into view.
     live.wait_for(DRAWN)
     live.page.locator(".na-card").first.scroll_into_view_if_needed()
     live.until(lambda: _count(live, ".na-live") >= 1, "a live panel")
@@ -89,7 +89,7 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
     assert sum("na-left" in "".join(data.get("text/html", "")) for data in views) == 4
     assert live.errors == []
 
-    # A killed kernel sends nothing: the file stays as it was saved.
+    # A killed kernel sends nothing, so the file stays as it was saved.
     copy = f"without-kernel-{name}"
     shutil.copy(server.notebooks / name, server.notebooks / copy)
     again = server.open(chromium, copy, app)
@@ -107,7 +107,7 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a notebook with the reports of a run that succeeded and of one that failed, executed without a browser."""
+    """Return a notebook with the reports of a successful and a failed run, executed without a browser."""
     sources = (TRAIN, LAUNCH.format(20).replace(", block=False", ""), FAILING)
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     folder = tmp_path_factory.mktemp("kernel")
@@ -120,7 +120,7 @@ def test_a_printed_report_is_complete(executed: Any, chromium: Browser, tmp_path
     (tmp_path / "saved.html").write_text(html)
     page = chromium.context.new_page()
     try:
-        page.route("http*://**", lambda route: route.abort())  # nbconvert's page refers to external scripts
+        page.route("http*://**", lambda route: route.abort())  # The page from nbconvert refers to external scripts.
         page.emulate_media(media="print")
         page.goto(f"file://{tmp_path / 'saved.html'}")
         for words in ("num_processes", "python", "rank 1 failed: ValueError: it diverged", "peak memory"):
@@ -160,12 +160,12 @@ def test_a_report_in_an_untrusted_notebook_is_complete(
     page.shot(f"{app}-untrusted")
 
 
-def test_a_report_becomes_a_pdf(executed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_can_be_converted_to_pdf(executed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from playwright.async_api import BrowserType, Page
 
     launch, goto = BrowserType.launch, Page.goto
 
-    async def debian(self: Any, **options: Any) -> Any:  # nbconvert looks for playwright's own browser
+    async def debian(self: Any, **options: Any) -> Any:  # nbconvert looks for playwright's own browser.
         return await launch(self, executable_path=CHROMIUM, timeout=1000 * LIMIT, **options)
 
     async def patient(self: Any, url: str, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from tests.support.browser import Browser
 
 
 def _load(page: Any, *names: str) -> None:
-    """Define a script's functions and classes on the page."""
+    """Define the functions and classes of a script on the page."""
     page.add_script_tag(content=script(*names).replace("export default", "globalThis.view ="))
 
 
@@ -78,7 +78,7 @@ _CURVES = """(curves) => {
 
 
 def _labels(page: Any, metric: str) -> list[str]:
-    """Return the texts drawn in a metric's chart, all of which are inside it."""
+    """Return the texts drawn in a metric's chart, after checking that all are inside it."""
     page.wait_for_function("(metric) => window.drawn.some(each => each.chart === metric)", arg=metric)
     drawn = [each for each in page.evaluate("() => window.drawn") if each["chart"] == metric]
     assert [each for each in drawn if each["left"] < 0 or each["right"] > each["room"]] == []
@@ -96,7 +96,7 @@ def _labels(page: Any, metric: str) -> list[str]:
 def test_values_of_any_size_have_ticks_that_are_not_clipped(blank: Any, values: list[float]) -> None:
     _load(blank, *SCRIPTS)
     blank.evaluate(_CURVES, {"loss": values * 300})
-    numbers = {float(text) for text in _labels(blank, "loss")} - {0.0, 200.0, 400.0}  # the steps
+    numbers = {float(text) for text in _labels(blank, "loss")} - {0.0, 200.0, 400.0}  # The steps.
     assert len(numbers) >= 2
     assert all(min(values) <= number <= max(values) for number in numbers)
 
@@ -129,7 +129,7 @@ _LOGS = """() => {
 }"""
 
 
-def test_new_lines_leave_the_rows_before_them(blank: Any) -> None:
+def test_new_lines_leave_the_earlier_rows_unchanged(blank: Any) -> None:
     _load(blank, "feed.js", "logs.js")
     blank.evaluate(_LOGS)
     blank.evaluate("() => say(1, 0, 600)")
@@ -137,7 +137,7 @@ def test_new_lines_leave_the_rows_before_them(blank: Any) -> None:
     blank.evaluate("() => { window.kept = document.querySelectorAll('.na-line')[599]; say(2, 600, 600); }")
     blank.wait_for_function("() => texts().at(-1) === 'line 1199'")
     texts = blank.evaluate("() => texts()")
-    assert texts == [f"line {number}" for number in range(200, 1200)], "the last thousand"
+    assert texts == [f"line {number}" for number in range(200, 1200)], "the last thousand lines remain"
     assert blank.evaluate("() => document.querySelectorAll('.na-line')[399] === window.kept")
     blank.evaluate("() => say(3, 1200, 1100)")
     blank.wait_for_function("() => texts()[0] === 'line 1300'")
@@ -167,7 +167,7 @@ _CURVE = """() => {
 
 
 def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> None:
-    """The first step may take long: what is right for one point is not for the hundred that follow."""
+    """The first step may take long, and a scale that suits one point does not suit the hundred that follow."""
     _load(blank, *SCRIPTS)
     blank.evaluate(_CURVE)
     blank.evaluate("() => log(1, 0, 1)")
@@ -175,7 +175,7 @@ def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> Non
     assert blank.evaluate("() => beads()") is True
     blank.evaluate("() => { window.first = chart(); log(2, 1, 100); }")
     blank.wait_for_function("() => chart().data[0].length === 101")
-    assert blank.evaluate("() => chart() === window.first"), "built for the first point"
+    assert blank.evaluate("() => chart() === window.first"), "the chart is built for the first point"
     assert blank.evaluate("() => beads()") is False
 
 
@@ -201,7 +201,7 @@ _CARDS = """(curves) => {
 
 
 def _cards(page: Any) -> None:
-    """Draw eight metrics of two ranks; one has NaN and an infinite value, one is the same on both ranks."""
+    """Draw eight metrics of two ranks: one has NaN and an infinite value, one is the same on both ranks."""
     rising = [float(step) for step in range(50)]
     broken: list[Any] = [*rising[:20], "NaN", *rising[21:30], "Infinity", *rising[31:]]
     names = ["train/loss", "train/accuracy", "val/loss", "val/accuracy", "speed", "auto/lr", "system/memory_gb"]
@@ -230,7 +230,7 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
         "learning", "rate", "auto",
     ]  # fmt: skip
 
-    # Values that no axis shows, and ranks that log the same.
+    # Values that no axis shows, and ranks that log the same values.
     assert (
         blank.locator("figure[data-metric='train/scale'] .na-chart-flag").inner_text() == "NaN since step 20 on rank 1"
     )
@@ -259,7 +259,7 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
     blank.locator("figure[data-metric='speed'] .na-chart-name").click()
     blank.wait_for_function("() => card('speed').u.height === 170")
 
-    # A filter is a regular expression, or a text.
+    # A filter is a regular expression or plain text.
     search = blank.get_by_role("searchbox", name="Filter metrics by name")
     search.fill("^val/|speed$")
     assert blank.evaluate("() => shown().flatMap(each => each.slice(2))") == ["val/loss", "speed", "val/accuracy"]
@@ -283,14 +283,14 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
     assert errors == []
 
 
-def test_a_metric_that_stays_nan_has_one_mark_to_its_end(blank: Any) -> None:
+def test_a_metric_that_stays_nan_has_one_mark_until_its_end(blank: Any) -> None:
     _load(blank, *SCRIPTS)
     blank.add_style_tag(content=asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
     rising = [float(step) for step in range(900)]
     blank.evaluate(_CARDS, [["loss", "rank 0", rising], ["loss", "rank 1", [*rising[:300], *["NaN"] * 600]]])
     blank.wait_for_function("() => card('loss')?.u?.height === 240")
     across = "() => card('loss').node.offsetWidth === document.querySelector('.na-sections').offsetWidth"
-    assert blank.evaluate(across), "one metric has a wide card"
+    assert blank.evaluate(across), "a single metric has a wide card"
     marks = "() => card('loss').marks.map(mark => [mark.label, mark.x, mark.until])"
     assert blank.evaluate(marks) == [["rank 1", 300, 899]]
     values = blank.locator("figure[data-metric='loss'] .na-chart-value span")
@@ -338,7 +338,7 @@ class _Runs:
         self.sent: list[str] = []
 
     def show(self, *rows: Row, columns: tuple[str, ...] = ("loss",), whole: bool = False) -> str:
-        """Send rows; return the kind of the message."""
+        """Send rows. Return the kind of the message."""
         heads = [Column(title="run", kind="run"), Column(title="state", kind="state")]
         heads += [Column(title=name, numeric=True) for name in columns]
         table = Table(key="runs", columns=tuple(heads), groups=(Group(key="runs", rows=rows),), sortable=True)
@@ -372,7 +372,7 @@ def test_a_click_on_a_row_outlasts_an_update(blank: Any, *, whole: bool) -> None
     assert blank.evaluate(clicks) == [{"kind": "action", "key": "2", "action": "stop"}]
     assert blank.evaluate("() => document.activeElement.textContent") == "Stop"
 
-    # Another order, an end, an open panel, another column, and a run that is gone.
+    # Another order, the end of a run, an open panel, another column, and a removed run.
     blank.get_by_role("button", name="loss", exact=True).click()
     blank.wait_for_function("() => texts()[0].startsWith('1 ')")
     ended = _row(2, "stopped", "0.4", "close", tone="opened")
@@ -386,7 +386,7 @@ def test_a_click_on_a_row_outlasts_an_update(blank: Any, *, whole: bool) -> None
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["deltas", "everything"])
-def test_what_is_typed_selected_and_scrolled_stays_while_a_table_is_updated(blank: Any, *, whole: bool) -> None:
+def test_input_selection_and_scrolling_survive_updates_of_a_table(blank: Any, *, whole: bool) -> None:
     _load(blank, "feed.js", "looks.js", "table.js")
     blank.add_style_tag(content=asset("panel.css") + asset("table.css") + ".na-scroll { width: 120px; }")
     blank.evaluate(_RUNS)

@@ -49,7 +49,7 @@ def _box(page: NotebookPage, selector: str) -> dict[str, float]:
 
 
 def _point(page: NotebookPage, share: float, y: float) -> tuple[float, float]:
-    """Return where a place of the canvas is on the page: its share of the width, and pixels from the top."""
+    """Return a position on the canvas in page coordinates, from its share of the width and pixels from the top."""
     box = _box(page, CANVAS)
     return box["x"] + share * box["width"], box["y"] + y
 
@@ -60,7 +60,7 @@ def _row(page: NotebookPage, rank: int, title: str) -> float:
 
 
 @DAILY_IN_LAB
-def test_it_opens_and_shows_what_is_under_the_pointer(opened: Any, app: App) -> None:
+def test_it_opens_and_describes_the_event_under_the_pointer(opened: Any, app: App) -> None:
     page = _open(opened)
     page.wait_for("() => document.querySelector('.na-tl .na-count').innerText.startsWith('4 ranks · 5,358 events')")
     page.page.mouse.move(*_point(page, 0.05, _row(page, 1, "main thread")))
@@ -100,7 +100,7 @@ def test_wheel_drag_and_keys_zoom_and_move(opened: Any, app: App) -> None:
     assert abs((moved[1] - moved[0]) - (zoomed[1] - zoomed[0])) < 1
 
     page.page.locator(SCROLL).focus()
-    for key in ("w", "w", "a", "s", "d", "d"):  # in JupyterLab A adds a cell, and D twice deletes one
+    for key in ("w", "w", "a", "s", "d", "d"):  # In JupyterLab, A adds a cell, and pressing D twice deletes one.
         before = _visible(page)
         keyboard.press(key)
         page.until(lambda before=before: _visible(page) != before, f"an effect of {key}")  # type: ignore[misc]
@@ -119,7 +119,7 @@ def test_wheel_drag_and_keys_zoom_and_move(opened: Any, app: App) -> None:
 
 
 @DAILY_IN_LAB
-def test_search_goes_through_the_events_in_the_order_of_time(opened: Any, app: App) -> None:
+def test_search_steps_through_the_events_in_order_of_time(opened: Any, app: App) -> None:
     page = _open(opened)
     page.page.get_by_role("searchbox", name="Search events by name or cell line").fill("line 15")
     page.wait_for("() => document.querySelector('.na-tl-matches').innerText === '4 matches'")
@@ -140,7 +140,7 @@ def test_search_goes_through_the_events_in_the_order_of_time(opened: Any, app: A
 
 
 @DAILY_IN_LAB
-def test_a_collective_says_who_waits_for_whom(opened: Any, app: App) -> None:
+def test_a_collective_shows_which_ranks_wait_for_which(opened: Any, app: App) -> None:
     page = _open(opened)
     page.page.mouse.click(*_point(page, 0.25, _row(page, 2, "collectives")))
     page.wait_for("() => document.querySelector('.na-tl-waits')")
@@ -163,7 +163,7 @@ KEYS = {"Enter": "enumerate", "ArrowRight": "forward", "ArrowDown": "aten::", "A
 
 
 @DAILY_IN_LAB
-def test_ranks_are_folded_and_events_walked_through_by_keys(opened: Any, app: App) -> None:
+def test_ranks_can_be_folded_and_events_stepped_through_by_keys(opened: Any, app: App) -> None:
     page = _open(opened)
     fold = page.page.get_by_role("button", name="rank 0", exact=True)
     fold.focus()
@@ -278,8 +278,8 @@ MANY = "view = TimelineView(large(8, 200_000))"
 
 
 @DAILY_IN_LAB
-def test_eight_ranks_of_200_000_events_open_and_move(opened: Any, app: App) -> None:
-    """The times are rows of `make bench`; this is a guard against an order of magnitude."""
+def test_200_000_events_of_eight_ranks_open_and_move(opened: Any, app: App) -> None:
+    """`make bench` measures the times. This guards against an order of magnitude."""
     page: NotebookPage = opened([IMPORTS, MANY, "view"])
     page.run(1)
     page.idle()
@@ -308,5 +308,5 @@ def test_eight_ranks_of_200_000_events_open_and_move(opened: Any, app: App) -> N
     assert _visible(page)[0] > before[0]
     assert page.page.evaluate("() => window.frames") > 20
     page.shot(f"{app}-timeline-many", ROOT)
-    # anywidget waits 2 s for a model, which a machine with other work to do may exceed; the view was drawn.
+    # anywidget waits 2 s for a model, which a busy machine may exceed. The view was drawn.
     page.errors[:] = [error for error in page.errors if "[anywidget] Failed to initialize model" not in error]

@@ -61,7 +61,7 @@ def main_first() -> Any:
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             time.sleep(0.2)
-        moment = [time.monotonic()]  # One per machine, so the same for all processes.
+        moment = [time.monotonic()]  # One per machine, and therefore shared by all processes.
     return moment.pop()
 
 
@@ -164,7 +164,7 @@ def grads_of_a_window(plugin: dict[str, Any]) -> Any:
 
 def test_gradients_are_exchanged_in_the_last_batch_of_a_window() -> None:
     one, other = run_ranks(grads_of_a_window, {})
-    assert one == [[0.5, 0.5], [2.0, 2.0]]  # Half of its own gradient; then half of the sum over the window, averaged.
+    assert one == [[0.5, 0.5], [2.0, 2.0]]  # Half of the own gradient; then half of the sum over the window, averaged.
     assert other == [[1.5, 1.5], [2.0, 2.0]]
 
 

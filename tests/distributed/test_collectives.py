@@ -335,7 +335,7 @@ CHANGING = (
 
 
 def change_structures(seed: int) -> list[str]:
-    """Return the outcome of each call: in half of them the ranks pass different structures, or call other operations."""
+    """Return the outcome of each call. In half of them the ranks pass different structures or call other operations."""
     chance, rank = random.Random(seed), PartialState().process_index
     outcomes = []
     for _ in range(60):
@@ -427,7 +427,7 @@ def no_such_rank() -> None:
         collectives.broadcast_object_list([1], from_process=-1)
     with pytest.raises(ValueError, match="overwrites a list in place; got tuple"):
         collectives.broadcast_object_list((1,))  # type: ignore[arg-type]
-    PartialState().wait_for_everyone()  # A rank that has not arrived yet needs this rank's store.
+    PartialState().wait_for_everyone()  # A rank that arrives later needs this rank's store.
 
 
 def test_wrong_broadcasts_are_refused_on_every_rank() -> None:
@@ -521,4 +521,6 @@ def test_fifty_small_tensors_cost_little_more_than_one() -> None:
     measured = run_ranks(measure)[0]
     print({name: f"{seconds * 1e6:.0f} us" for name, seconds in measured.items()})
     for name, seconds in measured.items():
-        assert seconds < 3 * measured["fused"], f"{name}: three times that of one collective allows for a busy machine"
+        assert seconds < 3 * measured["fused"], (
+            f"{name}: three times the time of one collective allows for a busy machine"
+        )

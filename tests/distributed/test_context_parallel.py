@@ -61,7 +61,7 @@ def split(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["allgather", "alltoall"])
-def test_losses_equal_those_of_whole_sequences(how: str) -> None:
+def test_losses_equal_a_training_on_whole_sequences(how: str) -> None:
     results = run_ranks(split, how)
     for rank, found in enumerate(results):
         assert found["losses"] == pytest.approx(plain(), rel=1e-5)
@@ -178,7 +178,7 @@ def test_shards_and_split_sequences_combine_on_four_ranks(tmp_path: Path) -> Non
         assert found["names"] == ("dp_shard", "cp")
         assert found["place"] == divmod(rank, 2)
         assert found["seen"] == [[words[rank // 2].tolist()] for words in batches()]  # Equal within a pair.
-        assert found["elements"] <= whole / 4 + 32  # Shards are of both dimensions; odd rows are padded.
+        assert found["elements"] <= whole / 4 + 32  # Shards span both dimensions; odd rows are padded.
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(results[0]["weights"][name], weight)
     resumed = run_ranks(sharded_and_split, folder, True, world_size=4)[0]
@@ -214,7 +214,7 @@ def test_masks_are_dropped() -> None:
 
 
 class Config:
-    """A configuration like those of transformers' models."""
+    """A configuration as transformers' models have."""
 
     def __init__(self, **settings: Any) -> None:
         self.__dict__.update(settings)

@@ -428,7 +428,7 @@ def _synchronised() -> list[Any]:
     return [torch.rand(1).item(), torch.rand(1, generator=generator).item()]
 
 
-def test_random_numbers_are_those_of_rank_0() -> None:
+def test_all_ranks_draw_the_random_numbers_of_rank_0() -> None:
     torch.manual_seed(0)
     expected = [torch.rand(1).item(), torch.rand(1, generator=torch.Generator().manual_seed(10)).item()]
     assert run_ranks(_synchronised) == [expected, expected]

@@ -91,7 +91,7 @@ def triggered(settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_gradients_exchanged_by_hand_equal_those_of_plain_ddp(settings: dict[str, Any]) -> None:
+def test_gradients_exchanged_by_hand_equal_plain_ddp(settings: dict[str, Any]) -> None:
     wanted = run_ranks(plain, settings)
     assert wanted[0] == wanted[1]
     found = run_ranks(triggered, settings)
@@ -117,7 +117,7 @@ def windows(settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_accumulation_windows_equal_those_of_plain_ddp(settings: dict[str, Any]) -> None:
+def test_accumulation_windows_equal_plain_ddp(settings: dict[str, Any]) -> None:
     assert run_ranks(windows, settings) == run_ranks(plain, settings)
 
 

@@ -52,7 +52,7 @@ def save_on_the_main_rank(folder: str, version: int) -> None:
 
 @pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_saving_on_the_main_rank_alone_is_an_error_and_does_not_hang(version: int, tmp_path: Any) -> None:
-    with pytest.raises(  # A hang would be an error, too, but with another message.
+    with pytest.raises(
         RankError,
         match=r"Rank 0 is in save_state, and the other ranks cannot reach it: rank 1 is waiting in "
         r"another collective, at .*test_fsdp\.py.*take it out of `if accelerator.is_main_process:`",

@@ -1,4 +1,4 @@
-"""FSDP 2 for models with 4-bit weights and trained adapters equals one process, and so do their checkpoints."""
+"""FSDP 2 for models with 4-bit weights and trained adapters: training and checkpoints equal one process."""
 
 from __future__ import annotations
 

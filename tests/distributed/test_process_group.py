@@ -19,12 +19,12 @@ def end_with_a_model_alive() -> bool:
     os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
-    for task in Path(
-        "/proc/self/task"
-    ).iterdir():  # On one core, threads with less weight do not run when this one wakes up,
+    # Make gloo's thread late: on one core, threads of low priority do not run when this one wakes up, and with a long
+    # switch interval they do not get the interpreter.
+    for task in Path("/proc/self/task").iterdir():
         if "gloo" in (task / "comm").read_text():
             os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
-    sys.setswitchinterval(1000)  # and do not get the interpreter.
+    sys.setswitchinterval(1000)
     gathered, own = [torch.zeros(4000) for _ in range(2)], torch.ones(4000)
     torch.distributed.all_gather(gathered, own)
     del gathered, own

@@ -1,4 +1,4 @@
-"""State dicts of sharded models and optimizers equal those of torch's `get_state_dict`."""
+"""State dicts of sharded models and optimizers equal the results of torch's `get_state_dict`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 
 class Part(nn.Module):
-    """A parameter, buffers (one of which is not saved), and an extra state."""
+    """A parameter, a saved and an unsaved buffer, and an extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def states_of(kind: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_states_equal_those_of_torch(kind: str) -> None:
+def test_states_equal_get_state_dict_of_torch(kind: str) -> None:
     for found in run_ranks(states_of, kind, process_group=True):
         assert all(found), found
 

@@ -47,9 +47,9 @@ SILENT_SECONDS = [3.0, 3.0, 15.0]
 """Seconds after which each host regards a silent one as lost; a command does not have the run's ``rdzv_conf``."""
 HANG_SECONDS = 10.0
 LIMIT = 60.0
-"""Seconds from the fault to the end of every host that is left, once all ranks run."""
+"""Time limit in seconds from the fault to the end of every surviving host, once all ranks run."""
 MARGIN = 20.0
-"""Seconds for what takes two on a machine with nothing else to do."""
+"""Time limit in seconds for steps that take two seconds on an idle machine."""
 
 TRAIN = """
 def train(folder):
@@ -209,7 +209,7 @@ class Round:
             kernel.pump(seconds / 2)
 
     def assert_running(self) -> None:
-        """Fail if a host has ended before the fault."""
+        """Fail if a host ended before the fault."""
         assert not any(cell.finished for cell in self.cells), "a cell ended before the fault"
         assert self.command.process.poll() is None, "the command ended before the fault"
 
@@ -274,7 +274,7 @@ class Round:
         self.check_nothing_left()
 
     def deadline(self) -> float:
-        """Return the time by which all hosts must have ended."""
+        """Return the deadline for the end of all hosts."""
         return self.fault + (LIMIT if self.all_running else JOIN_SECONDS + MARGIN + LIMIT / 2)
 
     def check_host(self, node: int) -> None:

@@ -166,14 +166,14 @@ def test_a_foreign_peer_of_a_tunnel_is_rejected(sends: str, then: str) -> None:
 
 # ---- all sockets
 
-OWN = "both ends are of processes that this one has started, or of itself"
+OWN = "both ends belong to this process or to processes that it has started"
 PROBE = "reads nothing from it"
 SOCKETS = {
     "telemetry/channel.py": test_a_rank_that_sends_garbage_does_not_harm_the_others,
     "launch/hosts/remote/listener.py": test_a_peer_of_the_listener_that_sends_garbage_harms_no_host,
     "launch/hosts/ray/ray_backend.py": test_a_driver_that_sends_garbage_ends_its_launch,
     "launch/hosts/ray/ray_actor.py": test_a_foreign_peer_of_a_tunnel_is_rejected,
-    "launch/hosts/ray/ray_driver.py": "the kernel is its parent; it passes on what an actor and the listener send",
+    "launch/hosts/ray/ray_driver.py": "the kernel is its parent, and it only forwards messages of an actor and the listener",
     "launch/detached/control_protocol.py": "tests/faults/test_detached_peers.py",
     "launch/detached/control_client.py": "tests/faults/test_detached_peers.py",
     "launch/detached_process.py": OWN,

@@ -16,8 +16,8 @@ LOOK = """
 import collections, re
 
 def descriptors(eventfd=False):
-    # Left out: what IPython's history thread opens for a moment (its database, a journal, their folder), and the
-    # pipe that ipykernel keeps per thread that has published something; it closes those of ended threads every 10 s.
+    # Not counted: files that IPython's history thread opens briefly (its database, a journal, their folder), and the
+    # pipe that ipykernel keeps per thread that has published something. It closes pipes of ended threads every 10 s.
     found = collections.Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -44,7 +44,7 @@ def look():
 
 
 LIMIT = 60.0
-"""Seconds for what ends by itself a moment later."""
+"""Time limit in seconds for things that disappear by themselves a moment later."""
 LOOKS = 4
 
 
@@ -161,7 +161,7 @@ server = socket.create_server(("127.0.0.1", 0))
 port = server.getsockname()[1]
 def meet():
     group()
-    dist.barrier()  # gloo returns once a rank's own connections stand: one that ends then takes them from the other
+    dist.barrier()  # gloo returns once this rank is connected: exiting now would break the other rank's connections
     return int(os.environ["MASTER_PORT"]) != port
 results = launch(meet, use_port=port).results
 server.close()

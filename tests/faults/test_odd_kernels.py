@@ -23,7 +23,7 @@ SHADOWED = (
 
 @pytest.fixture
 def shadowing_kernel(kernel: Kernel, tmp_path: Path) -> Iterator[Kernel]:
-    """Return the kernel in a folder whose modules shadow those of the standard library, torch and numpy."""
+    """Return the kernel in a folder whose modules shadow the standard library, torch and numpy."""
     for name in SHADOWED:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('this is the {name}.py of the user')\n")
     (tmp_path / "mine.py").write_text("value = 42\n")
@@ -51,7 +51,7 @@ def test_modules_of_the_working_directory_shadow_nothing_that_a_launch_imports(
 
 SERVER = "__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote"
 SOON = 60.0
-"""Seconds for what takes five: without a replacement, the kernel would wait for two minutes."""
+"""Time limit in seconds for steps that take five. Without a replacement, the kernel would wait two minutes."""
 STUCK = {
     "stopped": f"os.kill({SERVER}.pid, signal.SIGSTOP)",
     "hangs": f"{SERVER}._control.sendall((1 << 26).to_bytes(4, 'big'))",  # It waits for the rest of a request.
@@ -164,7 +164,7 @@ def test_a_step_of_the_system_clock_during_a_run_changes_nothing(kernel: Kernel,
 
 
 def test_a_kernel_that_is_suspended_while_its_ranks_run_counts_no_silence(kernel: Kernel) -> None:
-    """Its time limits count only seconds in which it ran. Messages that the ranks sent during its suspension arrive."""
+    """Its time limits count only while it runs. Messages that the ranks sent during its suspension arrive."""
     kernel.check(
         "def train():\n    for number in range(100):\n        print(number, flush=True)\n        time.sleep(0.1)\n"
         "run = launch(train, block=False, timeout=18, hang_timeout=4)"

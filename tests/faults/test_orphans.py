@@ -31,7 +31,7 @@ def train():
     next(loader)
     found += [worker.pid for worker in loader._workers]
     reader, writer = os.pipe()
-    if os.fork() == 0:  # as a daemon: its parent has ended, and it leads a session of its own
+    if os.fork() == 0:  # like a daemon: its parent has exited, and it leads a new session
         os.setsid()
         if os.fork() == 0:
             os.write(writer, str(os.getpid()).encode())

@@ -23,7 +23,7 @@ PLACES = {
     "the manifest": (0, "open", "checkpoint_manifest.json"),
     "the last renaming": (0, "os.rename", ".second.incomplete"),
 }
-"""Which rank is killed, before which event with which path."""
+"""The rank to kill, and the event and the path before which it is killed."""
 
 
 def save_until_killed(folder: str, place: str) -> None:

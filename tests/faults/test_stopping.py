@@ -12,7 +12,7 @@ from tests.support.launching import alive, patient, rank_pids, ready_kernel, sai
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 SOON = 60.0
-"""Seconds for what takes two on a machine that does nothing else: what is stopped would go on for ten minutes."""
+"""Time limit in seconds for steps that take two on an idle machine. Without a stop, the functions run ten minutes."""
 
 STUCK = {
     "sleep": "time.sleep(600)",
@@ -99,7 +99,7 @@ def test_a_second_stop_kills_immediately(kernel: Kernel, method: str) -> None:
     assert "KeyboardInterrupt" in said(cell)
 
 
-@pytest.mark.leaks_ok("the file's kernel has another zygote afterwards; the fixture looks at its children")
+@pytest.mark.leaks_ok("the file's kernel has another zygote afterwards; the fixture checks its children")
 def test_pressing_the_button_again_while_ranks_start_kills_them(kernel: Kernel) -> None:
     kernel.check("notebook_accelerate.shutdown()")
     _define(kernel, STUCK["ignores SIGINT and SIGTERM"])
@@ -111,7 +111,7 @@ def test_pressing_the_button_again_while_ranks_start_kills_them(kernel: Kernel) 
         while not (cell.finished or "back" in cell.stdout):
             kernel.interrupt()
             kernel.pump(0.3)
-        kernel.pump(1.0)  # The last interrupt may have ended the gate already; one more would hit IPython itself.
+        kernel.pump(1.0)  # One more interrupt would hit IPython itself if the last one has already closed the gate.
         if not cell.finished:
             kernel.interrupt()
         kernel.finish(cell, timeout=SOON)
@@ -163,7 +163,7 @@ def test_a_loop_of_launches_ends_with_the_interrupted_run(kernel: Kernel) -> Non
 
 
 def _ended_as_said(kernel: Kernel, cell: Cell) -> None:
-    """The interrupt arrived in time or too late, and the run, its ranks and the cell agree on which."""
+    """The interrupt arrived in time or too late, and the run, its ranks and the cell agree about it."""
     kernel.check("last = notebook_accelerate.runs()[-1]")
     status, states = kernel.value("[last.status, [info.state for info in last.ranks]]")
     assert "KeyboardInterrupt" in said(cell)
@@ -173,7 +173,7 @@ def _ended_as_said(kernel: Kernel, cell: Cell) -> None:
         assert status == "stopped"
 
 
-@pytest.mark.leaks_ok("the file's kernel has another zygote afterwards; the fixture looks at its children")
+@pytest.mark.leaks_ok("the file's kernel has another zygote afterwards; the fixture checks its children")
 def test_an_interrupt_while_the_zygote_starts_is_reported_truthfully(kernel: Kernel) -> None:
     kernel.check("notebook_accelerate.shutdown()")
     cell = kernel.submit("launch(rank, start_method='zygote')")

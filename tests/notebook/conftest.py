@@ -1,4 +1,4 @@
-"""One kernel per file, with answers for what asks for input."""
+"""One kernel per file, with answers for its prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.notebooks import Notebooks, notebooks
 
 
 class Answers:
-    """What the user types, in order; what was asked is kept."""
+    """The lines that the user types, in order. The prompts are recorded."""
 
     def __init__(self) -> None:
         self.waiting: list[str] = []
@@ -26,19 +26,19 @@ class Answers:
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
-    """Return the answers of the file's kernel."""
+    """Return the answers for the file's kernel."""
     return Answers()
 
 
 @pytest.fixture(scope="module")
 def kernel(answers: Answers) -> Iterator[Kernel]:
-    """Return a kernel with torch imported and its zygote up."""
+    """Return a kernel with torch imported and its zygote running."""
     with ready_kernel(answer=answers) as kernel:
         yield kernel
 
 
 @pytest.fixture(scope="session")
 def two_notebooks() -> Iterator[Notebooks]:
-    """Return two kernels for all files: each test compares what it may not change in them."""
+    """Return two kernels shared by all files. Each test compares the state that it must not change."""
     with notebooks(2) as found:
         yield found

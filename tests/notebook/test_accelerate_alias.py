@@ -1,4 +1,4 @@
-"""`as_accelerate` in a kernel: code written for Accelerate in cells, in ranks, and in what they start."""
+"""`as_accelerate` in a kernel: code written for Accelerate in cells, in ranks, and in their child processes."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_cells_written_for_accelerate_run_in_ranks(kernel: Kernel, method: str) 
     assert results == [[["1.15.0"] * 4, "notebook_accelerate.accelerator"]] * 2
 
 
-def test_after_its_removal_the_name_is_free(kernel: Kernel) -> None:
+def test_the_name_is_free_after_its_removal(kernel: Kernel) -> None:
     kernel.check("notebook_accelerate.as_accelerate()\nimport accelerate\nnotebook_accelerate.as_accelerate(False)")
     assert "No module named 'accelerate'" in said(kernel.run("import accelerate.utils"))
     text = said(kernel.run("launch(lambda: __import__('accelerate'))"))
     assert "No module named 'accelerate'" in text
 
 
-def test_a_server_process_started_with_the_alias_forks_ranks_without_it() -> None:
+def test_a_zygote_started_with_the_alias_forks_ranks_without_it() -> None:
     with ready_kernel(zygote=False) as kernel:
         kernel.check("notebook_accelerate.as_accelerate(); notebook_accelerate.shutdown()")
         kernel.check(

@@ -1,4 +1,4 @@
-"""Classes of cells are the same classes in ranks and in the kernel, whatever the start method."""
+"""Classes defined in cells are the same classes in ranks and in the kernel, with every start method."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_results_are_instances_of_the_cells_classes(kernel: Kernel, method: str)
 
 
 @METHODS
-def test_ranks_pickle_what_is_named_in_cells(kernel: Kernel, method: str) -> None:
+def test_ranks_pickle_objects_named_in_cells(kernel: Kernel, method: str) -> None:
     kernel.check(f"r = launch(travels, start_method={method!r}, panel=False, timeout=60).results")
     assert kernel.value("r[0]") == [True, [[True, True]], 3, True]
     assert kernel.value("type(torch.load('net.pt', weights_only=False)) is Net")
@@ -151,28 +151,28 @@ def test_ranks_pickle_arguments_whose_classes_the_function_does_not_name(kernel:
 
 
 @METHODS
-def test_names_that_a_function_has_in_texts(kernel: Kernel, method: str) -> None:
+def test_names_in_strings_of_a_function_are_found(kernel: Kernel, method: str) -> None:
     kernel.check(f"r = launch(reads_names, start_method={method!r}, panel=False).results[0]")
     assert kernel.value("r") == [2, True, True, False, "__main__"]
 
 
 @METHODS
-def test_names_in_the_body_of_a_class_in_a_function(kernel: Kernel, method: str) -> None:
+def test_names_in_the_body_of_a_class_in_a_function_are_found(kernel: Kernel, method: str) -> None:
     assert kernel.value(f"launch(reads_in_body, start_method={method!r}, panel=False).results") == [2, 2]
 
 
 def test_attributes_are_not_names_of_the_notebook(kernel: Kernel) -> None:
-    kernel.check("eval = (i for i in range(3))")  # it cannot be pickled
+    kernel.check("eval = (i for i in range(3))")  # It cannot be pickled.
     kernel.check("r = launch(reads_eval, Net(), start_method='zygote', panel=False).results[0]; del eval")
     assert kernel.value("r") == [["Net", "reads_eval", "torch"], "lock", True]
 
 
-def test_an_error_says_why_a_name_was_not_sent(kernel: Kernel) -> None:
+def test_the_error_says_why_a_name_was_not_sent(kernel: Kernel) -> None:
     cell = kernel.run("launch(reads_lock, start_method='zygote', panel=False)")
     assert "The notebook has 'lock', but it could not be sent to this rank: TypeError: cannot pickle" in said(cell)
 
 
-def test_the_main_module_of_a_rank_has_only_what_the_function_needs(kernel: Kernel) -> None:
+def test_the_main_module_of_a_rank_contains_only_the_names_that_the_function_needs(kernel: Kernel) -> None:
     kernel.check("r = launch(reads_main, start_method='zygote', panel=False).results[0]")
     assert kernel.value("r") == [[], False]
 
@@ -192,7 +192,7 @@ def test_the_cause_of_an_error_is_the_cells_exception(kernel: Kernel, method: st
         assert kernel.value("isinstance(cause, (Diverged, Unreadable))")
 
 
-def test_a_class_whose_methods_use_what_cannot_be_pickled(kernel: Kernel) -> None:
+def test_a_class_whose_methods_use_an_unpicklable_object_can_be_sent(kernel: Kernel) -> None:
     kernel.check("r = launch(scales, start_method='fork', panel=False).results")
     kernel.check("FACTOR = 5")
     assert kernel.value("[r[0].value(), type(r[0]) is Scaled]") == [10, True]
@@ -208,7 +208,7 @@ def test_methods_of_the_kernels_class_keep_its_globals(kernel: Kernel, method: s
 
 
 @METHODS
-def test_classes_that_functions_of_cells_have_made(kernel: Kernel, method: str) -> None:
+def test_classes_created_by_functions_of_cells_can_be_sent(kernel: Kernel, method: str) -> None:
     kernel.check(f"run = launch(uses_made, start_method={method!r}, panel=False, block=False)")
     kernel.check("while run.status != 'running':\n    time.sleep(0.02)")
     kernel.check("asked = run.ask('made_values', timeout=30)[0]")
@@ -258,6 +258,6 @@ def test_results_keep_the_definition_of_the_launch(kernel: Kernel, method: str, 
 
 def test_a_kept_run_has_the_classes_of_a_kernel_that_ran_the_cell_again(kernel: Kernel) -> None:
     kernel.check("r = launch(build, start_method='fork', panel=False, save='kept', name='classes')")
-    kernel.check(CELL)  # new classes, as in a new kernel
+    kernel.check(CELL)  # New classes, as in a new kernel.
     kernel.check("gc.collect(); r = open_run(r.folder).results")
     assert kernel.value("[equal(value, build()) for value in r]") == [True, True]

@@ -31,7 +31,7 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Kernel]:
-    """A kernel that has imported nothing yet."""
+    """A kernel that has not imported anything yet."""
     with Kernel(server=False) as kernel:
         yield kernel
 
@@ -52,14 +52,14 @@ def test_the_panel_is_a_widget_with_its_static_form_below(shown: Cell) -> None:
     assert shown.stderr == ""
 
 
-def test_the_static_form_follows_what_is_entered(kernel: Kernel, shown: Cell) -> None:
+def test_the_static_form_follows_the_entries(kernel: Kernel, shown: Cell) -> None:
     kernel.check("panel.launch_form.enter('max_restarts', '3')")
     kernel.wait_for(lambda: "max_restarts=3" in _static(kernel, shown), what="the static form to follow")
     kernel.check("panel.launch_form.enter('max_restarts', '0')")
 
 
 def _static(kernel: Kernel, shown: Cell) -> str:
-    """Return the latest static form: an update replaces its display, whichever cell sends it."""
+    """Return the latest static form. An update replaces its display, whichever cell sends it."""
     outputs = [output for cell in kernel.cells.values() for output in cell.outputs]
     name = [o for o in shown.outputs if o["output_type"] == "display_data"][1]["transient"]["display_id"]
     texts = [o["data"]["text/plain"] for o in outputs if o.get("transient", {}).get("display_id") == name]
@@ -84,7 +84,7 @@ def test_a_click_that_cannot_launch_raises_nothing_in_the_cell(kernel: Kernel, s
     kernel.check("panel.widget.enter('call.arguments', '')")
 
 
-def test_closing_replaces_the_widget_by_the_static_form(kernel: Kernel, shown: Cell) -> None:
+def test_closing_replaces_the_widget_with_the_static_form(kernel: Kernel, shown: Cell) -> None:
     kernel.check("panel.close()")
     first = next(o for o in shown.outputs if o["output_type"] == "display_data")["transient"]["display_id"]
     updates = [
@@ -108,8 +108,8 @@ def test_a_panel_loads_no_torch_into_the_kernel() -> None:
         assert kernel.value("'torch' not in __import__('sys').modules")
 
 
-def test_a_panel_sends_few_messages_and_nested_forms_when_they_are_opened(fresh: Kernel) -> None:
-    """A kernel drops what a slow server has not taken, beyond 1,000 messages; there were 720 at once."""
+def test_a_panel_sends_few_messages_and_builds_nested_forms_when_they_are_opened(fresh: Kernel) -> None:
+    """A kernel drops messages beyond 1,000 that a slow server has not accepted; the panel once sent 720 together."""
     shown = fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
     sent = [message["msg_type"] for message in shown.comms]
     assert sent.count("comm_open") == 2, "the view and its layout"
@@ -139,7 +139,7 @@ def test_the_form_and_the_launch_make_the_same_plan_after_work_of_many_threads()
         assert kernel.value("run.plan.sentence() == panel.plan.sentence()")
 
 
-def test_a_click_binds_the_variable_of_the_cell_that_the_panel_shows(kernel: Kernel, shown: Cell) -> None:
+def test_a_click_binds_the_variable_of_the_generated_cell(kernel: Kernel, shown: Cell) -> None:
     kernel.check("run = None")
     assert "run = notebook_launcher(" in kernel.value("panel.code")
     kernel.check("panel.click('launch')\nrun.wait()")

@@ -67,7 +67,7 @@ def test_a_command_that_waits_for_another_stopped_rank_gives_way_to_its_prompt(
     assert kernel.value("run.results") == [1, 1]
 
 
-def test_without_a_rank_the_one_that_waits_for_input_is_shown(kernel: Kernel, answers: Answers) -> None:
+def test_without_a_rank_the_first_one_waiting_for_input_is_shown(kernel: Kernel, answers: Answers) -> None:
     answers.waiting[:] = ["Ada"]
     kernel.check("run = launch(asks, block=False)")
     kernel.until("run.prompts == (1,)", 100)

@@ -1,4 +1,4 @@
-"""Seeing into ranks from a notebook: hangs diagnosed, breakpoints, post-mortem, questions, pauses."""
+"""Inspecting ranks from a notebook: hang diagnoses, breakpoints, post-mortem, questions, pauses."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def fails():
 
 
 def line_of(text: str) -> int:
-    """Return the number of a line of the cell with the functions (IPython drops a cell's leading empty lines)."""
+    """Return a line's number in the cell that defines the functions (IPython drops a cell's leading empty lines)."""
     lines = FUNCTIONS.lstrip("\n").splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.startswith(text))
 
@@ -176,7 +176,7 @@ def _nothing_left(kernel: Kernel, answers: Answers) -> Iterator[None]:
 
 
 def diagnosed(kernel: Kernel, function: str, verdict: str) -> str:
-    """Launch, and diagnose until the ranks have come to where the verdict is this pattern; return the whole text."""
+    """Launch, and diagnose until the verdict matches this pattern. Return the whole text."""
     kernel.check(f"run = go({function})")
     deadline = time.monotonic() + 100
     while True:
@@ -185,13 +185,13 @@ def diagnosed(kernel: Kernel, function: str, verdict: str) -> str:
             " [seen.verdict, repr(seen), time.monotonic() - begin])[-1]"
         )
         if re.fullmatch(verdict, found):
-            print(f"\ndiagnosed in {seconds:.1f} s")  # the goal is 2; machines that test are busy
+            print(f"\ndiagnosed in {seconds:.1f} s")  # The aim is 2, but test machines are busy.
             return str(text)
         assert time.monotonic() < deadline, found
 
 
 def goes_on(kernel: Kernel, function: str) -> None:
-    """Launch a function that prints "looping" and then goes on for ever, and wait until both ranks do."""
+    """Launch a function that prints "looping" and then runs forever, and wait until both ranks print it."""
     cell = kernel.check(f"run = go({function})")
     kernel.wait_for(lambda: cell.stdout.count("looping") == 2)
 
@@ -199,7 +199,7 @@ def goes_on(kernel: Kernel, function: str) -> None:
 # ---- why is it stuck?
 
 
-def test_a_rank_that_skips_an_all_reduce(kernel: Kernel) -> None:
+def test_a_rank_that_skips_an_all_reduce_is_named_with_its_line(kernel: Kernel) -> None:
     text = diagnosed(
         kernel,
         "skips",
@@ -216,11 +216,11 @@ def test_a_rank_that_skips_an_all_reduce(kernel: Kernel) -> None:
     assert kernel.value("[list(group) for group in seen.groups]") == [[0], [1]]
 
 
-def test_a_collective_under_a_condition_that_names_ranks(kernel: Kernel) -> None:
+def test_a_collective_under_a_condition_on_the_rank_is_explained(kernel: Kernel) -> None:
     diagnosed(
         kernel,
         "guarded",
-        r"rank 1 never reached all_\w+ #1 \(.*"  # of the headers, or of the values
+        r"rank 1 never reached all_\w+ #1 \(.*"  # Of the headers, or of the values.
         r"The call stands under 'if accelerator\.is_main_process:': "
         r"every rank must make it, so move it out of that block",
     )
@@ -233,7 +233,7 @@ def test_a_collective_under_a_condition_that_names_ranks(kernel: Kernel) -> None
     ), warning
 
 
-def test_a_standstill_under_a_condition_that_names_ranks_is_among_the_warnings(kernel: Kernel) -> None:
+def test_a_stall_under_a_condition_on_the_rank_is_among_the_warnings(kernel: Kernel) -> None:
     kernel.check("stall.STALL_SECONDS, before = 2.5, stall.STALL_SECONDS")
     cell = kernel.check("run = go(guarded)")
     try:
@@ -244,14 +244,14 @@ def test_a_standstill_under_a_condition_that_names_ranks_is_among_the_warnings(k
     assert "stands under 'if accelerator.is_main_process:': every rank must make it" in warning
 
 
-def test_different_shapes(kernel: Kernel) -> None:
-    """Gloo does not hang then: it aborts the process."""
+def test_different_shapes_are_reported_with_their_line(kernel: Kernel) -> None:
+    """Gloo does not hang in this case: it aborts the process."""
     text = said(kernel.run("launch(unlike_shapes)"))
     assert "different shapes" in text
     assert re.search(rf"at Cell In\[\d+\], line {line_of('def unlike_shapes') + 2}, in unlike_shapes", text)
 
 
-def test_a_different_order(kernel: Kernel) -> None:
+def test_a_different_order_of_collectives_is_reported(kernel: Kernel) -> None:
     text = diagnosed(
         kernel,
         "unlike_order",
@@ -265,7 +265,9 @@ def test_a_different_order(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 @pytest.mark.parametrize("method", ["fork", "zygote"])
-def test_what_ranks_passed_is_told_with_their_lines_in_the_cell(kernel: Kernel, method: str, debug: str) -> None:
+def test_the_arguments_of_ranks_are_reported_with_their_lines_in_the_cell(
+    kernel: Kernel, method: str, debug: str
+) -> None:
     environment = {"ACCELERATE_DEBUG_MODE": debug}
     cell = kernel.run(
         "from notebook_accelerate.errors import DistributedOperationException\n"
@@ -279,7 +281,7 @@ def test_what_ranks_passed_is_told_with_their_lines_in_the_cell(kernel: Kernel, 
         f"launch(unlike, start_method={method!r}, env={environment})"
     )
     text = said(cell)
-    shown = re.search(r"Cell In\[(\d+)\], line \d, in unlike", text)  # a frame of the traceback
+    shown = re.search(r"Cell In\[(\d+)\], line \d, in unlike", text)  # A frame of the traceback.
     assert shown is not None, text
     number = shown[1]
     assert re.search(rf"rank 0  gather     float32\[2\]  Cell In\[{number}\], line 6: gather\(torch\.ones\(2\)\)", text)
@@ -297,7 +299,7 @@ def _silent_ranks(kernel: Kernel) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_silent_ranks")
-def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> None:
+def test_a_rank_that_holds_the_interpreter_in_native_code_is_diagnosed(kernel: Kernel) -> None:
     text = diagnosed(
         kernel,
         "in_native_code",
@@ -310,7 +312,7 @@ def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> Non
     assert text.count("rank 1") == 2
 
 
-def test_a_rank_that_waits_for_its_data_loader(kernel: Kernel) -> None:
+def test_a_rank_that_waits_for_its_data_loader_is_diagnosed(kernel: Kernel) -> None:
     line = "for batch in torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1):"
     diagnosed(
         kernel,
@@ -319,12 +321,12 @@ def test_a_rank_that_waits_for_its_data_loader(kernel: Kernel) -> None:
     )
 
 
-def test_a_rank_that_returned_early(kernel: Kernel) -> None:
+def test_a_rank_that_returned_early_is_diagnosed(kernel: Kernel) -> None:
     text = said(kernel.run("launch(returns_early)"))
     assert "rank 0: rank 1 had already returned: every rank must make the same collective calls" in text
 
 
-def test_a_standstill_is_diagnosed_by_itself_once(kernel: Kernel) -> None:
+def test_a_stall_is_diagnosed_automatically_once(kernel: Kernel) -> None:
     kernel.check("stall.STALL_SECONDS, before = 1000, stall.STALL_SECONDS")
     try:
         assert kernel.value("before") == 10
@@ -355,7 +357,7 @@ def test_the_process_groups_timeout_ends_the_run_with_a_diagnosis(kernel: Kernel
 
 
 @pytest.mark.parametrize("library", ["state", "torch"])
-def test_a_breakpoint_for_longer_than_the_groups_timeout(kernel: Kernel, answers: Answers, library: str) -> None:
+def test_a_breakpoint_may_last_longer_than_the_groups_timeout(kernel: Kernel, answers: Answers, library: str) -> None:
     def slow_user(prompt: str) -> str:
         answers.asked.append(prompt)
         if len(answers.asked) == 1:
@@ -384,14 +386,14 @@ def test_the_same_wait_without_a_breakpoint_does_time_out(kernel: Kernel) -> Non
     assert "process group's timeout of 8 s" in said(kernel.run("launch(apart)"))
 
 
-def test_quitting_releases_every_rank(kernel: Kernel, answers: Answers) -> None:
+def test_quitting_the_debugger_releases_every_rank(kernel: Kernel, answers: Answers) -> None:
     answers.waiting[:] = ["q"]
     cell = kernel.run("run = launch(stopped, 30.0)")
     assert "the debugger of rank 1 was quit" in said(cell)
     assert kernel.value("[info.state for info in notebook_accelerate.runs()[-1].ranks]") == ["stopped", "stopped"]
 
 
-def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> None:
+def test_a_run_in_the_background_can_be_debugged(kernel: Kernel, answers: Answers) -> None:
     cell = kernel.check("run = go(stopped, 30.0)")
     kernel.wait_for(
         lambda: "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1) opens it" in cell.stderr
@@ -403,7 +405,7 @@ def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> 
     assert kernel.value("run.results") == [40, 42]
 
 
-def test_breaking_into_a_rank_that_runs(kernel: Kernel, answers: Answers) -> None:
+def test_a_running_rank_can_be_interrupted_for_the_debugger(kernel: Kernel, answers: Answers) -> None:
     goes_on(kernel, "plain_loop")
     answers.waiting[:] = ["p numbers", "p [each.name for each in threading.enumerate()]", "n", "c"]
     cell = kernel.check("run.debug(rank=1)")
@@ -426,7 +428,7 @@ def test_cast_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
     assert "are not all stopped at a breakpoint; stopped are []" in said(kernel.run("run.cast('p loss', ranks=[0])"))
 
 
-def test_asking_leaves_what_was_typed_at_a_breakpoint(kernel: Kernel) -> None:
+def test_asking_keeps_the_input_typed_at_a_breakpoint(kernel: Kernel) -> None:
     kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
     kernel.check("run.cast('loss = 9.5', timeout=60)")
     assert kernel.value("run.ask('loss + 1', timeout=60)") == {"0": 10.5, "1": 10.5}
@@ -437,7 +439,7 @@ def test_asking_leaves_what_was_typed_at_a_breakpoint(kernel: Kernel) -> None:
 # ---- post-mortem
 
 
-def test_post_mortem_of_a_run_that_failed(kernel: Kernel, answers: Answers) -> None:
+def test_a_failed_run_can_be_debugged_post_mortem(kernel: Kernel, answers: Answers) -> None:
     failed = kernel.run("launch(fails, debug=True)")
     assert "KeyError: 14" in said(failed)
     assert "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed" in failed.stderr
@@ -459,7 +461,7 @@ def test_post_mortem_of_a_run_that_failed(kernel: Kernel, answers: Answers) -> N
     kernel.check("until(lambda: not run.held)")
 
 
-def test_the_next_launch_lets_failed_ranks_go(kernel: Kernel) -> None:
+def test_the_next_launch_releases_failed_ranks(kernel: Kernel) -> None:
     kernel.run("launch(fails, debug=True)")
     kernel.check("held = notebook_accelerate.runs()[-1]")
     assert kernel.value("held.held") is True
@@ -481,10 +483,10 @@ def test_debug_chooses_the_run_that_waits_for_its_user(kernel: Kernel, answers: 
     assert kernel.value("(second.wait(100), second.status)[1]") == "stopped"
 
 
-# ---- asking, pausing, looking
+# ---- asking, pausing, stacks
 
 
-def test_asking_while_training_is_answered_between_steps(kernel: Kernel) -> None:
+def test_questions_during_training_are_answered_between_steps(kernel: Kernel) -> None:
     kernel.check("run = go(training, 60); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)")
     for _ in range(3):
         at = kernel.value("run.ask('[step, len(taken)]', timeout=60)")
@@ -502,12 +504,12 @@ def test_asking_while_training_is_answered_between_steps(kernel: Kernel) -> None
     assert kernel.value("run.status") == "running"
 
 
-def test_asking_without_step_boundaries(kernel: Kernel) -> None:
+def test_questions_are_answered_without_step_boundaries(kernel: Kernel) -> None:
     goes_on(kernel, "plain_loop")
     assert kernel.value("run.ask('[n for n in numbers if n > limit]', timeout=60)") == {"0": [3], "1": [3]}
 
 
-def test_asking_a_rank_that_waits_in_a_collective(kernel: Kernel) -> None:
+def test_a_rank_that_waits_in_a_collective_answers_questions(kernel: Kernel) -> None:
     kernel.check("run = go(skips); until(lambda: '#4' in run.diagnose().verdict)")
     kernel.check("until(lambda: run.ask('step', timeout=60) == {0: 3, 1: 3})")
 
@@ -543,7 +545,7 @@ def test_equal_stacks_are_folded(kernel: Kernel) -> None:
     assert "in both_stop" in cell.result_text
 
 
-def test_attaching_an_editor(kernel: Kernel) -> None:
+def test_an_editor_can_be_attached(kernel: Kernel) -> None:
     if importlib.util.find_spec("debugpy") is None:
         pytest.skip("debugpy is not installed")
     goes_on(kernel, "plain_loop")
@@ -558,7 +560,7 @@ def test_attaching_an_editor(kernel: Kernel) -> None:
 # ---- the usual mistakes
 
 
-def test_the_usual_mistakes_are_named_once(kernel: Kernel) -> None:
+def test_common_mistakes_are_named_once(kernel: Kernel) -> None:
     kernel.check(
         "def mistaken():\n"
         "    accelerator = Accelerator()\n"
@@ -587,8 +589,8 @@ def test_the_usual_mistakes_are_named_once(kernel: Kernel) -> None:
     assert cell.stderr.count("⚠") == 3
 
 
-def test_a_gradient_that_is_nan_on_one_rank_only(kernel: Kernel) -> None:
-    """The loss is finite, and once averaged the gradients are NaN on all ranks: only the rank itself can tell."""
+def test_a_gradient_that_is_nan_on_one_rank_only_is_reported(kernel: Kernel) -> None:
+    """The loss is finite, and after averaging the gradients are NaN on all ranks. Only the rank itself can detect it."""
     kernel.check(
         "class Bad(torch.autograd.Function):\n"
         "    @staticmethod\n"
@@ -619,8 +621,8 @@ def test_a_gradient_that_is_nan_on_one_rank_only(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(("seeded", "said"), [("torch.manual_seed(0)", 0), ("torch.manual_seed(rank())", 1)])
-def test_a_model_that_no_prepare_makes_equal(kernel: Kernel, seeded: str, said: int) -> None:
-    """DDP sends rank 0's parameters to all ranks: one without anything to train, as a teacher, it does not wrap."""
+def test_a_model_that_prepare_does_not_synchronise_is_reported(kernel: Kernel, seeded: str, said: int) -> None:
+    """DDP sends rank 0's parameters to all ranks, but it does not wrap a model without trainable parameters."""
     kernel.check(
         "def teaching():\n"
         "    accelerator = Accelerator()\n"
@@ -639,8 +641,8 @@ def test_a_model_that_no_prepare_makes_equal(kernel: Kernel, seeded: str, said: 
     assert all(w.startswith("parameters of rank 1 differ from those of rank 0 after prepare; ") for w in warnings)
 
 
-def test_compiled_models_of_unseeded_ranks(kernel: Kernel) -> None:
-    """DDP sends rank 0's parameters before they are compared: of a model that is compiled as a whole, too."""
+def test_compiled_models_of_unseeded_ranks_are_compared_after_synchronisation(kernel: Kernel) -> None:
+    """DDP sends rank 0's parameters before they are compared, also for a model that is compiled as a whole."""
     kernel.check(
         "from notebook_accelerate.utils import TorchDynamoPlugin\n"
         "def compiling(regions, own):\n"
@@ -662,8 +664,8 @@ def test_compiled_models_of_unseeded_ranks(kernel: Kernel) -> None:
     assert kernel.value("[run.warnings for run in runs]") == [[], [], []]
 
 
-def test_ranks_that_train_apart(kernel: Kernel) -> None:
-    """The prepared model is passed by: nothing averages the gradients."""
+def test_ranks_that_train_apart_are_reported(kernel: Kernel) -> None:
+    """The prepared model is bypassed, so nothing averages the gradients."""
     kernel.check(
         "def apart():\n"
         "    accelerator = Accelerator()\n"
@@ -681,7 +683,7 @@ def test_ranks_that_train_apart(kernel: Kernel) -> None:
     )
 
 
-def test_a_rank_that_falls_far_behind(kernel: Kernel) -> None:
+def test_a_rank_that_falls_far_behind_is_reported(kernel: Kernel) -> None:
     kernel.check(
         "def uneven():\n"
         "    accelerator = Accelerator()\n"
@@ -697,6 +699,6 @@ def test_a_rank_that_falls_far_behind(kernel: Kernel) -> None:
     ), warning
 
 
-def test_sound_training_brings_no_warning(kernel: Kernel) -> None:
+def test_correct_training_causes_no_warning(kernel: Kernel) -> None:
     kernel.check("run = go(training); until(lambda: (run.ranks[0].last_step or 0) > 200)")
     assert kernel.value("(run.stop(), run.warnings)[1]") == []

@@ -1,4 +1,4 @@
-"""In a notebook the message of each exception ends with the address of its page; in a terminal it does not."""
+"""In a notebook each exception's message ends with the address of its page; in a terminal it does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_message_ends_with_its_page(kernel: Kernel, name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_failed_run_ends_with_the_page_that_helps(kernel: Kernel) -> None:
+def test_a_failed_run_ends_with_the_relevant_page(kernel: Kernel) -> None:
     kernel.check("from notebook_accelerate import notebook_launcher, errors")
     cell = kernel.run("def train():\n    1 / 0\n\nnotebook_launcher(train, num_processes=1)")
     assert cell.error is not None

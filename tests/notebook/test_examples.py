@@ -1,4 +1,4 @@
-"""The examples as a reader runs them: from the top, in a kernel of their own."""
+"""The examples as a reader runs them: from top to bottom, in a separate kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
     launch = find(cells, "run = notebook_launcher")
     assert launch.stdout.count("[rank 0] epoch") == 8
     others = [line for line in launch.stdout.splitlines() if line.startswith("[rank 1]")]
-    assert all("[Gloo] Rank" in line for line in others)  # torch 2.9 prints that it has connected the ranks
+    assert all("[Gloo] Rank" in line for line in others)  # torch 2.9 prints that it has connected the ranks.
     results = kernel.value("run.results")
     assert len(results) == 2
     assert results[0] == results[1] > 0.95
@@ -100,7 +100,7 @@ def test_a_desync_is_named_and_a_nan_is_traced(kernel: Kernel) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_model_larger_than_the_memory_runs(kernel: Kernel) -> None:
+def test_a_model_larger_than_memory_runs(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "05_big_models.ipynb")
 
     assert "The whole model does not fit" in find(cells, "RLIMIT_DATA").stdout
@@ -109,7 +109,7 @@ def test_a_model_larger_than_the_memory_runs(kernel: Kernel) -> None:
     assert "does not fit" in panel["text/html"]
     sums = [line.rpartition(" ")[2] for line in find(cells, "tokens/s").stdout.splitlines() if line.startswith("pass")]
     assert len(sums) == 4
-    assert len(set(sums)) == 1, "every pass computes the same"
+    assert len(set(sums)) == 1, "every pass gives the same result"
     assert cells[-1].stdout.startswith("A model of 1015 MB ran with ")
 
 
@@ -123,7 +123,7 @@ def test_every_way_to_be_parallel_has_the_same_losses(kernel: Kernel) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed: make test-ray runs it there")
-def test_the_example_of_a_cluster_says_what_it_lacks_and_runs_here(kernel: Kernel) -> None:
+def test_the_example_of_a_cluster_names_missing_packages_and_runs_here(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "07_cluster.ipynb")
     assert "pip install 'notebook-accelerate[ray]'" in find(cells, "find_spec").stdout
     joined = find(cells, "host.returncode").stdout

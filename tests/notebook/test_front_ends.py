@@ -1,4 +1,4 @@
-"""What a run shows in front ends that show no live widgets, and in notebooks that nobody watches."""
+"""The displays of a run in front ends without live widgets, and in notebooks without a front end."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def launch(until, **options):
 
 
 def _static(cell: Cell) -> list[dict[str, Any]]:
-    """Return the bundles of a cell in the saved notebook, without the live view and the empty ones."""
+    """Return the bundles of a cell in the saved notebook, except for the live view and empty ones."""
     return [data for data in cell.displays if WIDGET not in data and data != {"text/plain": ""}]
 
 
 def _points(cell: Cell) -> int:
-    """Return the number of points that the static form shows; -1 if it shows none."""
+    """Return the number of points that the static form shows, or -1 if it shows none."""
     found = re.search(r"^loss +(\d+) ", "\n".join(data["text/plain"] for data in _static(cell)), re.MULTILINE)
     return int(found.group(1)) if found else -1
 
@@ -62,7 +62,7 @@ def _grows(kernel: Kernel, cell: Cell) -> None:
     ids=["jupyter", "vscode", "databricks"],
 )
 def test_a_front_end_without_a_renderer_gets_an_updated_html_display(front_end: dict[str, str]) -> None:
-    with Kernel(env=front_end, server=False) as kernel:  # no view reports that it has been drawn
+    with Kernel(env=front_end, server=False) as kernel:  # No view reports that it has been drawn.
         kernel.check(TRAIN)
         cell = kernel.check("run = launch('end', block=False)")
         assert any(WIDGET in data for data in cell.displays)
@@ -71,7 +71,7 @@ def test_a_front_end_without_a_renderer_gets_an_updated_html_display(front_end: 
         _grows(kernel, cell)
         second = kernel.check("second = launch('end', block=False)")
         _grows(kernel, second)
-        assert NOT_DRAWN not in str(second.displays), "it is said once"
+        assert NOT_DRAWN not in str(second.displays), "the hint is shown once"
         open_gate(kernel, "end")
         kernel.check("[one.wait() for one in (run, second)]")
         kernel.wait_for(lambda: "na-left" not in str(cell.displays) and len(_static(cell)) == 1, what="the report")
@@ -79,14 +79,14 @@ def test_a_front_end_without_a_renderer_gets_an_updated_html_display(front_end: 
         assert NOT_DRAWN not in str(cell.displays)
 
 
-def test_a_front_end_that_draws_the_panel_is_told_nothing() -> None:
+def test_a_front_end_that_draws_the_panel_gets_no_hint() -> None:
     with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         cell = kernel.check("run = launch('end', block=False)")
         plots = [comm for comm in cell.comms if comm["msg_type"] == "comm_open" and _is_feed(comm)]
         client = kernel.client
         content = {"comm_id": plots[0]["comm_id"], "data": {"method": "custom", "content": {"kind": "drawn"}}}
-        client.session.send(client.shell_channel.socket, "comm_msg", content)  # what static/feed.js sends
+        client.session.send(client.shell_channel.socket, "comm_msg", content)  # As static/feed.js sends it.
         kernel.pump(13.0)
         assert kernel.value("__import__('notebook_accelerate.widgets.front_end').widgets.front_end.front_end.drawn")
         assert NOT_DRAWN not in str(cell.displays)
@@ -98,8 +98,8 @@ def _is_feed(comm: dict[str, Any]) -> bool:
     return "full" in comm["data"].get("state", {})
 
 
-def test_a_blocking_cell_is_no_reason_to_expect_a_report() -> None:
-    with Kernel(server=False) as kernel:  # ipykernel handles the report of a view after the cell
+def test_a_blocking_cell_expects_no_report() -> None:
+    with Kernel(server=False) as kernel:  # ipykernel handles the report of a view after the cell.
         kernel.check(TRAIN)
         cell = kernel.submit("launch('end')")
         kernel.wait_for(lambda: any(WIDGET in data for data in cell.displays), what="the panel")
@@ -109,7 +109,7 @@ def test_a_blocking_cell_is_no_reason_to_expect_a_report() -> None:
         assert not any(NOT_DRAWN in str(output) for output in cell.outputs)
 
 
-def test_a_client_that_takes_no_input_gets_no_widgets() -> None:
+def test_a_client_without_input_gets_no_widgets() -> None:
     with Kernel(front_end=False, server=False) as kernel:
         kernel.check(TRAIN)
         cell = kernel.submit("launch('end')")
@@ -150,11 +150,11 @@ def test_a_notebook_executed_by_nbconvert_shows_the_report(tmp_path: Path) -> No
     assert [set(data) for data in shown] == [{"text/html", "text/plain"}]
     assert "· train · succeeded ·" in shown[0]["text/plain"]
     assert 'alt="Curve of loss: ' in shown[0]["text/html"]
-    assert not executed.metadata.get("widgets"), "no live form is stored either"
+    assert not executed.metadata.get("widgets"), "the live form is not stored, either"
 
 
-def test_launch_input_and_stop() -> None:
-    """In a kernel as VS Code starts it."""
+def test_launch_input_and_stop_work() -> None:
+    """In a kernel started like those of VS Code."""
     with Kernel(env={"VSCODE_PID": "1"}, server=False) as kernel:
         kernel.check(TRAIN)
         assert kernel.value("__import__('notebook_accelerate').hardware.detect().host") == "vscode"

@@ -53,7 +53,7 @@ Start = Callable[..., JoinCommand]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return what starts a command line, by default with the run's secret in the environment."""
+    """Return a function that starts a command line, by default with the run's secret in the environment."""
     with ExitStack() as started:
 
         def call(*command: str, secret: str = SECRET, **options: Any) -> JoinCommand:
@@ -67,13 +67,13 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def join(start: Start) -> Start:
-    """Return what starts ``join`` with ADDRESS:PORT and options."""
+    """Return a function that starts ``join`` with ADDRESS:PORT and options."""
     return lambda *arguments, **options: start(*JOIN, *arguments, **options)
 
 
 @pytest.fixture
 def secret_file(tmp_path: Path) -> Path:
-    """Return a file with the secret that only its owner can read."""
+    """Return a file that contains the secret and that only its owner can read."""
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_text(f"{SECRET}\n")
@@ -90,7 +90,7 @@ def first(kernel: Kernel) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compare what a launch may not change in the kernel before and after each test that uses it."""
+    """Compare the state of the kernel that a launch must not change, before and after each test."""
     if "first" not in request.fixturenames:
         yield
         return
@@ -103,7 +103,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def launch(kernel: Kernel, function: str, address: str = "127.0.0.1", **options: Any) -> tuple[Cell, str]:
-    """Send a launch with one rank here, by default for two nodes; return its cell, and ADDRESS:PORT."""
+    """Start a launch with one rank here, by default for two nodes. Return its cell, and ADDRESS:PORT."""
     port = free_port()
     given = {"num_processes": 1, "num_nodes": 2, "master_addr": address, "use_port": port, "panel": True, **options}
     given["rdzv_conf"] = {"secret": SECRET}
@@ -112,7 +112,7 @@ def launch(kernel: Kernel, function: str, address: str = "127.0.0.1", **options:
 
 
 def begin(kernel: Kernel, start: Start, *options: str, nodes: int = 2, **more: Any) -> tuple[JoinCommand, list[int]]:
-    """Return the command that has joined a run of three sleeping ranks, and their process ids."""
+    """Return the command that has joined a run of three sleeping ranks, and the ranks' process ids."""
     cell, where = launch(kernel, "meet, -1, 600.0", num_nodes=nodes, block=False)
     command = start(where, *(["--num_processes", "2"] if nodes == 2 else []), *options, **more)
     kernel.wait_for(lambda: cell.stdout.count("sum 3.0") == 3, LIMIT, "three sums")
@@ -120,7 +120,7 @@ def begin(kernel: Kernel, start: Start, *options: str, nodes: int = 2, **more: A
 
 
 def end_of_run(kernel: Kernel) -> list[str]:
-    """Wait for the end of the run, and return the type and the text of its error."""
+    """Wait for the end of the run. Return the type and the text of its error."""
     assert kernel.value("run.wait(100)", LIMIT)
     return list(kernel.value("[type(run.error).__name__, str(run.error)]"))
 
@@ -153,7 +153,9 @@ def test_two_commands_join(first: Kernel, join: Start, secret_file: Path) -> Non
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_the_secret_is_on_no_command_line(first: Kernel, join: Start, secret_file: Path, by_file: bool) -> None:
+def test_the_secret_does_not_appear_on_a_command_line(
+    first: Kernel, join: Start, secret_file: Path, by_file: bool
+) -> None:
     options = ["--secret_file", str(secret_file)] if by_file else []
     command, _ = begin(first, join, *options, secret="" if by_file else SECRET)
     lines = [" ".join(process.cmdline()) for process in command.processes]
@@ -174,7 +176,7 @@ def test_the_secret_is_on_no_command_line(first: Kernel, join: Start, secret_fil
         (["127.0.0.1"], "'127.0.0.1' is not ADDRESS:PORT; pass what the first notebook shows"),
     ],
 )
-def test_what_cannot_be_done_is_refused(join: Start, tmp_path: Path, options: list[str], words: str) -> None:
+def test_invalid_options_are_refused(join: Start, tmp_path: Path, options: list[str], words: str) -> None:
     (tmp_path / "empty").write_text(" \n")
     command = join(*(option.replace("empty", str(tmp_path / "empty")) for option in options), secret="")
     assert command.exit_code() == 2
@@ -182,7 +184,7 @@ def test_what_cannot_be_done_is_refused(join: Start, tmp_path: Path, options: li
     assert words in command.err
 
 
-def test_nothing_listens(join: Start) -> None:
+def test_the_error_says_that_nothing_listens(join: Start) -> None:
     where = f"127.0.0.1:{free_port()}"
     command = join(where, "--join_timeout", "2")
     assert command.exit_code() == 1
@@ -190,7 +192,7 @@ def test_nothing_listens(join: Start) -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere.invalid", "a..b"])
-def test_a_name_without_an_address(join: Start, name: str) -> None:
+def test_a_name_without_an_address_is_refused(join: Start, name: str) -> None:
     with suppress(UnicodeError):
         try:
             socket.getaddrinfo(name, 29500)
@@ -203,7 +205,7 @@ def test_a_name_without_an_address(join: Start, name: str) -> None:
     assert "; pass the address, as 10.0.0.1:29500\n" in command.err
 
 
-def test_the_run_waits_on_for_a_command_with_its_secret(first: Kernel, join: Start) -> None:
+def test_the_run_keeps_waiting_for_a_command_with_its_secret(first: Kernel, join: Start) -> None:
     cell, where = launch(first, "meet", num_nodes=3)
     first.wait_for(lambda: "1 of 3 nodes" in cell.stdout, LIMIT)
     wrong = join(where, secret="wrong-4711")
@@ -220,7 +222,7 @@ def test_the_run_waits_on_for_a_command_with_its_secret(first: Kernel, join: Sta
     assert SECRET not in cell.plain + wrong.err
 
 
-def test_one_command_too_many(first: Kernel, join: Start) -> None:
+def test_one_command_too_many_is_refused(first: Kernel, join: Start) -> None:
     command, _ = begin(first, join)
     late = join(command.process.args[len(JOIN)])  # type: ignore[index]
     assert late.exit_code() == 1
@@ -230,7 +232,7 @@ def test_one_command_too_many(first: Kernel, join: Start) -> None:
     assert command.exit_code() == 1
 
 
-def test_a_failure_of_a_commands_rank_is_shown_at_its_cell_line(first: Kernel, join: Start) -> None:
+def test_a_failure_of_a_commands_rank_is_reported_at_its_line_of_the_cell(first: Kernel, join: Start) -> None:
     cell, where = launch(first, "meet, 2")
     command = join(where, "--num_processes", "2")
     first.finish(cell, LIMIT)
@@ -241,7 +243,7 @@ def test_a_failure_of_a_commands_rank_is_shown_at_its_cell_line(first: Kernel, j
     assert "Traceback" not in command.err
 
 
-def test_a_commands_ranks_are_started_again(first: Kernel, join: Start) -> None:
+def test_a_commands_ranks_are_restarted(first: Kernel, join: Start) -> None:
     cell, where = launch(first, "again", max_restarts=1)
     command = join(where)
     first.finish(cell, LIMIT).expect_ok()
@@ -292,7 +294,7 @@ def test_a_signal_to_the_command_ends_the_run(
     wait_gone(pids, LIMIT)
 
 
-def test_the_first_notebook_is_lost(join: Start) -> None:
+def test_the_command_ends_if_the_first_notebook_is_lost(join: Start) -> None:
     with ready_kernel(zygote=False) as kernel:
         kernel.check(SETUP, LIMIT)
         command, pids = begin(kernel, join)
@@ -302,7 +304,7 @@ def test_the_first_notebook_is_lost(join: Start) -> None:
         wait_gone(pids, LIMIT)
 
 
-def test_a_commands_ranks_are_debugged_in_the_notebook(first: Kernel, join: Start) -> None:
+def test_a_commands_ranks_can_be_debugged_in_the_notebook(first: Kernel, join: Start) -> None:
     cell, where = launch(first, "stops", block=False)
     command = join(where)
     first.wait_for(lambda: "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1)" in cell.plain, LIMIT)
@@ -319,7 +321,7 @@ def test_a_commands_ranks_are_debugged_in_the_notebook(first: Kernel, join: Star
     assert command.exit_code() == 0
 
 
-def test_a_commands_rank_asks_in_the_notebook(first: Kernel, join: Start) -> None:
+def test_a_commands_rank_can_ask_for_input_in_the_notebook(first: Kernel, join: Start) -> None:
     prompts = first.types("Ada")
     cell, where = launch(first, "asks")
     command = join(where)
@@ -346,7 +348,7 @@ def test_a_scheduler_cancels_its_commands(first: Kernel, start: Start) -> None:
 
 
 def over_ssh(start: Start, path: Path, where: str, *prefix: str) -> JoinCommand:
-    """Start a shell without a variable in its environment; the secret comes by stdin, and goes into a file."""
+    """Start a shell whose environment lacks a variable. The secret arrives on stdin and goes into a file."""
     shell = ("env", "-i", "/bin/sh", "-c", SSH, "sh")
     return start(*prefix, *shell, str(path), sys.executable, where, env={"PATH": os.environ["PATH"]}, sent=SECRET)
 

@@ -1,4 +1,4 @@
-"""The kernels of this test run are those it is about: `make test-kernels` and `make test-colab` set the version."""
+"""The kernels of a test run have the version under test, which `make test-kernels` and `make test-colab` set."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tests.support.kernel import Kernel
 pytestmark = pytest.mark.notebook
 
 
-def test_the_kernel_has_the_version_that_was_asked_for(kernel: Kernel) -> None:
+def test_the_kernel_has_the_requested_version(kernel: Kernel) -> None:
     kernel.check("import ipykernel")
     assert kernel.value("ipykernel.__version__") == os.environ.get("TEST_KERNEL_VERSION", version("ipykernel"))

@@ -1,4 +1,4 @@
-"""What other launchers get wrong from a notebook, by number of the list of known defects: here it is right."""
+"""Defects of other launchers in notebooks, by number in the list of known defects, are absent here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_defect_03_what_the_function_returns_comes_back(kernel: Kernel) -> None:
     assert kernel.check("launch(lambda: 'inline', num_processes=1).results").result_text == "('inline',)"
 
 
-def test_defect_04_a_one_process_run_does_not_spoil_the_next(kernel: Kernel) -> None:
+def test_defect_04_a_run_of_one_process_does_not_spoil_the_next(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     kernel.check("one = launch(precision, num_processes=1).results")
     assert kernel.value("one[0][1]") == 1
@@ -59,7 +59,7 @@ def test_defect_04_a_one_process_run_does_not_spoil_the_next(kernel: Kernel) -> 
 
 
 @pytest.mark.parametrize("value", ["1", "yes", "true", "on"])
-def test_defect_05_debug_mode_may_be_written_in_every_way(kernel: Kernel, value: str) -> None:
+def test_defect_05_debug_mode_may_be_written_in_any_form(kernel: Kernel, value: str) -> None:
     kernel.check("from notebook_accelerate.state import PartialState\ndef debug(): return PartialState().debug")
     assert kernel.value(f"launch(debug, env={{'ACCELERATE_DEBUG_MODE': {value!r}}}).results") == [True, True]
     assert kernel.value("launch(debug).results") == [False, False]
@@ -73,10 +73,10 @@ def test_defect_06_the_cell_shows_the_rank_that_failed_first(kernel: Kernel) -> 
     text = said(kernel.run("launch(train)"))
     assert blames(text, 1)
     assert "KeyError: 'the cause'" in text
-    assert text.rstrip().splitlines()[-2].startswith("WorkerError")  # the page of the error is last
+    assert text.rstrip().splitlines()[-2].startswith("WorkerError")  # The page of the error is the last line.
 
 
-def test_defect_07_lines_are_whole_and_labelled_and_bars_and_displays_arrive(kernel: Kernel) -> None:
+def test_defect_07_lines_are_complete_and_labelled_and_bars_and_displays_arrive(kernel: Kernel) -> None:
     cell = kernel.submit(
         "def talk():\n    from IPython.display import display, HTML\n"
         "    for number in range(200):\n        print('number', number, 'of', 'rank', rank())\n"
@@ -99,7 +99,7 @@ def _drawn(cell: Cell) -> str:
     return "\n".join(o["data"].get("text/plain", "") for o in drawings)
 
 
-def test_defect_08_stop_is_quick_and_a_keyboard_interrupt(kernel: Kernel) -> None:
+def test_defect_08_stop_is_quick_and_raises_keyboard_interrupt(kernel: Kernel) -> None:
     cell = kernel.submit(
         "def stuck():\n    print('in', flush=True)\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "    ctypes.PyDLL(None).sleep(600)\n"
@@ -122,7 +122,7 @@ def test_defect_08_stop_is_quick_and_a_keyboard_interrupt(kernel: Kernel) -> Non
     assert cell.stdout.count("saw KeyboardInterrupt") == 2
 
 
-def test_defect_09_the_kernels_handlers_are_its_own(fresh: Kernel) -> None:
+def test_defect_09_the_kernels_signal_handlers_are_unchanged(fresh: Kernel) -> None:
     look = "[str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)]"
     before = fresh.value(look)
     fresh.check("launch(rank)")
@@ -135,7 +135,7 @@ def test_defect_09_the_kernels_handlers_are_its_own(fresh: Kernel) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "fork", "zygote"])
-def test_defect_10_a_warm_openmp_pool_hangs_nobody(kernel: Kernel, method: str) -> None:
+def test_defect_10_a_warm_openmp_pool_does_not_hang_ranks(kernel: Kernel, method: str) -> None:
     kernel.check("before = torch.get_num_threads(); torch.set_num_threads(2)\nx = torch.randn(1500, 1500); y = x @ x")
     kernel.check(
         "def work():\n    torch.set_num_threads(2)\n    z = torch.randn(1500, 1500)\n"
@@ -147,14 +147,14 @@ def test_defect_10_a_warm_openmp_pool_hangs_nobody(kernel: Kernel, method: str) 
     kernel.check("torch.set_num_threads(before)")
 
 
-def test_defect_11_a_kill_says_whether_memory_was_its_cause(kernel: Kernel) -> None:
+def test_defect_11_the_error_says_whether_memory_caused_a_kill(kernel: Kernel) -> None:
     text = said(kernel.run("launch(lambda: os.kill(os.getpid(), 9) if rank() == 1 else time.sleep(600))"))
     assert "SIGKILL" in text
     assert "the system has counted no out-of-memory kill since the run began" in text
     assert text.count(" GiB") >= 2
 
 
-def test_defect_12_a_busy_port_is_a_line_not_a_traceback(kernel: Kernel) -> None:
+def test_defect_12_a_taken_port_gives_one_line_and_no_traceback(kernel: Kernel) -> None:
     cell = kernel.check(
         "import socket\nserver = socket.create_server(('127.0.0.1', 0)); port = server.getsockname()[1]\n"
         "run = launch(rank, use_port=port); server.close()\nrun.results"
@@ -165,7 +165,7 @@ def test_defect_12_a_busy_port_is_a_line_not_a_traceback(kernel: Kernel) -> None
 
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
-def test_defect_13_functions_of_the_notebook_start_everywhere(kernel: Kernel, method: str) -> None:
+def test_defect_13_functions_of_the_notebook_work_with_every_start_method(kernel: Kernel, method: str) -> None:
     kernel.check(
         "class Model:\n    scale = 3\n    def __call__(self, x): return x * self.scale\n"
         "offset = 10\ndef make(n):\n    return lambda x: Model()(x) + n + offset\n"
@@ -179,7 +179,7 @@ def test_defect_13_functions_of_the_notebook_start_everywhere(kernel: Kernel, me
     assert re.search(r"Cell In\[\d+\], line 3, in fail\n\s+return value / 0", text), text
 
 
-def test_defect_14_install_xla_names_no_old_wheel(kernel: Kernel) -> None:
+def test_defect_14_install_xla_does_not_name_old_wheels(kernel: Kernel) -> None:
     kernel.check("from notebook_accelerate.utils import install_xla\ncommand = install_xla(dry_run=True)")
     command = kernel.value("command")
     assert command[1:4] == ["-m", "pip", "install"]
@@ -188,7 +188,7 @@ def test_defect_14_install_xla_names_no_old_wheel(kernel: Kernel) -> None:
     assert not [part for part in command if "cp37" in part or part.endswith(".whl")]
 
 
-def test_defect_15_zero_processes_is_an_error_and_any_other_number_is_meant(kernel: Kernel) -> None:
+def test_defect_15_zero_processes_is_an_error_and_other_numbers_are_obeyed(kernel: Kernel) -> None:
     cell = kernel.run("notebook_launcher(rank, num_processes=0)")
     assert cell.error is not None
     assert cell.error.ename == "ValueError"
@@ -196,10 +196,10 @@ def test_defect_15_zero_processes_is_an_error_and_any_other_number_is_meant(kern
     assert kernel.value("len(launch(rank, num_processes=3).results)") == 3
 
 
-def test_defect_16_an_imported_bitsandbytes_is_no_reason_to_refuse(kernel: Kernel) -> None:
+def test_defect_16_an_imported_bitsandbytes_does_not_prevent_a_launch(kernel: Kernel) -> None:
     cell = kernel.check("import importlib.util; importlib.util.find_spec('bitsandbytes') is not None")
     if cell.result_text == "False":
-        # Merely having the name among the modules is what made others refuse.
+        # The mere presence of the name among the modules made other launchers refuse.
         kernel.check("import types; sys.modules['bitsandbytes'] = types.ModuleType('bitsandbytes')")
     else:
         kernel.check("import bitsandbytes")
@@ -238,7 +238,7 @@ def test_defect_19_accelerators_do_not_change_each_other_or_the_kernel(kernel: K
     assert kernel.check("dict(os.environ) == before").result_text == "True"
 
 
-def test_an_accelerator_built_in_the_kernel_does_not_matter(kernel: Kernel) -> None:
+def test_an_accelerator_in_the_kernel_does_not_affect_a_launch(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     kernel.check("own = Accelerator(mixed_precision='bf16', cpu=True)")
     assert kernel.value("launch(precision).results") == [["no", 2, 0, "cpu"], ["no", 2, 1, "cpu"]]
@@ -246,14 +246,14 @@ def test_an_accelerator_built_in_the_kernel_does_not_matter(kernel: Kernel) -> N
     assert kernel.value("[own.mixed_precision, own.num_processes]") == ["bf16", 1]
 
 
-def test_a_backward_pass_in_the_kernel_does_not_matter(kernel: Kernel) -> None:
+def test_a_backward_pass_in_the_kernel_does_not_affect_a_launch(kernel: Kernel) -> None:
     work = "w = torch.randn(300, 300, requires_grad=True); (w @ w).sum().backward()"
     kernel.check(work)
     cell = kernel.check(f"def train():\n    {work}\n    return float(w.grad.norm()) > 0\nlaunch(train).results")
     assert cell.result_text == "(True, True)"
 
 
-def test_a_process_group_open_in_the_kernel_does_not_matter(fresh: Kernel) -> None:
+def test_an_open_process_group_in_the_kernel_does_not_affect_a_launch(fresh: Kernel) -> None:
     fresh.check(
         "os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='0', RANK='0', WORLD_SIZE='1')\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"

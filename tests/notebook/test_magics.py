@@ -26,31 +26,31 @@ def _loaded(kernel: Kernel) -> None:
 
 @pytest.fixture(autouse=True)
 def warm(kernel: Kernel, answers: Answers) -> None:
-    """Have two warm ranks, the same ones in every test unless a test has ended them."""
+    """Provide two warm ranks, the same in every test unless a test has ended them."""
     answers.waiting.clear()
     answers.asked.clear()
     kernel.check("%%ranks -n 2\nimport time, torch, torch.distributed as dist")
 
 
 def lines(cell: Cell) -> list[str]:
-    """Return what a cell printed, sorted: ranks print at the same time."""
+    """Return the sorted lines that a cell printed, because ranks print at the same time."""
     return sorted(cell.stdout.splitlines())
 
 
-def test_variables_stay_and_the_process_group_is_open(kernel: Kernel) -> None:
+def test_variables_persist_and_the_process_group_stays_open(kernel: Kernel) -> None:
     kernel.check("%%ranks\nx = torch.ones(2) * (rank + 1)\ndist.all_reduce(x)")
     cell = kernel.check("%%ranks\nprint('of', world_size)\nx")
     assert lines(cell) == ["[rank 0] of 2", "[rank 0] tensor([3., 3.])", "[rank 1] of 2", "[rank 1] tensor([3., 3.])"]
 
 
-def test_only_some_ranks(kernel: Kernel) -> None:
+def test_a_cell_can_run_on_selected_ranks(kernel: Kernel) -> None:
     assert lines(kernel.check("%%rank 1\nonly = 5\nonly")) == ["[rank 1] 5"]
     assert lines(kernel.check("%%rank 0,1\n'only' in globals()")) == ["[rank 0] False", "[rank 1] True"]
     assert "ranks=[7] are not ranks of this group; there are [0, 1]" in said(kernel.run("%%rank 7\n1"))
     assert "is not a list of ranks; write %%rank 0,1" in said(kernel.run("%%rank one\n1"))
 
 
-def test_variables_there_and_back(kernel: Kernel) -> None:
+def test_variables_can_be_sent_and_fetched(kernel: Kernel) -> None:
     kernel.check("a, b = torch.arange(3.0), 'text'")
     kernel.check("%%ranks -i a,b -o c,d\nc = a * (rank + 1)\nd = b + str(rank)")
     assert kernel.value("[[t.tolist() for t in c], d]") == [[[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]], ["text0", "text1"]]
@@ -72,7 +72,7 @@ def test_output_is_live_and_labelled(kernel: Kernel) -> None:
     assert lines(cell) == ["[rank 0] early", "[rank 0] late", "[rank 1] early", "[rank 1] late"]
 
 
-def test_an_error_names_rank_and_line_and_the_ranks_live_on(kernel: Kernel) -> None:
+def test_an_error_names_the_rank_and_the_line_and_the_ranks_survive(kernel: Kernel) -> None:
     kernel.check("%%ranks\nkept = rank + 10")
     text = said(kernel.run("%%ranks\nif rank == 1:\n    {}['missing']\nkept"))
     assert re.search(r"rank 1 failed:\n  Cell In\[\d+\], line 3", text)
@@ -82,7 +82,7 @@ def test_an_error_names_rank_and_line_and_the_ranks_live_on(kernel: Kernel) -> N
     assert "SyntaxError" in said(kernel.run("%%ranks\nx ="))
 
 
-def test_a_syntax_error_is_at_its_line_of_the_cell(kernel: Kernel) -> None:
+def test_a_syntax_error_is_reported_at_its_line_of_the_cell(kernel: Kernel) -> None:
     cell = kernel.run("%%ranks\nvalue = 1\nif value:\nvalue = 2")
     number = kernel.value("get_ipython().execution_count") - 1
     assert (
@@ -92,7 +92,7 @@ def test_a_syntax_error_is_at_its_line_of_the_cell(kernel: Kernel) -> None:
     assert ".py" not in said(cell)
 
 
-def test_an_interrupt_stops_the_cell_and_the_ranks_live_on(kernel: Kernel) -> None:
+def test_an_interrupt_stops_the_cell_and_the_ranks_survive(kernel: Kernel) -> None:
     kernel.check("%%ranks\nkept = rank")
     pids = kernel.value(PIDS)
     with patient(kernel, warm=True):
@@ -105,7 +105,7 @@ def test_an_interrupt_stops_the_cell_and_the_ranks_live_on(kernel: Kernel) -> No
     assert lines(kernel.check("%%ranks\nkept")) == ["[rank 0] 0", "[rank 1] 1"]
 
 
-def test_a_cell_that_cannot_be_interrupted_ends_the_group_and_says_so(kernel: Kernel) -> None:
+def test_a_cell_that_cannot_be_interrupted_ends_the_group_with_an_explanation(kernel: Kernel) -> None:
     pids = kernel.value(PIDS)
     cell = kernel.submit(
         "%%ranks\nimport ctypes\nlock, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)\n"
@@ -123,7 +123,7 @@ def test_a_cell_that_cannot_be_interrupted_ends_the_group_and_says_so(kernel: Ke
 
 
 def _wait_until_stuck(kernel: Kernel, pid: int) -> None:
-    """Wait until the main thread of a process sleeps and is not even woken to see whether there is something to do."""
+    """Wait until the main thread of a process sleeps and does not even wake up to poll."""
     main = psutil.Process(pid)
     looks: list[object] = []
 
@@ -135,20 +135,20 @@ def _wait_until_stuck(kernel: Kernel, pid: int) -> None:
     kernel.wait_for(stuck)
 
 
-def test_a_rank_that_dies_ends_the_group_and_says_so(kernel: Kernel) -> None:
+def test_a_rank_that_dies_ends_the_group_with_an_explanation(kernel: Kernel) -> None:
     text = said(kernel.run("%%ranks\nimport os\nif rank == 1:\n    os._exit(3)\ntime.sleep(600)"))
     assert "rank 1" in text
     assert "exit status 3" in text
 
 
-def test_ranks_ask_for_input(kernel: Kernel, answers: Answers) -> None:
+def test_ranks_can_ask_for_input(kernel: Kernel, answers: Answers) -> None:
     answers.waiting[:] = ["blue"]
     cell = kernel.check("%%rank 1\ncolour = input('colour? ')\ncolour * 2")
     assert answers.asked == ["[rank 1] colour? "]
     assert lines(cell) == ["[rank 1] 'blueblue'"]
 
 
-def test_a_breakpoint_in_a_cell(kernel: Kernel, answers: Answers) -> None:
+def test_a_breakpoint_in_a_cell_prompts(kernel: Kernel, answers: Answers) -> None:
     answers.waiting[:] = ["p value", "c"]
     cell = kernel.check("%%ranks\nvalue = rank + 40\nif rank == 1:\n    breakpoint()\ndist.barrier()")
     assert answers.asked == ["[rank 1] ipdb> "] * 2
@@ -156,14 +156,14 @@ def test_a_breakpoint_in_a_cell(kernel: Kernel, answers: Answers) -> None:
     assert "run.debug" not in cell.stderr
 
 
-def test_long_cells(kernel: Kernel) -> None:
+def test_long_cells_run(kernel: Kernel) -> None:
     body = "\n".join(f"value_{number} = {number}  # {'x' * 60}" for number in range(5000))
     assert len(body) > 300_000
     cell = kernel.check(f"%%ranks\n{body}\nvalue_4999")
     assert lines(cell) == ["[rank 0] 4999", "[rank 1] 4999"]
 
 
-def test_300_kilobytes_on_stderr(kernel: Kernel) -> None:
+def test_300_kilobytes_on_stderr_arrive(kernel: Kernel) -> None:
     cell = kernel.check("%%ranks\nimport sys\nfor _ in range(3000):\n    sys.stderr.write('e' * 99 + '\\n')\n'done'")
     assert lines(cell) == ["[rank 0] 'done'", "[rank 1] 'done'"]
     run = "notebook_accelerate.runs()[-1]"
@@ -172,12 +172,12 @@ def test_300_kilobytes_on_stderr(kernel: Kernel) -> None:
         assert written == 300_000
 
 
-def test_a_semicolon_and_a_statement_show_nothing(kernel: Kernel) -> None:
+def test_a_semicolon_and_a_statement_show_no_value(kernel: Kernel) -> None:
     assert kernel.check("%%ranks\n1 + 1;").stdout == ""
     assert kernel.check("%%ranks\nx = 1").stdout == ""
 
 
-def test_status_restart_and_stop(kernel: Kernel) -> None:
+def test_status_restart_and_stop_work(kernel: Kernel) -> None:
     pids = kernel.value(PIDS)
     status = kernel.check("%rank_status").stdout
     assert all(f"pid {pid}, running" in status for pid in pids)

@@ -1,4 +1,4 @@
-"""Two kernels in network namespaces of their own, joined by a virtual cable: the nearest thing here to two machines."""
+"""Two kernels in separate network namespaces, joined by a virtual cable: the closest thing here to two machines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[list[str]]:
-    """Return two namespaces with a cable between them, where this machine lets one make such."""
+    """Return two namespaces with a cable between them, if this machine permits creating them."""
     with two_namespaces("two") as names:
         yield names
 
 
 @pytest.fixture(scope="module")
 def pair(names: list[str]) -> Iterator[Notebooks]:
-    """Return a kernel in each."""
+    """Return a kernel in each namespace."""
     with notebooks(2, [("ip", "netns", "exec", name) for name in names]) as found:
         yield found
 
@@ -42,7 +42,7 @@ def listening():
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_machines(pair: Notebooks, backend: str) -> None:
+def test_two_machines_form_one_run(pair: Notebooks, backend: str) -> None:
     options = {"master_addr": ADDRESSES[0], "rdzv_conf": {"secret": "hush"}, "rdzv_backend": backend}
     first, second = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2", **options))
     first.expect_ok()
@@ -51,14 +51,14 @@ def test_two_machines(pair: Notebooks, backend: str) -> None:
     assert pair.values("run.results") == [[3.0, 3.0, 3.0], [3.0, 3.0]]
 
 
-def test_nobody_listens_on_more_than_the_cable(pair: Notebooks, names: list[str]) -> None:
+def test_kernels_listen_on_the_cable_only(pair: Notebooks, names: list[str]) -> None:
     for kernel in pair.kernels:
         kernel.check(LISTENING, LIMIT)
-    before = pair.values("sorted(set(listening()))")  # ipykernel's own, on loopback
+    before = pair.values("sorted(set(listening()))")  # Those of ipykernel, on loopback.
     options = {"master_addr": ADDRESSES[0], "rdzv_conf": {"secret": "hush"}, "block": False}
     cells = pair.finish(pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1", **options))
     pair.wait_until_all_print(cells, "sum 1.0", [2, 1])
-    # Of the kernel and its children: no listener on all interfaces, and none left at the door.
+    # Of the kernel and its children: no listener on all interfaces, and none left over.
     everywhere = {"00000000", "0" * 32}
     assert [sorted(everywhere & set(found)) for found in pair.values("listening()")] == [[], []]
     pair.kernels[1].check("run.stop()", LIMIT)
@@ -69,7 +69,7 @@ def test_nobody_listens_on_more_than_the_cable(pair: Notebooks, names: list[str]
     assert after == before
 
 
-def test_a_cable_that_is_pulled(pair: Notebooks, names: list[str]) -> None:
+def test_an_unplugged_cable_ends_the_run(pair: Notebooks, names: list[str]) -> None:
     conf = {"secret": "hush", "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
     options = {"master_addr": ADDRESSES[0], "rdzv_conf": conf}
     cells = pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1", **options)

@@ -1,4 +1,4 @@
-"""What ranks print, show and ask arrives under the cell that launched them."""
+"""Output, displays and prompts of ranks appear under the cell that launched them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 
 
 @METHODS
-def test_lines_of_a_non_blocking_run_belong_to_the_cell_that_launched_it(kernel: Kernel, method: str) -> None:
+def test_lines_of_a_background_run_belong_to_the_cell_that_launched_it(kernel: Kernel, method: str) -> None:
     launching = kernel.check(
         "def talk():\n    for number in range(10):\n        print('from the rank', number)\n"
         "        gate(f'talk {start}') if number == 4 else time.sleep(0.01)\n"
@@ -36,7 +36,7 @@ def test_lines_of_a_non_blocking_run_belong_to_the_cell_that_launched_it(kernel:
     kernel.check("run.wait()")
 
 
-def test_two_runs_speak_under_their_own_cells(kernel: Kernel) -> None:
+def test_two_runs_print_under_their_own_cells(kernel: Kernel) -> None:
     code = "run{0} = launch(lambda: [(print('run {0}'), time.sleep(0.05)) for _ in range(5)] and None, block=False)"
     first, second = kernel.check(code.format(1)), kernel.check(code.format(2))
     kernel.check("run1.wait(), run2.wait()")
@@ -46,7 +46,7 @@ def test_two_runs_speak_under_their_own_cells(kernel: Kernel) -> None:
 
 
 @METHODS
-def test_stdout_stderr_and_output_of_c_are_caught_apart(kernel: Kernel, method: str) -> None:
+def test_stdout_stderr_and_output_of_c_code_are_kept_apart(kernel: Kernel, method: str) -> None:
     cell = kernel.check(
         "def talk():\n    print('out')\n    print('err', file=sys.stderr)\n    os.system('echo shell; echo bad >&2')\n"
         "    libc = ctypes.CDLL(None)\n    libc.puts(b'from C'); libc.fflush(None)\n"
@@ -61,7 +61,7 @@ def test_stdout_stderr_and_output_of_c_are_caught_apart(kernel: Kernel, method: 
     assert "UserWarning: warned" in cell.stderr
 
 
-def test_streams_saved_in_the_kernel_lead_to_the_ranks(kernel: Kernel) -> None:
+def test_streams_saved_in_the_kernel_write_to_the_ranks_streams(kernel: Kernel) -> None:
     cell = kernel.check(
         "import logging\nlogger = logging.getLogger('saved'); logger.addHandler(logging.StreamHandler())\n"
         "logger.propagate = False; saved = sys.stdout\n"
@@ -87,7 +87,7 @@ def test_c_output_without_a_flush_is_not_lost(kernel: Kernel, method: str) -> No
 
 
 @METHODS
-def test_what_the_kernel_had_buffered_is_not_printed_again(kernel: Kernel, method: str) -> None:
+def test_buffered_output_of_the_kernel_is_not_printed_again(kernel: Kernel, method: str) -> None:
     cell = kernel.check(f"print('once', end='')\nlaunch(rank, start_method={method!r});")
     assert cell.stdout.count("once") == 1
 
@@ -102,7 +102,7 @@ def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: 
         f"launch(show, start_method={method!r});"
     )
     html = [data.get("text/html", "") for data in cell.displays]
-    html = [text for text in html if "notebook-accelerate-report" not in text]  # the panel's own
+    html = [text for text in html if "notebook-accelerate-report" not in text]  # The display of the panel.
     assert html.count("<i>second</i>") == 2
     assert not any("first" in text for text in html)
     assert sum("<table" in text for text in html) == 2
@@ -110,7 +110,7 @@ def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: 
 
 
 def _shown_in_order(cell: Cell) -> list[str]:
-    """Return lines and HTML of the ranks in the order in which the cell has them."""
+    """Return lines and HTML of the ranks in the order of the cell."""
     shown = []
     for output in cell.outputs:
         if output["output_type"] == "stream":
@@ -147,7 +147,7 @@ def test_displays_have_the_label_of_their_rank(kernel: Kernel) -> None:
 
 
 @METHODS
-def test_the_logging_setup_and_warning_filters_of_the_notebook(kernel: Kernel, method: str) -> None:
+def test_ranks_have_the_logging_setup_and_warning_filters_of_the_notebook(kernel: Kernel, method: str) -> None:
     kernel.check(
         "import logging, warnings\n"
         "class Shouting(logging.Formatter):\n    def format(self, record):\n"
@@ -222,7 +222,7 @@ warnings.resetwarnings(); warnings.formatwarning = kept_formatwarning
 
 
 @METHODS
-def test_filters_and_other_parts_of_the_logging_setup(kernel: Kernel, method: str) -> None:
+def test_ranks_have_the_filters_and_other_parts_of_the_logging_setup(kernel: Kernel, method: str) -> None:
     kernel.check("import warnings; kept_formatwarning = warnings.formatwarning" + REDACTING)
     cell = kernel.check(f"launch(talk, num_processes=1, start_method={method!r}, panel=False)")
     kernel.check(RESTORED)
@@ -233,7 +233,7 @@ def test_filters_and_other_parts_of_the_logging_setup(kernel: Kernel, method: st
     assert not [word for word in ("hunter2", "swordfish", "dropped", "UserWarning") if word in text]
 
 
-def test_a_filter_that_cannot_be_pickled(kernel: Kernel) -> None:
+def test_a_filter_that_cannot_be_pickled_is_reported_once(kernel: Kernel) -> None:
     kernel.check(
         "import logging\nclass Locked(logging.Filter):\n    def __init__(self):\n        self.lock = threading.Lock()\n"
         "guarded = logging.getLogger('guarded')\nguarded.addFilter(Locked())\n"
@@ -246,7 +246,7 @@ def test_a_filter_that_cannot_be_pickled(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
-def test_a_handler_whose_stream_cannot_be_assigned(kernel: Kernel, method: str) -> None:
+def test_a_handler_whose_stream_is_read_only_follows_the_ranks_stderr(kernel: Kernel, method: str) -> None:
     kernel.check(
         "import logging\nlonely = logging.getLogger('lonely')\nlonely.addHandler(logging._StderrHandler())\n"
         "def warn():\n    logging.getLogger('lonely').warning('followed')\n"
@@ -258,7 +258,7 @@ def test_a_handler_whose_stream_cannot_be_assigned(kernel: Kernel, method: str) 
 
 @pytest.mark.parametrize("way", ["magic", "redirected"])
 @pytest.mark.parametrize("configured", ["before", "in the cell"])
-def test_log_lines_of_ranks_in_a_cell_that_captures_its_output(kernel: Kernel, way: str, configured: str) -> None:
+def test_log_lines_of_ranks_reach_a_cell_that_captures_its_output(kernel: Kernel, way: str, configured: str) -> None:
     configure = "logging.basicConfig(level=logging.INFO, format='%(message)s', force=True)"
     kernel.check(
         "import contextlib, io, logging, sys\nkept = sys.stdout\n"
@@ -284,8 +284,8 @@ def test_log_lines_of_ranks_in_a_cell_that_captures_its_output(kernel: Kernel, w
     )
 
 
-def test_a_display_while_the_output_goes_elsewhere_is_shown(kernel: Kernel) -> None:
-    """No mark is written into what the function has redirected."""
+def test_a_display_is_shown_while_the_output_is_redirected(kernel: Kernel) -> None:
+    """No mark is written into the redirected output."""
     cell = kernel.check(
         "from IPython.display import HTML, display\nimport contextlib, io\n"
         "def show():\n    display(HTML('<b>1</b>'))\n    saved = os.dup(1)\n    file = open('redirected', 'w+b')\n"
@@ -315,7 +315,7 @@ def test_nested_bars_take_one_line_each(kernel: Kernel) -> None:
     )
     lines = cell.stderr.splitlines()
     assert sum("outer: 100%" in line for line in lines) == 2
-    assert len(lines) <= 4, "each outer bar, and perhaps its first state"
+    assert len(lines) <= 4, "each outer bar appears, perhaps with its first state"
     assert any(text.count("outer") == text.count("inner") == 2 for text in _drawings(cell))
 
 
@@ -338,13 +338,13 @@ def test_progress_bars_are_drawn_in_one_place(kernel: Kernel) -> None:
     kernel.finish(cell).expect_ok()
     drawings = _drawings(cell)
     assert cell.duration is not None
-    assert 2 <= len(drawings) < 4 + 6 * cell.duration, "five in a second"
+    assert 2 <= len(drawings) < 4 + 6 * cell.duration, "at most five updates per second"
     assert len({o["transient"]["display_id"] for o in cell.outputs if _is_drawing(o)}) == 1
     assert "[rank 0]  29/30" in cell.stderr
     assert cell.stderr.count("/30") == 2
 
 
-def test_tqdm(kernel: Kernel) -> None:
+def test_tqdm_bars_are_drawn(kernel: Kernel) -> None:
     _need_tqdm(kernel)
     kernel.check("from tqdm.auto import tqdm\ndef bars():\n    for _ in tqdm(range(20)):\n        time.sleep(0.03)")
     cell = kernel.check("launch(bars);")
@@ -398,18 +398,18 @@ def test_quitting_the_debugger_ends_the_rank_not_the_kernel(kernel: Kernel, answ
     assert kernel.check("1 + 1").result_text == "2"
 
 
-def test_a_rank_that_dies_while_the_cell_asks(kernel: Kernel, answers: Answers) -> None:
+def test_a_rank_may_die_while_the_cell_asks(kernel: Kernel, answers: Answers) -> None:
     answers.waiting[:] = ["late"]
     cell = kernel.run(
         "def ask():\n    if rank() == 1:\n        time.sleep(0.05)\n        os._exit(5)\n"
         "    return input('? ')\nlaunch(ask)",
     )
-    assert not cell.ok, "the other rank has its answer or not: this one is dead"
+    assert not cell.ok, "the other rank may have its answer, but this one is dead"
     assert "rank 1 failed" in said(cell)
     assert "exit status 5" in said(cell)
 
 
-def test_ten_thousand_lines_from_each_of_two_ranks(kernel: Kernel) -> None:
+def test_ten_thousand_lines_from_each_of_two_ranks_arrive(kernel: Kernel) -> None:
     kernel.check(
         "def talk():\n    for number in range(10_000):\n        print(f'line {number} of a rank that talks a lot')"
     )
@@ -444,12 +444,12 @@ def test_a_flood_of_100_megabytes_blocks_no_rank_and_does_not_grow_the_kernel(ke
     assert kernel.value("notebook_accelerate.runs()[-1].logs(0, tail=1)") == ["x" * 99]
 
 
-def test_a_line_of_20_megabytes(kernel: Kernel) -> None:
+def test_a_line_of_20_megabytes_arrives(kernel: Kernel) -> None:
     cell = kernel.check("launch(lambda: print('x' * 20_000_000), num_processes=1, start_method='fork').status")
     assert cell.result_text == "'succeeded'"
 
 
-def test_output_in_any_encoding(kernel: Kernel) -> None:
+def test_output_in_any_encoding_arrives(kernel: Kernel) -> None:
     cell = kernel.check(
         "def talk():\n    print('ä ☃ 𝄞'); sys.stdout.buffer.write(b'\\xff\\xfe\\n'); print('\\udc80')\n"
         "launch(talk, num_processes=1, start_method='fork');"
@@ -458,7 +458,7 @@ def test_output_in_any_encoding(kernel: Kernel) -> None:
     assert "[rank 0] \\udc80\n" in cell.stdout
 
 
-def test_captured_output_of_the_cell_is_captured(kernel: Kernel) -> None:
+def test_captured_output_of_the_cell_includes_the_ranks(kernel: Kernel) -> None:
     cell = kernel.check(
         "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as text:\n"
         "    launch(lambda: print('caught'))\nprint(text.getvalue().count('caught'))"
@@ -468,7 +468,7 @@ def test_captured_output_of_the_cell_is_captured(kernel: Kernel) -> None:
 
 
 @METHODS
-def test_a_rank_is_no_notebook(kernel: Kernel, method: str) -> None:
+def test_a_rank_does_not_look_like_a_notebook(kernel: Kernel, method: str) -> None:
     code = (
         "def look():\n    import builtins, sys\n    from IPython import get_ipython\n    from tqdm.auto import tqdm\n"
         "    plain = 'ipykernel' not in sys.modules  # ipywidgets 7 imports it\n"
@@ -506,9 +506,9 @@ def test_cleared_displays_are_replaced(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_shell_commands_of_a_function(kernel: Kernel, method: str) -> None:
+def test_shell_commands_of_a_function_run(kernel: Kernel, method: str) -> None:
     lines = "!echo $word; echo again"
-    if not kernel.value("'getoutput' in get_ipython().transform_cell('lines = !ls')"):  # IPython 7 on Python 3.12
+    if not kernel.value("'getoutput' in get_ipython().transform_cell('lines = !ls')"):  # IPython 7 on Python 3.12.
         lines = "get_ipython().getoutput('echo $word; echo again')"
     kernel.check(
         f"def listing():\n    word = f'from rank {{rank()}}'\n    !echo said {{word}}\n    lines = {lines}\n"
@@ -521,16 +521,16 @@ def test_shell_commands_of_a_function(kernel: Kernel, method: str) -> None:
     assert kernel.value("found") == [["from rank 0", "again"], ["from rank 1", "again"]]
 
 
-def test_what_is_shown_after_clear_output(kernel: Kernel) -> None:
+def test_output_after_clear_output_replaces_the_earlier_output(kernel: Kernel) -> None:
     cell = kernel.check(
         "def show():\n    from IPython.display import clear_output\n    print('a')\n    clear_output(wait=True)\n"
         "    print('b')\nlaunch(show, num_processes=1, start_method='fork');"
     )
-    assert "[rank 0] a" in cell.stdout, "before the first call"
+    assert "[rank 0] a" in cell.stdout, "this line came before the first call"
     assert [data["text/plain"] for data in cell.displays if "[rank 0]" in data.get("text/plain", "")] == ["[rank 0] b"]
 
 
-def test_clear_output_without_waiting_clears_at_once(kernel: Kernel) -> None:
+def test_clear_output_without_waiting_clears_immediately(kernel: Kernel) -> None:
     cell = kernel.check(
         "def show():\n    from IPython.display import clear_output, display\n    clear_output()\n    print('a', 'b')\n"
         "    display('shown')\n    clear_output()\nlaunch(show, num_processes=1, start_method='fork', panel=False);"

@@ -1,4 +1,4 @@
-"""Panels in a real kernel: shown once, then replaced by the report."""
+"""Panels in a real kernel: shown once, then replaced with the report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def launch(*args, until="", **kwargs):
 
 
 def _kinds(cell: Cell) -> list[str]:
-    """Return the kinds of the panel's displays, in order, without the output beside it."""
+    """Return the kinds of the panel's displays, in order, without the output around it."""
     beside = {_name(output) for output in cell.outputs if "na-left" in output.get("data", {}).get("text/html", "")}
     return [_kind(output["data"]) for output in _shown(cell) if _name(output) not in beside]
 
@@ -56,7 +56,7 @@ def _kind(data: dict[str, Any]) -> str:
 
 
 def _filled(cell: Cell) -> list[dict[str, Any]]:
-    """Return the displays in the saved notebook, without the empty ones."""
+    """Return the non-empty displays in the saved notebook."""
     return [data for data in cell.displays if data != {"text/plain": ""}]
 
 
@@ -72,19 +72,19 @@ def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel)
     assert len(_filled(cell)) == 1
     assert "data:image/svg+xml;base64," in cell.displays[0]["text/html"]
     assert cell.result is not None
-    assert set(cell.result) == {"text/plain"}, "the report stands above already"
+    assert set(cell.result) == {"text/plain"}, "the report is already above"
     assert cell.result["text/plain"].startswith("<Run ")
     kernel.check(
         "from notebook_accelerate.widgets import live_panel\n"
         "for panel in live_panel._resting: panel.close()\n"
         "del live_panel._resting[:]\nlive_panel.close_retired(float('inf'))"
     )
-    assert kernel.value("len(__import__('ipywidgets').Widget.widgets)") == 0, "nothing is left in the kernel either"
+    assert kernel.value("len(__import__('ipywidgets').Widget.widgets)") == 0, "nothing is left in the kernel, either"
     _rests(kernel)
 
 
 def _rests(kernel: Kernel) -> None:
-    """Wait until the thread of the panels has ended."""
+    """Wait until the thread of the panels exits."""
     names = "[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]"
     kernel.wait_for(lambda: kernel.value(names) == [], what="the end of the thread of the panels")
 
@@ -112,7 +112,7 @@ def test_the_report_has_the_sharding_table(kernel: Kernel) -> None:
     }
 
 
-def test_a_run_in_the_background_is_replaced_after_its_cell_has_ended(kernel: Kernel) -> None:
+def test_a_background_run_is_replaced_after_its_cell_has_finished(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     cell = kernel.check("run = launch(until='replaced', block=False)")
     assert _kinds(cell)[-1] == "live"
@@ -134,7 +134,7 @@ def test_displaying_a_live_run_elsewhere_shows_the_panel_there_too(kernel: Kerne
     kernel.check("run.stop()")
     kernel.wait_for(lambda: _kinds(second) == _kinds(third) == ["live", "report"])
     again = kernel.check("run.panel()")
-    assert _kinds(again) == ["live"], "on what the run left"
+    assert _kinds(again) == ["live"], "the panel shows the finished run"
     _rests(kernel)
 
 
@@ -166,12 +166,12 @@ def test_broken_widgets_do_not_stop_a_run() -> None:
         assert reason not in str(cell.displays)
 
 
-def test_the_kernel_answers_while_ten_thousand_points_a_second_come(kernel: Kernel) -> None:
+def test_the_kernel_responds_while_ten_thousand_points_arrive_per_second(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     cell = kernel.check("run = launch(600, 5000, block=False)")
     points = "sum(len(series.values) for series in run.metrics.values())"
     kernel.wait_for(lambda: kernel.value(points) > 10_000, what="points")
-    with Kernel() as other:  # idle, on the same machine
+    with Kernel() as other:  # Idle, on the same machine.
         pairs = [(_answer(other), _answer(kernel)) for _ in range(40)]
     idle, busy = ([pair[index] for pair in pairs] for index in (0, 1))
     count = kernel.value(points)
@@ -182,7 +182,7 @@ def test_the_kernel_answers_while_ten_thousand_points_a_second_come(kernel: Kern
         f"{1000 * statistics.median(busy):.1f} ms, slowest {1000 * max(busy):.1f} ms; {count:,} points kept; "
         f"{len(updates)} messages under the cell"
     )
-    # `make bench` measures precisely; on a busy machine a working kernel is scheduled after an idle one.
+    # `make bench` measures precisely. On a busy machine a working kernel is scheduled after an idle one.
     assert statistics.median(busy) < 0.5 + 10 * statistics.median(idle)
 
 
@@ -193,19 +193,19 @@ def _answer(kernel: Kernel) -> float:
     return time.perf_counter() - begin
 
 
-def test_static_forms_replace_live_views_when_the_kernel_ends() -> None:
+def test_static_forms_replace_live_views_when_the_kernel_exits() -> None:
     with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         kernel.check("run = launch(0.2)")
         panel, table = kernel.check("run.panel()"), kernel.check("notebook_accelerate.widgets.RunsTable()")
         assert _kinds(panel) == _kinds(table) == ["live"]
-        kernel.client.shutdown()  # atexit
+        kernel.client.shutdown()  # Exit handlers.
         kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report")
 
 
-def test_a_large_static_form_is_left_after_other_large_messages() -> None:
-    # pyzmq sends messages from 64 KiB on without a copy, until its own exit handler, which runs before ours if it came
-    # with the first such message: that of a cell.
+def test_a_large_static_form_is_sent_after_other_large_messages() -> None:
+    # pyzmq sends messages of 64 KiB and more without a copy, until its own exit handler. That handler runs before ours
+    # if it was registered with the first such message of a cell.
     with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         kernel.check("run = launch(0.2)")
@@ -229,11 +229,11 @@ def test_a_notebook_that_ran_headless_keeps_the_report_and_converts(tmp_path: Pa
     assert [set(output["data"]) for output in shown] == [{"text/html", "text/plain"}] * 2
     page, _ = HTMLExporter().from_notebook_node(book)
     assert page.count('alt="Curve of loss: ') == 2
-    assert "Step time" not in page, "nothing was measured"
+    assert "Step time" not in page, "the test measured nothing"
     assert shown[0]["data"]["text/plain"].startswith("run ")
 
 
-def test_a_killed_kernel_leaves_a_static_form_beside_every_live_view() -> None:
+def test_a_killed_kernel_leaves_a_static_form_next_to_every_live_view() -> None:
     with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         kernel.check("done = launch(0.2)")
@@ -249,7 +249,7 @@ def test_a_killed_kernel_leaves_a_static_form_beside_every_live_view() -> None:
         for cell in (*cells[:3], cells[4]):
             assert ", as of " in cell.displays[1]["text/plain"]
             assert '<details class="na-left"' in cell.displays[1]["text/html"]
-        assert "· train · succeeded ·" in cells[3].displays[1]["text/plain"], "an ended run leaves its report"
+        assert "· train · succeeded ·" in cells[3].displays[1]["text/plain"], "a finished run leaves its report"
         assert "(train), running, as of" in cells[0].displays[1]["text/plain"]
 
 
@@ -264,7 +264,7 @@ def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> No
     assert "· train · stopped ·" in full[0]["text/plain"]
 
 
-def test_executing_a_cell_again_forgets_its_old_view(kernel: Kernel) -> None:
+def test_executing_a_cell_again_discards_its_old_view(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     kernel.check("from notebook_accelerate.launch.output import replaceable_outputs")
     kernel.check("run = launch(0.5)")
@@ -282,7 +282,7 @@ def test_a_table_of_runs_adds_later_runs_and_is_then_suspended(kernel: Kernel) -
     kernel.check(TRAIN)
     kernel.check("table = notebook_accelerate.widgets.RunsTable()\ntable")
     row = "next((row for row in table.rows if row[0] == str(runs()[-1].id)), None)"
-    _rests(kernel)  # no run lasts
+    _rests(kernel)  # All runs are finished.
     cell = kernel.check("launch(until='followed', block=False, panel=False)")
     kernel.wait_for(
         lambda: kernel.value(f"{row} is not None and 'running' in str(table.grid.table)"), what="the new run"

@@ -1,4 +1,4 @@
-"""Profiles shown in a real kernel: a live view with its static form beside it, and few of them."""
+"""Profiles shown in a real kernel: a live view next to its static form, with a limit on live views."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ seen = []
 """
 
 
-def test_a_live_view_has_its_static_form_beside_it_and_the_oldest_of_many_become_static() -> None:
+def test_a_live_view_has_a_static_form_and_the_oldest_of_many_become_static() -> None:
     with Kernel() as kernel:
         kernel.check(SETUP)
         shown = [bundle for bundle in kernel.check("show()").displays if bundle != {"text/plain": ""}]

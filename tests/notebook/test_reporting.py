@@ -1,4 +1,4 @@
-"""What training code does without an Accelerator is reported to its run."""
+"""Training code without an Accelerator reports to its run."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def test_a_plain_loop_has_steps_and_the_parts_of_their_time(kernel: Kernel, meth
     assert "waiting for data" in text
 
 
-def test_ranks_that_train_apart_are_warned_of(kernel: Kernel) -> None:
+def test_ranks_that_train_apart_cause_a_warning(kernel: Kernel) -> None:
     cell = kernel.check("launch(lone)")
     assert cell.plain.count("2 ranks train without a process group") == 1
     assert "process group" not in kernel.check("launch(train)").plain
     assert "process group" not in kernel.check("launch(lone, num_processes=1, start_method='fork')").plain
 
 
-def test_bars_are_the_progress_of_the_run(kernel: Kernel) -> None:
+def test_progress_bars_are_the_progress_of_the_run(kernel: Kernel) -> None:
     kernel.check("run = launch(with_bars)")
     found = kernel.value("[[bar.label, bar.step, bar.total] for _, bar in sorted(run.store.loops.items())]")
     assert found == [["batches", 12, 12], ["files", 7, 7]]
@@ -111,7 +111,7 @@ def test_bars_are_the_progress_of_the_run(kernel: Kernel) -> None:
 
 def test_bars_of_a_kernel_that_draws_widgets_are_the_progress_of_its_ranks(kernel: Kernel) -> None:
     cell = kernel.check("from tqdm.auto import tqdm\nfor _ in tqdm(range(2)): pass")
-    assert cell.comms, "the kernel's own bar is a widget"
+    assert cell.comms, "the bar in the kernel is a widget"
     cell = kernel.check("run = launch(with_bars, start_method='fork', panel=False)")
     assert cell.comms == []
     assert cell.plain.count("batches: 100%") == 2
@@ -125,7 +125,7 @@ def test_scalars_for_tensorboard_are_copied(kernel: Kernel, method: str) -> None
     assert kernel.value("points(run)") == [[rank, step] for rank in (0, 1) for step in range(1, 25)]
 
 
-def test_what_an_accelerator_logs_is_not_copied_again(kernel: Kernel) -> None:
+def test_values_that_an_accelerator_logs_are_not_copied_again(kernel: Kernel) -> None:
     kernel.check("run = launch(with_accelerator)")
     assert kernel.value("points(run)") == [[rank, step] for rank in (0, 1) for step in range(1, 13)]
 

@@ -1,4 +1,4 @@
-"""Large return values in a real kernel: it answers while they arrive, and the stop button works."""
+"""Large return values in a real kernel: it responds while they arrive, and the stop button works."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_stop_button_works_while_a_large_value_arrives(kernel: Kernel, metho
 
 
 @METHODS
-def test_a_value_that_is_slow_to_unpickle_can_be_interrupted_where_it_is_read(kernel: Kernel, method: str) -> None:
+def test_reading_a_value_that_is_slow_to_unpickle_can_be_interrupted(kernel: Kernel, method: str) -> None:
     kernel.check(f"run = launch(lambda: (Sleeps(), 5)[rank()], start_method={method!r})")
     cell = kernel.submit("print('reading', flush=True); run.results")
     kernel.wait_for(lambda: "reading" in cell.stdout, what="the reading")
@@ -74,7 +74,7 @@ def test_a_value_that_is_slow_to_unpickle_can_be_interrupted_where_it_is_read(ke
     assert kernel.value("[run.status, run.ranks[1].result]") == ["succeeded", 5]
 
 
-def test_the_bytes_of_a_value_are_in_the_kernel_once(kernel: Kernel) -> None:
+def test_the_bytes_of_a_value_are_stored_in_the_kernel_once(kernel: Kernel) -> None:
     kernel.check("run = launch(train, num_processes=1, start_method='fork', block=False, panel=False)")
     open_gate(kernel, "return")
     kernel.check("run.wait()")
@@ -84,7 +84,7 @@ def test_the_bytes_of_a_value_are_in_the_kernel_once(kernel: Kernel) -> None:
     assert kernel.value("after - before") < 440
 
 
-# ---- what ended runs keep
+# ---- what finished runs keep
 
 LARGE_RUN = """
 weights = torch.ones(10 << 20)
@@ -103,7 +103,7 @@ def settled_pss():
 
 
 @pytest.mark.parametrize(("method", "count"), [("fork", 2), ("zygote", 2), ("inline", 1)])
-def test_the_memory_of_a_kernel_stays_the_same_over_26_runs(kernel: Kernel, method: str, count: int) -> None:
+def test_the_memory_of_a_kernel_stays_constant_over_26_runs(kernel: Kernel, method: str, count: int) -> None:
     kernel.check(LARGE_RUN)
     options = f"num_processes={count}, start_method={method!r}"
     used = []
@@ -111,7 +111,7 @@ def test_the_memory_of_a_kernel_stays_the_same_over_26_runs(kernel: Kernel, meth
         kernel.check(f"run = launch(make, torch.ones(10 << 20), {options})")
         assert kernel.value("read(run)") == 3.0 * count
         used.append(kernel.value("settled_pss()"))
-    # Medians: a rank that is still ending shares memory with the kernel, which then counts less.
+    # Medians: a rank that is still exiting shares memory with the kernel, which then counts less.
     assert median(used[-5:]) - median(used[4:9]) < 40, used
     kernel.check("run.close()")
     assert median(used[-5:]) - kernel.value("settled_pss()") > 30

@@ -1,4 +1,4 @@
-"""A run in a notebook: awaited, shown, stopped with the kernel; the kernel's state untouched."""
+"""A run in a notebook: awaited, shown, stopped with the kernel, and leaving the kernel's state unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.launching import alive, children, ready_kernel, said
 pytestmark = pytest.mark.notebook
 
 
-def test_top_level_await(kernel: Kernel) -> None:
+def test_top_level_await_works(kernel: Kernel) -> None:
     cell = kernel.check("run = launch(lambda: (time.sleep(0.2), rank())[1], block=False)\nawait run\nrun.results")
     assert cell.result_text == "(0, 1)"
 
@@ -32,21 +32,21 @@ def test_interrupting_an_await_stops_the_run(kernel: Kernel) -> None:
     kernel.interrupt()
     kernel.finish(cell)
     assert "KeyboardInterrupt" in said(cell) or "Cancelled" in said(cell)
-    kernel.check("last = notebook_accelerate.runs()[-1]")  # on a busy machine the launch itself is interrupted
+    kernel.check("last = notebook_accelerate.runs()[-1]")  # On a busy machine the launch itself is interrupted.
     assert kernel.value("(last.wait(100), last.status)") == [True, "stopped"]
 
 
-def test_a_callback_and_a_wait_in_later_cells(kernel: Kernel) -> None:
+def test_callbacks_and_waits_work_in_later_cells(kernel: Kernel) -> None:
     kernel.check("heard = []\nrun = launch(lambda: time.sleep(0.3), block=False)\nrun.add_done_callback(heard.append)")
     assert kernel.check("run.wait(), run.status").result_text == "(True, 'succeeded')"
     kernel.wait_for(lambda: kernel.check("heard == [run]").result_text == "True")
 
 
-def test_a_run_is_shown_in_layers(kernel: Kernel) -> None:
+def test_a_run_is_shown_in_several_formats(kernel: Kernel) -> None:
     launched = kernel.check("shown = launch(rank)\nshown")
     assert launched.result is not None
     assert "succeeded" in launched.result["text/plain"]
-    assert "text/html" not in launched.result  # its panel stands above already
+    assert "text/html" not in launched.result  # Its panel is already above.
     again = kernel.check("shown").result
     assert again is not None
     assert "<table" in again["text/html"]
@@ -67,13 +67,13 @@ def test_a_failed_cell_shows_no_frame_of_the_supervisor(kernel: Kernel) -> None:
     assert caught.stdout.splitlines()[-1] == "ValueError failed True"
 
 
-def test_the_kernel_is_a_guest_room(kernel: Kernel) -> None:
+def test_a_launch_leaves_nothing_in_the_kernel(kernel: Kernel) -> None:
     look = (
         "[dict(os.environ), os.getcwd(), sorted(t.name for t in threading.enumerate()), os.getpgid(0),"
         " str(signal.getsignal(2)), str(signal.getsignal(15)), signal.pthread_sigmask(0, []) == set(),"
         " torch.get_num_threads(), sys.path, list(__import__('warnings').filters).__len__()]"
     )
-    kernel.check("launch(time.sleep, 1.0, panel=True)")  # what panels import and start is there afterwards
+    kernel.check("launch(time.sleep, 1.0, panel=True)")  # Modules and threads that panels need remain afterwards.
     kernel.check("launch(rank)")
     kernel.check("join_runs()")
     before = kernel.value(look)
@@ -82,16 +82,16 @@ def test_the_kernel_is_a_guest_room(kernel: Kernel) -> None:
     kernel.run("launch(lambda: 1 / 0)")
     deadline = time.monotonic() + 60
     while (after := kernel.value(look)) != before and time.monotonic() < deadline:
-        kernel.pump(0.2)  # a thread that has ended may be seen for a moment longer
+        kernel.pump(0.2)  # An ended thread may remain visible for a moment.
     assert after == before
     assert children(kernel) == []
 
 
-def test_runs_lists_them_and_shutdown_ends_all() -> None:
+def test_runs_lists_all_runs_and_shutdown_ends_them() -> None:
     with ready_kernel() as kernel:
         kernel.check("run = launch(lambda: time.sleep(600), block=False)")
         pids = [child.pid for child in kernel.process.children(recursive=True)]
-        assert len(pids) == 4, "the server process, two ranks, and the guard against orphans"
+        assert len(pids) == 4, "the zygote, two ranks, and the orphan guard"
         assert kernel.value("[r.status for r in notebook_accelerate.runs()][-1]") in ("starting", "running")
         kernel.check("notebook_accelerate.shutdown()")
         assert alive(pids) == []
@@ -100,7 +100,7 @@ def test_runs_lists_them_and_shutdown_ends_all() -> None:
         assert kernel.check("launch(rank, start_method='zygote').results").result_text == "(0, 1)"
 
 
-def test_the_zygote_has_the_kernels_present(kernel: Kernel) -> None:
+def test_the_zygote_has_the_current_state_of_the_kernel(kernel: Kernel) -> None:
     cell = kernel.check(
         "import tempfile\nfolder = os.path.realpath(tempfile.mkdtemp()); old = os.getcwd(); os.chdir(folder)\n"
         "open('fresh.py', 'w').write('VALUE = 7'); sys.path.insert(0, folder); os.environ['NOW'] = 'yes'\n"
@@ -111,7 +111,7 @@ def test_the_zygote_has_the_kernels_present(kernel: Kernel) -> None:
     assert cell.result_text == "((True, 7, 'yes'), (True, 7, 'yes'))"
 
 
-def test_the_same_random_numbers_by_every_method(kernel: Kernel) -> None:
+def test_all_start_methods_give_the_same_random_numbers(kernel: Kernel) -> None:
     kernel.check(
         "import random, numpy as np\ndef draw():\n"
         "    return random.random(), float(np.random.rand()), torch.rand(1).item()\n"
@@ -121,7 +121,7 @@ def test_the_same_random_numbers_by_every_method(kernel: Kernel) -> None:
     assert kernel.check("set(sum(drawn, ())) == {draw()}").result_text == "True"
 
 
-def test_tensors_given_to_a_zygote_rank_are_its_own(kernel: Kernel) -> None:
+def test_tensors_sent_to_a_zygote_rank_are_copies(kernel: Kernel) -> None:
     cell = kernel.check(
         "t = torch.zeros(1000)\ndef add(x):\n    x += rank() + 1\n    return float(x.sum())\n"
         "launch(add, t, start_method='zygote').results, float(t.sum())"
@@ -129,7 +129,7 @@ def test_tensors_given_to_a_zygote_rank_are_its_own(kernel: Kernel) -> None:
     assert cell.result_text == "((1000.0, 2000.0), 0.0)"
 
 
-def test_a_launch_from_a_thread_of_the_kernel(kernel: Kernel) -> None:
+def test_a_thread_of_the_kernel_can_launch(kernel: Kernel) -> None:
     cell = kernel.check(
         "got = []\nthread = threading.Thread(target=lambda: got.append(launch(rank).results))\n"
         "thread.start(); thread.join(100)\ngot"
@@ -137,7 +137,7 @@ def test_a_launch_from_a_thread_of_the_kernel(kernel: Kernel) -> None:
     assert cell.result_text == "[(0, 1)]"
 
 
-def test_a_computing_thread_makes_the_launch_take_the_zygote(kernel: Kernel) -> None:
+def test_a_computing_thread_makes_the_launch_use_the_zygote(kernel: Kernel) -> None:
     cell = kernel.check(
         "stop = threading.Event()\ndef spin():\n    while not stop.is_set():\n        sum(range(1000))\n"
         "thread = threading.Thread(target=spin, name='cruncher'); thread.start()\n"
@@ -147,5 +147,5 @@ def test_a_computing_thread_makes_the_launch_take_the_zygote(kernel: Kernel) -> 
     assert "zygote (thread 'cruncher' is computing in the kernel)" in cell.stdout
 
 
-def test_sixteen_ranks(kernel: Kernel) -> None:
+def test_sixteen_ranks_run(kernel: Kernel) -> None:
     assert kernel.value("launch(rank, num_processes=16).results") == list(range(16))

@@ -1,4 +1,4 @@
-"""Debugging a run of several notebooks: all of it from the first one."""
+"""Debugging a run of several notebooks entirely from the first one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pair(two_notebooks: Notebooks) -> Notebooks:
 
 @pytest.fixture(autouse=True)
 def nothing_left(pair: Notebooks) -> Iterator[None]:
-    """Compare what a launch may not change in the kernels before and after each test."""
+    """Compare the state of the kernels that a launch must not change, before and after each test."""
     before = pair.values("look()")
     yield
     for kernel in pair.kernels:
@@ -104,7 +104,7 @@ def test_breakpoints_are_answered_in_the_first_notebook_and_suspend_the_clock(pa
     assert pair.values(STANDS) == [False, False]
 
 
-def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Notebooks) -> None:
+def test_the_first_notebook_answers_a_breakpoint_of_another_notebooks_rank(pair: Notebooks) -> None:
     first, second = pair.kernels
     cells = pair.finish(pair.launch("stops, 1", *ONE_EACH, block=False, rdzv_conf=SECRET))
     shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1) opens it")
@@ -118,7 +118,7 @@ def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Note
     assert pair.values("run.results") == [[40, 42], [42]]
 
 
-def test_a_rank_of_another_notebook_asks_in_the_first(pair: Notebooks) -> None:
+def test_a_rank_of_another_notebook_asks_for_input_in_the_first(pair: Notebooks) -> None:
     first, second = pair.kernels
     for kernel in pair.kernels:
         kernel.check(
@@ -154,7 +154,7 @@ def test_a_failure_holds_the_ranks_of_all_notebooks(pair: Notebooks, failing: in
     assert pair.values(f"{RUN}.status") == ["failed", "failed"]
     first, second = pair.kernels
     assert first.value(f"{RUN}.ask('value', ranks=[1], timeout=60)[1]", LIMIT) == 41
-    if failing:  # the other notebook's rank is debugged in the first, until it is quit
+    if failing:  # The other notebook's rank is debugged in the first notebook until the user quits.
         first.types("p value", "q")
         assert "[rank 1] 41" in first.check(f"{RUN}.debug()", LIMIT).plain
     else:
@@ -181,7 +181,7 @@ def test_a_diagnosis_names_the_lines_of_another_notebooks_cells(pair: Notebooks)
     assert pair.kernels[1].value("run.wait(100)", LIMIT)
 
 
-def test_warm_ranks_of_two_notebooks(pair: Notebooks) -> None:
+def test_warm_ranks_span_two_notebooks(pair: Notebooks) -> None:
     first, second = pair.kernels
     config = f"LaunchConfig(num_processes=1, num_nodes=2, use_port={free_port()}, rdzv_conf={SECRET})"
     for kernel in pair.kernels:

@@ -1,4 +1,4 @@
-"""Several kernels run one cell together: the first supervises the ranks of all, and all end together."""
+"""Several kernels run one cell together: the first supervises the ranks of all, and all finish together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair(two_notebooks: Notebooks) -> Notebooks:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compare what a launch may not change in the kernels before and after a test that uses the pair."""
+    """Compare the state of the kernels that a launch must not change, before and after a test that uses the pair."""
     if "pair" not in request.fixturenames:
         yield
         return
@@ -40,7 +40,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert [children(kernel) for kernel in pair.kernels] == [[], []]
 
 
-def test_notebooks_with_different_numbers_of_ranks(pair: Notebooks) -> None:
+def test_notebooks_may_have_different_numbers_of_ranks(pair: Notebooks) -> None:
     first, second = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2", rdzv_conf=SECRET))
     first.expect_ok()
     second.expect_ok()
@@ -56,7 +56,7 @@ def test_notebooks_with_different_numbers_of_ranks(pair: Notebooks) -> None:
 
 
 def test_without_a_secret_each_notebook_runs_its_own_ranks(pair: Notebooks) -> None:
-    """As torchrun's static rendezvous: they meet in torch only."""
+    """As with torchrun's static rendezvous, they meet in torch only."""
     first, second = pair.finish(pair.launch("meet", "num_processes=2", "num_processes=2"))
     first.expect_ok()
     second.expect_ok()
@@ -70,7 +70,7 @@ def test_without_a_secret_each_notebook_runs_its_own_ranks(pair: Notebooks) -> N
     assert pair.values("[info.rank for info in run.ranks]") == [[0, 1], [2, 3]]
 
 
-def test_c10d_makes_a_secret_and_prints_it(pair: Notebooks) -> None:
+def test_c10d_generates_a_secret_and_prints_it(pair: Notebooks) -> None:
     options = f"num_nodes=2, use_port={free_port()}, rdzv_backend='c10d', panel=True"
     first = pair.kernels[0].submit(f"run = launch(meet, num_processes=1, {options})")
     pair.kernels[0].wait_for(lambda: "1 of 2 nodes" in first.stdout, LIMIT)
@@ -85,7 +85,7 @@ def test_c10d_makes_a_secret_and_prints_it(pair: Notebooks) -> None:
     assert pair.values("run.results") == [[1.0, 1.0], [1.0]]
 
 
-def test_the_first_notebook_prints_the_others_line(pair: Notebooks) -> None:
+def test_the_first_notebook_prints_the_line_for_the_others(pair: Notebooks) -> None:
     first, second = pair.finish(pair.launch("meet", *["num_processes=1"] * 2, rdzv_conf={**SECRET, "join_timeout": 99}))
     line = next(line for line in first.stdout.splitlines() if "in another notebook:" in line)
     assert "notebook_launcher(meet, args, num_processes=1, num_nodes=2, node_rank=1, master_addr='127.0.0.1'" in line
@@ -110,7 +110,7 @@ def test_c10d_counts_from_the_notebook_that_arrived_first(pair: Notebooks) -> No
     assert "in another notebook: " not in cells[1 - first].stdout
 
 
-def test_the_first_shows_all(pair: Notebooks) -> None:
+def test_the_first_notebook_shows_all_output_and_metrics(pair: Notebooks) -> None:
     code = """
 from notebook_accelerate import Accelerator
 def logged():
@@ -137,7 +137,7 @@ def logged():
     assert [row[:5] for row in found[1]] == [[2, 1, "", "succeeded", "exit 0"], [3, 1, "", "succeeded", "exit 0"]]
 
 
-def test_ranks_of_other_notebooks_are_asked_and_inspected(pair: Notebooks) -> None:
+def test_ranks_of_other_notebooks_can_be_asked_and_inspected(pair: Notebooks) -> None:
     options = {"rdzv_conf": SECRET, "block": False}
     cells = pair.finish(pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=2", **options))
     pair.wait_until_all_print(cells, "sum 3.0", [3, 2])
@@ -167,7 +167,7 @@ def test_a_notebook_that_never_joins_is_named(pair: Notebooks, backend: str) -> 
     assert backend == "static" or f"({HOST})" in said(cell)
 
 
-def test_the_first_notebook_never_joins(pair: Notebooks) -> None:
+def test_the_error_names_a_first_notebook_that_never_joins(pair: Notebooks) -> None:
     port = free_port()
     cell = pair.kernels[1].run(
         f"launch(meet, num_nodes=2, node_rank=1, use_port={port}, rdzv_conf={{'secret': 's', 'join_timeout': 3}})",
@@ -176,7 +176,7 @@ def test_the_first_notebook_never_joins(pair: Notebooks) -> None:
     assert f"LaunchError: node 0 did not join within 3 s: no run answers at 127.0.0.1:{port}" in said(cell)
 
 
-def test_two_notebooks_with_one_node_rank(pair: Notebooks) -> None:
+def test_two_notebooks_with_the_same_node_rank_are_refused(pair: Notebooks) -> None:
     options = f"num_nodes=3, use_port={free_port()}, rdzv_conf={{'secret': 's', 'join_timeout': 400}}, block=False"
     first, second = pair.kernels
     begun = first.check(f"run = launch(meet, {options})", LIMIT)
@@ -202,14 +202,14 @@ def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str
     place = "node_rank=1, " if backend == "static" else ""
     second = pair.kernels[1].run(f"launch(meet, {place}{common}, rdzv_conf={settings[1]})", LIMIT)
     assert f"LaunchError: the run at 127.0.0.1:{port} has another secret, or is none" in said(second)
-    assert not first.finished, "nobody has joined"
+    assert not first.finished, "no notebook has joined"
     pair.kernels[0].interrupt()
     pair.kernels[0].finish(first, LIMIT)
     assert "all 2 nodes" not in first.stdout
 
 
 @pytest.mark.parametrize(("backend", "conf"), [("static", SECRET), ("c10d", SECRET)])
-def test_notebooks_join_at_an_endpoint_under_a_name(pair: Notebooks, backend: str, conf: dict[str, str]) -> None:
+def test_notebooks_join_at_an_endpoint_given_by_name(pair: Notebooks, backend: str, conf: dict[str, str]) -> None:
     where = f"127.0.0.1:{free_port()}"
     place = ", node_rank=1" if backend == "static" else ""
 
@@ -233,7 +233,7 @@ def test_notebooks_join_at_an_endpoint_under_a_name(pair: Notebooks, backend: st
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_launches_in_a_row_at_one_port(pair: Notebooks, backend: str) -> None:
+def test_consecutive_launches_can_use_one_port(pair: Notebooks, backend: str) -> None:
     options = f"num_processes=1, num_nodes=2, use_port={free_port()}, rdzv_conf={SECRET}, rdzv_backend={backend!r}"
     places = [", node_rank=1"] if backend == "static" else [""]
     cells = [
@@ -246,7 +246,7 @@ def test_launches_in_a_row_at_one_port(pair: Notebooks, backend: str) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_failure_is_shown_at_its_cell_line_in_every_notebook(pair: Notebooks, failing: int) -> None:
+def test_a_failure_is_reported_at_its_line_of_the_cell_in_every_notebook(pair: Notebooks, failing: int) -> None:
     cells = pair.finish(pair.launch(f"meet, {failing}", "num_processes=1", "num_processes=2", rdzv_conf=SECRET))
     owner = 0 if failing == 0 else 1
     for index, cell in enumerate(cells):
@@ -255,7 +255,7 @@ def test_a_failure_is_shown_at_its_cell_line_in_every_notebook(pair: Notebooks, 
         name = "Cell In[2]" if index == owner else f"Cell In[2] of node {owner}"
         assert f"{name}, line 8" in said(cell)
         assert 'raise KeyError("bad batch")' in said(cell)
-    assert pair.values("run.status if 'run' in dir() else ''")  # the kernels live on
+    assert pair.values("run.status if 'run' in dir() else ''")  # The kernels survive.
     assert pair.values("notebook_accelerate.runs()[-1].status") == ["failed", "failed"]
 
 
@@ -280,7 +280,7 @@ def test_a_stop_while_the_ranks_of_another_notebook_start(pair: Notebooks) -> No
     server = "__import__('notebook_accelerate.launch.processes.zygote', fromlist=['zygote'])._zygote"
     first, second = pair.kernels
     second.check("launch(time.sleep, 0.1, start_method='zygote')", LIMIT)
-    second.check(f"os.kill({server}.pid, signal.SIGSTOP)")  # it is replaced after five seconds
+    second.check(f"os.kill({server}.pid, signal.SIGSTOP)")  # It is replaced after five seconds.
     options = f"num_processes=1, num_nodes=2, use_port={free_port()}, rdzv_conf={SECRET}, start_method="
     begun = first.submit(f"launch(meet, -1, 600.0, {options}'fork')")
     joined = second.submit(f"launch(meet, -1, 600.0, node_rank=1, {options}'zygote')")
@@ -349,7 +349,7 @@ def test_a_lost_notebook_stops_the_others(pair: Notebooks) -> None:
             assert "WorkerDiedError" in said(cell)
 
 
-def test_the_first_notebook_is_lost(pair: Notebooks) -> None:
+def test_the_other_notebooks_end_if_the_first_notebook_is_lost(pair: Notebooks) -> None:
     with notebooks(1) as victim:
         left = Notebooks(pair.kernels[1:])
         two = Notebooks([*victim.kernels, *left.kernels])
@@ -417,7 +417,7 @@ for batch in data():
 
 
 def test_the_remaining_notebooks_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
-    with notebooks(2) as found, notebooks(1) as victim:  # an optimizer sets TORCHINDUCTOR_CACHE_DIR
+    with notebooks(2) as found, notebooks(1) as victim:  # An optimizer sets TORCHINDUCTOR_CACHE_DIR.
         three = Notebooks([*found.kernels, *victim.kernels])
         for kernel in three.kernels:
             kernel.check(WARM_OPTIMIZER, LIMIT)
@@ -429,7 +429,7 @@ def test_the_remaining_notebooks_resume_from_the_last_checkpoint(tmp_path: Path)
         )
         call = f"run = launch(train, {str(tmp_path)!r}, 600.0, {options})"
         begun = [found.kernels[0].submit(call)]
-        found.kernels[0].wait_for(lambda: "1 of 3 nodes" in begun[0].stdout, LIMIT)  # it hosts the store
+        found.kernels[0].wait_for(lambda: "1 of 3 nodes" in begun[0].stdout, LIMIT)  # It hosts the store.
         begun += [kernel.submit(call) for kernel in three.kernels[1:]]
         three.wait_until_all_print(begun, "step 4 of 3", [3, 1, 1])
         os.kill(victim.kernels[0].pid, 9)

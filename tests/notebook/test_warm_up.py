@@ -1,4 +1,4 @@
-"""A kernel starts the server process of the zygote method after the cell that imports the launcher."""
+"""A kernel starts the zygote after the cell that imports the launcher."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
         yield kernel
 
 
-def test_the_server_starts_once_after_the_first_cell(kernel: Kernel) -> None:
+def test_the_zygote_starts_once_after_the_first_cell(kernel: Kernel) -> None:
     kernel.check("import psutil, time")
     hooks = "len(get_ipython().events.callbacks['post_run_cell'])"
     children = "[child.pid for child in psutil.Process().children()]"
     before = kernel.value(hooks)
     cell = kernel.check(f"from notebook_accelerate import notebook_launcher\ntime.sleep(0.5); print({children})")
-    assert cell.stdout.strip() == "[]", "importing starts nothing"
+    assert cell.stdout.strip() == "[]", "importing starts no process"
     (server,) = kernel.value(children)
     assert kernel.value(hooks) == before
     kernel.check("1")
