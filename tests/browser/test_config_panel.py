@@ -295,7 +295,7 @@ def test_the_saved_notebook_keeps_the_settings(opened: Any) -> None:
     _plan(page, "2 processes on")
     page.idle()
     left = lambda: page.save()["cells"][1]["outputs"][1]["data"]["text/html"]  # noqa: E731
-    page.until(lambda: "num_processes=2" in "".join(left()), "the settings beside the live panel")
+    page.until(lambda: "num_processes=2" in "".join(left()), "the settings next to the live panel")
     page.run(2)
     page.wait_for("() => !document.querySelector('.na-form')")
     page.idle()

@@ -1,4 +1,4 @@
-"""GPUs of Kaggle and Colab in the panels: their variables and NVML are emulated, and torch.cuda in the ranks is a stub."""
+"""GPUs of Kaggle and Colab in the panels: emulated variables and NVML, and a stub of torch.cuda in the ranks."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
     live.wait_for(DRAWN)
     live.page.locator(".na-card").first.scroll_into_view_if_needed()
     live.until(lambda: _count(live, ".na-live") >= 1, "a live panel")
-    live.until(lambda: _count(live, STATIC) == 0, "what is left to be hidden beside a live panel")
+    live.until(lambda: _count(live, STATIC) == 0, "no visible static form next to a live panel")
     live.shot(f"{app}-live-page")
     saved = live.save()
     views = [output["data"] for cell in saved["cells"] for output in cell["outputs"] if "data" in output]

@@ -140,7 +140,7 @@ def test_search_steps_through_the_events_in_order_of_time(opened: Any, app: App)
 
 
 @DAILY_IN_LAB
-def test_a_collective_shows_which_ranks_wait_for_which(opened: Any, app: App) -> None:
+def test_a_collective_shows_the_waiting_ranks_and_the_awaited_one(opened: Any, app: App) -> None:
     page = _open(opened)
     page.page.mouse.click(*_point(page, 0.25, _row(page, 2, "collectives")))
     page.wait_for("() => document.querySelector('.na-tl-waits')")
@@ -159,7 +159,7 @@ def test_a_collective_shows_which_ranks_wait_for_which(opened: Any, app: App) ->
 
 
 KEYS = {"Enter": "enumerate", "ArrowRight": "forward", "ArrowDown": "aten::", "ArrowUp": "forward", "f": "forward"}
-"""What is selected after each key."""
+"""The selection after each key."""
 
 
 @DAILY_IN_LAB

@@ -1,7 +1,7 @@
-"""Runs programs in processes of their own, on the real Accelerate or on this package: `python -m tests.clients.peer`.
+"""Run programs in separate processes, on the real Accelerate or on this package: `python -m tests.clients.peer`.
 
-The libraries are imported once, in the process from which each program's ranks are forked; the results go to a file.
-`accelerate`, and another version of transformers, are what the caller's PYTHONPATH has: `start` sets it.
+The libraries are imported once, in the process that forks each program's ranks. The results go to a file.
+The caller's PYTHONPATH, set by `start`, selects `accelerate` and optionally another version of transformers.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def run_on_accelerate(folder: Path, names: Iterable[str]) -> dict[str, list[Any]
 
 
 def start(folder: Path, names: Iterable[str], *path: Path | str) -> subprocess.Popen[str]:
-    """Start programs in processes of their own.
+    """Start programs in separate processes.
 
     Args:
         folder: An empty folder.
         names: The programs, on two ranks; with "@1" after the name in one process.
-        path: What is imported before all else: the real Accelerate or this package as one, a version of transformers.
+        path: The folders imported first: the real Accelerate or this package in its place, and a version of transformers.
     """
     dropped = ("ACCELERATE_", "PYTEST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    # What Python runs when it starts is found by its place in the path: it comes first.
+    # Python finds startup code by its position in the path, so this folder comes first.
     places = os.pathsep.join(map(str, (*path, ROOT)))
     variables = {"PYTHONPATH": places, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     group = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -64,7 +64,7 @@ def start(folder: Path, names: Iterable[str], *path: Path | str) -> subprocess.P
 
 
 def results(process: subprocess.Popen[str], folder: Path) -> dict[str, list[Any]]:
-    """Wait for started programs; return for each the results of its ranks, or the text of what they raised."""
+    """Wait for started programs. Return for each the results of its ranks, or the text of the exception."""
     try:
         code = process.wait(SECONDS * 4)
     finally:
@@ -77,17 +77,18 @@ def results(process: subprocess.Popen[str], folder: Path) -> dict[str, list[Any]
 
 
 def main(out: str, *names: str) -> None:
-    """Run the programs one after the other and write their results, or what they raised, by name and rank."""
+    """Run the programs one after the other, and write their results or exceptions by name and rank."""
     for library in LIBRARIES:
-        with contextlib.suppress(Exception):  # trl and diffusers demand a newer transformers than some have
+        # Trl and diffusers require a newer transformers than some environments have.
+        with contextlib.suppress(Exception):
             importlib.import_module(library)
     gc.collect()
-    gc.freeze()  # else collections in the children copy the parent's pages
+    gc.freeze()  # Otherwise garbage collection in the children would copy the parent's pages.
     Path(out).write_text(json.dumps({name: run(name) for name in names or PROGRAMS}))
 
 
 def run(name: str) -> list[Any]:
-    """Run a program; return the results of its ranks, or the text of what they raised."""
+    """Run a program. Return the results of its ranks, or the text of the exception."""
     program, _, count = name.partition("@")
     ranks = int(count or RANKS)
     with reserved_port() as port:
@@ -100,7 +101,7 @@ def run(name: str) -> list[Any]:
 
 
 def _start(name: str, rank: int, ranks: int, port: int) -> tuple[int, int]:
-    """Fork a rank; return its process and the end of the pipe that its result comes from."""
+    """Fork a rank. Return its process, and the end of the pipe on which its result arrives."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:

@@ -1,4 +1,4 @@
-"""transformers in a kernel and in ranks where this package is served as `accelerate`: `make test-clients`."""
+"""transformers in a kernel and in ranks with this package served as `accelerate`: `make test-clients`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
     ),
-    pytest.mark.timeout(700),  # against hangs only: several processes import transformers
+    pytest.mark.timeout(700),  # Only against hangs: several processes import transformers.
 ]
 
 TRAIN = """

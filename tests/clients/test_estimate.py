@@ -1,4 +1,4 @@
-"""The memory estimate of transformers' configurations: `make test-clients`."""
+"""Memory estimates for configurations of transformers: `make test-clients`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_configuration_is_estimated_as_its_model() -> None:
+def test_the_estimate_of_a_configuration_equals_that_of_its_model() -> None:
     from transformers import AutoModel, LlamaConfig
 
     config = LlamaConfig(
@@ -26,4 +26,6 @@ def test_a_configuration_is_estimated_as_its_model() -> None:
     assert one.training["activations"] > one.inference["activations"]
     two = estimate_memory(config, strategy="tp", num_processes=2)
     norms = 4 * 5 * 32
-    assert two.training["weights"] == norms + (weights - norms) // 2, "the model's plan leaves only norms whole"
+    assert two.training["weights"] == norms + (weights - norms) // 2, (
+        "the plan of the model splits everything except norms"
+    )

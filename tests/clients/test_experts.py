@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers, their experts split over ranks: `make test-clients`."""
+"""Mixtures of experts of transformers, with their experts split over ranks: `make test-clients`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
     ),
-    pytest.mark.timeout(700),  # against hangs only: each rank imports transformers
+    pytest.mark.timeout(700),  # Only against hangs: each rank imports transformers.
 ]
 IDS = torch.arange(32).reshape(4, 8)
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -65,7 +65,7 @@ def _split(name: str, implementation: str, degrees: dict[str, Any]) -> dict[str,
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_of_transformers_train_split_as_whole(name: str, implementation: str) -> None:
+def test_split_experts_of_transformers_train_like_whole_ones(name: str, implementation: str) -> None:
     for found in run_ranks(_split, name, implementation, {"ep_size": 2}, env={"HF_HUB_OFFLINE": "1"}, timeout=600):
         assert found["split"]["losses"] == pytest.approx(found["whole"]["losses"], rel=1e-5)
         assert found["split"]["norms"] == pytest.approx(found["whole"]["norms"], rel=1e-4)
@@ -73,9 +73,9 @@ def test_experts_of_transformers_train_split_as_whole(name: str, implementation:
         assert found["same"]
 
 
-def test_shards_of_transformers_experts() -> None:
+def test_sharded_experts_of_transformers_train_like_whole_ones() -> None:
     degrees = {"dp_shard_size": 2, "ep_size": 2}
-    # The balancing loss of Mixtral's router is that of a batch, not the mean of its halves.
+    # The balancing loss of Mixtral's router is computed over a batch, and is not the mean over its halves.
     for found in run_ranks(_split, "Qwen2Moe", "eager", degrees, world_size=4, env={"HF_HUB_OFFLINE": "1"}):
         assert found["split"]["losses"] == pytest.approx(found["whole"]["losses"], rel=1e-5)
         assert found["same"]

@@ -1,4 +1,4 @@
-"""`from_pretrained` of transformers finds the weights that `save_model` and `save_state` write, also tied ones."""
+"""`from_pretrained` of transformers finds weights written by `save_model` and `save_state`, also tied ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def loaded(kind: str, folder: str) -> dict[str, bool]:
-    """Return whether models that are read from what `save_model` writes have the saved weights."""
+    """Return whether models read from the files of `save_model` have the saved weights."""
     notebook_accelerate.as_accelerate()
     import transformers
 

@@ -1,4 +1,4 @@
-"""Libraries imported in a rank find neither a notebook nor an interactive interpreter; their output is in the cell."""
+"""Libraries imported in a rank detect neither a notebook nor an interactive interpreter. Their output is in the cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.launching import ready_kernel
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="no lightning: make test-clients"),
-    pytest.mark.timeout(900),  # against hangs only: ranks import transformers and Lightning
+    pytest.mark.timeout(900),  # Only against hangs: ranks import transformers and Lightning.
 ]
 
 LOOK = """
@@ -67,7 +67,7 @@ rich.get_console(); list(tqdm.auto.tqdm(range(3)))
 
 @pytest.fixture(scope="module", params=["nothing imported", "everything imported"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return a kernel that has, or has not, imported the libraries in which ranks find them."""
+    """Return a kernel that has, or has not, imported the libraries."""
     with ready_kernel() as kernel:
         kernel.check(LOOK)
         if request.param == "everything imported":
@@ -76,7 +76,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
-def test_libraries_find_no_notebook_in_a_rank(kernel: Kernel, method: str) -> None:
+def test_libraries_do_not_detect_a_notebook_in_a_rank(kernel: Kernel, method: str) -> None:
     found: list[dict[str, Any]] = kernel.value(
         f"notebook_launcher(look, num_processes=2, start_method={method!r}).results"
     )
@@ -86,7 +86,7 @@ def test_libraries_find_no_notebook_in_a_rank(kernel: Kernel, method: str) -> No
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
-def test_figures_arrive_and_widgets_leave_their_text(kernel: Kernel, method: str) -> None:
+def test_figures_arrive_and_widgets_arrive_as_text(kernel: Kernel, method: str) -> None:
     cell = kernel.check(f"notebook_launcher(show, num_processes=2, start_method={method!r}, panel=False);")
     kinds = [kind for data in cell.displays for kind in data]
     assert kinds.count("image/png") == 2

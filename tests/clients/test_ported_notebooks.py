@@ -1,4 +1,4 @@
-"""Public notebooks that are ported, executed from the top; their last cells check what they learn."""
+"""Public notebooks that are ported, executed from top to bottom. Their last cells check the training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.nightly import rest_nightly
 pytestmark = [
     pytest.mark.notebook,
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="no trl: make test-clients"),
-    pytest.mark.timeout(900),  # against hangs only
+    pytest.mark.timeout(900),  # Only against hangs.
 ]
 DAILY = ("simple_nlp_example", "trl_sft_lora")
 PORTED = rest_nightly(

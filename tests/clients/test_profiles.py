@@ -1,4 +1,4 @@
-"""Profiles of transformers' and of Lightning's Trainer: their steps, and a slow loader of one rank."""
+"""Profiles of the Trainers of transformers and Lightning: their steps, and a slow loader of one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [
         None in map(importlib.util.find_spec, ("transformers", "lightning")),
         reason="transformers and lightning are not installed: make test-clients",
     ),
-    pytest.mark.timeout(900),  # against hangs only: ranks import transformers or Lightning
+    pytest.mark.timeout(900),  # Only against hangs: ranks import transformers or Lightning.
 ]
 CODE = """
 import notebook_accelerate
@@ -67,5 +67,5 @@ def test_a_slow_loader_of_one_rank_is_named(program: str) -> None:
         assert ["slow_loader", [1]] in findings, shown
         assert {rule for rule, _ in findings} <= {"slow_loader"}, shown
         linears = "sum(row.calls[0] for row in profile.ops() if row.name == 'aten::linear')"
-        assert kernel.value(linears) == 4 * 2 * 2, "two layers, and two batches in each of the steps"
+        assert kernel.value(linears) == 4 * 2 * 2, "there are two layers, and two batches in each step"
         kernel.check("run.stop()", 60)

@@ -1,4 +1,4 @@
-"""Training libraries in ranks with this package as their `accelerate` compute what they do on the real one.
+"""Training libraries in ranks with this package as their `accelerate` compute the same as with the real one.
 
 Their losses, steps and progress are in the run, and the cell shows neither widgets of ranks nor warnings of forks.
 """
@@ -20,7 +20,7 @@ from tests.support.launching import ready_kernel
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="no lightning: make test-clients"),
     pytest.mark.skipif(not peer.FOLDER.exists(), reason="the environment has no real accelerate: make test-clients"),
-    pytest.mark.timeout(1800),  # against hangs only: several processes import all libraries
+    pytest.mark.timeout(1800),  # Only against hangs: several processes import all libraries.
 ]
 EACH = pytest.mark.parametrize("name", PROGRAMS)
 TOLERANCE = 1e-4
@@ -47,7 +47,7 @@ for library in LIBRARIES:
 
 @pytest.fixture(scope="session")
 def on_accelerate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return the results on the real Accelerate of all programs that have tests in this session."""
+    """Return the results with the real Accelerate for all programs that have tests in this session."""
     names = set()
     for item in request.session.items:
         name = getattr(item, "callspec", item).params.get("name") if hasattr(item, "callspec") else None
@@ -58,7 +58,7 @@ def on_accelerate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    """Return a kernel that has imported the libraries, as a notebook that uses them."""
+    """Return a kernel that has imported the libraries, like a notebook that uses them."""
     with ready_kernel() as kernel:
         kernel.check(CODE)
         kernel.check(IMPORTS)
@@ -86,14 +86,14 @@ def check_run(kernel: Kernel, cell: Cell, name: str, result: dict[str, Any]) -> 
 
 
 def check_cell(cell: Cell) -> None:
-    """Fail where a rank has left a widget or a fork has been warned of."""
+    """Fail if a rank left a widget or a fork caused a warning."""
     assert cell.comms == []
     assert not [data for data in cell.displays if "application/vnd.jupyter.widget-view+json" in data]
     assert "fork" not in cell.plain
 
 
 def check_launch(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str, method: str) -> None:
-    """Fail unless a program has the same results as on Accelerate, and its run shows them."""
+    """Fail unless a program has the same results as with Accelerate, and its run shows them."""
     cell = kernel.check(
         f"run = launch(PROGRAMS[{name!r}].train, start_method={method!r}, panel=False, timeout={SECONDS})", SECONDS
     )
@@ -104,12 +104,16 @@ def check_launch(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str,
 
 
 @EACH
-def test_forked_ranks(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str) -> None:
+def test_programs_give_equal_results_in_forked_ranks(
+    kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str
+) -> None:
     check_launch(kernel, on_accelerate, name, "fork")
 
 
 @pytest.mark.parametrize("name", IN_ONE_PROCESS)
-def test_one_process(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str) -> None:
+def test_programs_give_equal_results_in_one_process(
+    kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str
+) -> None:
     cell = kernel.check(
         f"run = launch(PROGRAMS[{name!r}].train, num_processes=1, start_method='fork', panel=False, timeout={SECONDS})",
         SECONDS,
@@ -121,13 +125,15 @@ def test_one_process(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
 @EACH
-def test_a_launch_for_each_program(kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str, method: str) -> None:
+def test_programs_give_equal_results_in_separate_launches(
+    kernel: Kernel, on_accelerate: dict[str, list[Any]], name: str, method: str
+) -> None:
     check_launch(kernel, on_accelerate, name, method)
 
 
 @pytest.fixture(scope="module", params=["zygote", "spawn"])
 def one_launch(kernel: Kernel, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Return the results by rank of a launch that runs all programs: its ranks import the libraries themselves."""
+    """Return the results by rank of a launch that runs all programs in ranks that import the libraries themselves."""
     cell = kernel.check(
         f"run = launch(run_several, {list(PROGRAMS)}, start_method={request.param!r}, panel=False, timeout={SECONDS})",
         SECONDS,
@@ -141,7 +147,7 @@ def one_launch(kernel: Kernel, request: pytest.FixtureRequest) -> list[dict[str,
 
 
 @EACH
-def test_ranks_that_import_the_libraries(
+def test_programs_give_equal_results_in_ranks_that_import_the_libraries(
     one_launch: list[dict[str, Any]], on_accelerate: dict[str, list[Any]], name: str
 ) -> None:
     check_results(name, on_accelerate[name], [results[name] for results in one_launch])

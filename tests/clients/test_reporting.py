@@ -1,4 +1,4 @@
-"""Trainers of other libraries report their losses, steps and progress to the run, whatever starts their ranks."""
+"""Trainers of other libraries report losses, steps and progress to the run, with every start method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.launching import ready_kernel
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="no lightning: make test-clients"),
-    pytest.mark.timeout(900),  # against hangs only: ranks import transformers and Lightning
+    pytest.mark.timeout(900),  # Only against hangs: ranks import transformers and Lightning.
 ]
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
 
@@ -79,13 +79,13 @@ def kernel() -> Iterator[Kernel]:
 
 
 def progress(kernel: Kernel) -> list[list[int]]:
-    """Return the step and the total that each rank reported last."""
+    """Return the last step and the total that each rank reported."""
     found: list[list[int]] = kernel.value("[[bar.step, bar.total] for _, bar in sorted(run.store.loops.items())]")
     return found
 
 
 @METHODS
-def test_the_trainer_of_transformers(kernel: Kernel, method: str) -> None:
+def test_the_trainer_of_transformers_reports_to_the_run(kernel: Kernel, method: str) -> None:
     cell = kernel.check(f"run = launch(trainer, start_method={method!r})")
     assert kernel.value("run.results") == [["DISTRIBUTED", 12]] * 2
     assert kernel.value("points(run, 'loss')") == [[rank, step] for rank in (0, 1) for step in range(2, 13, 2)]
@@ -95,7 +95,7 @@ def test_the_trainer_of_transformers(kernel: Kernel, method: str) -> None:
 
 
 @METHODS
-def test_the_trainer_of_lightning(kernel: Kernel, method: str) -> None:
+def test_the_trainer_of_lightning_reports_to_the_run(kernel: Kernel, method: str) -> None:
     cell = kernel.check(f"run = launch(lightning, start_method={method!r})")
     assert kernel.value("run.results") == [[2, 16]] * 2
     assert kernel.value("points(run, 'train_loss')") == [[rank, step] for rank in (0, 1) for step in range(1, 17)]
@@ -104,7 +104,7 @@ def test_the_trainer_of_lightning(kernel: Kernel, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
-def test_numbers_for_wandb_and_mlflow(kernel: Kernel, method: str) -> None:
+def test_numbers_for_wandb_and_mlflow_reach_the_run(kernel: Kernel, method: str) -> None:
     kernel.check(f"run = launch(writers, start_method={method!r}, timeout=300)")
     for name in ("wandb_loss", "mlflow_loss", "mlflow_rate"):
         assert kernel.value(f"points(run, {name!r})") == [[rank, step] for rank in (0, 1) for step in range(3)]

@@ -1,4 +1,4 @@
-"""transformers' Trainer on this package, served to it as `accelerate`: `make test-clients`."""
+"""The Trainer of transformers on this package, served to it as `accelerate`: `make test-clients`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
     ),
-    pytest.mark.timeout(700),  # against hangs only: several processes import transformers
+    pytest.mark.timeout(700),  # Only against hangs: several processes import transformers.
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,14 +32,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def train(folder: Path, ranks: int, more: dict[str, Any], script: str = "clients/trainer.py") -> list[dict[str, Any]]:
-    """Run a script of the tests on some ranks; return what rank 0 found first."""
+    """Run a script of the tests on the given number of ranks. Return the findings of rank 0."""
     with reserved_port() as port:
         return _train(folder, ranks, more, ROOT / "tests" / script, port)
 
 
 def _train(folder: Path, ranks: int, more: dict[str, Any], path: Path, port: int) -> list[dict[str, Any]]:
     script = [sys.executable, str(path), str(folder / "out"), str(8 // ranks)]
-    path_with_alias = f"{accelerate_alias.STARTUP_FOLDER}{os.pathsep}{ROOT}"  # as as_accelerate() sets it
+    path_with_alias = f"{accelerate_alias.STARTUP_FOLDER}{os.pathsep}{ROOT}"  # As as_accelerate() sets it.
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -75,7 +75,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train(tmp_path_factory.mktemp("alone"), 1, {})[0]
 
 
-def test_one_process(alone: dict[str, Any]) -> None:
+def test_one_process_trains_and_resumes(alone: dict[str, Any]) -> None:
     assert alone["served"] == "notebook_accelerate.accelerator"
     assert alone["strategy"] == "single"
     assert alone["steps"] == alone["resumed_steps"] == 6
@@ -83,7 +83,7 @@ def test_one_process(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_train_as_one_process_does(way: str, alone: dict[str, Any], tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_process(way: str, alone: dict[str, Any], tmp_path: Path) -> None:
     first, second = train(tmp_path, 2, WAYS[way])
     assert first["strategy"] == second["strategy"] == way
     assert first["steps"] == first["resumed_steps"] == 6

@@ -1,4 +1,4 @@
-"""Other versions of transformers train, and load what is saved, on this package as on the real Accelerate."""
+"""Other versions of transformers train and load checkpoints with this package as with the real Accelerate."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.clients.test_programs import check_results
 VERSIONS = sorted(path.parent.name for path in peer.VERSIONS.glob("*/.ready"))
 pytestmark = [
     pytest.mark.skipif(not peer.FOLDER.exists(), reason="the environment has no real accelerate: make test-clients"),
-    pytest.mark.timeout(1800),  # against hangs only: several processes import transformers
+    pytest.mark.timeout(1800),  # Only against hangs: several processes import transformers.
 ]
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
-    """Return the results of all programs with one version of transformers: on the real Accelerate, on this package."""
+    """Return the results of all programs with one version of transformers, with the real Accelerate and this package."""
     version = peer.VERSIONS / request.param
     paths: dict[str, tuple[Path | str, ...]] = {"there": (version, peer.FOLDER), "here": (STARTUP_FOLDER, version)}
     folders = {name: tmp_path_factory.mktemp(name) for name in paths}
@@ -30,5 +30,5 @@ def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("name", WITH_OTHER_TRANSFORMERS)
-def test_a_program_with_another_transformers(sides: list[dict[str, list[Any]]], name: str) -> None:
+def test_a_program_with_another_transformers_gives_equal_results(sides: list[dict[str, list[Any]]], name: str) -> None:
     check_results(name, *(side[name] for side in sides))

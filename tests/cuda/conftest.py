@@ -1,4 +1,4 @@
-"""Machines with NVIDIA GPUs, emulated by libraries in the place of the driver and of NVML."""
+"""Machines with NVIDIA GPUs, emulated by stub libraries for the driver and NVML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support import fake_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a container with a GPU has, and this machine does not.
+# Devices and files that a container with a GPU has, and this machine lacks.
 DRIVER_FILES = "from notebook_accelerate.hardware import device_counts; device_counts._nvidia_driver = lambda: True\n"
 
 
@@ -29,7 +29,7 @@ class Machine:
         self._folder, self._log = folder, folder / "driver.log"
 
     def run(self, code: str, **variables: str) -> str:
-        """Return what a program prints on this machine, with these variables."""
+        """Return the output of a program on this machine, with the given variables."""
         emulated = {
             "LD_LIBRARY_PATH": str(self._folder),
             "FAKE_NVML_COUNT": "1",
@@ -41,7 +41,7 @@ class Machine:
         }
         restricted = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
         own = {name: value for name, value in os.environ.items() if name not in restricted}
-        script = self._folder / "program.py"  # ranks that are started anew import it
+        script = self._folder / "program.py"  # Newly started ranks import it.
         script.write_text(DRIVER_FILES + code)
         self._log.write_text("")
         done = subprocess.run(
@@ -57,7 +57,7 @@ class Machine:
         return done.stdout
 
     def initialised(self) -> list[int]:
-        """Return the processes of the last program that have initialised the driver."""
+        """Return the processes of the last program that initialized the driver."""
         return [int(line) for line in self._log.read_text().splitlines()]
 
 

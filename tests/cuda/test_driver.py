@@ -1,6 +1,6 @@
-"""What initialises CUDA's driver, with torch's build for CUDA and a library in the driver's place that writes it down.
+"""Calls that initialize CUDA's driver, with torch's build for CUDA and a stub driver that records them.
 
-A driver that the kernel has initialised does not work in forked ranks: nothing of this package may do it there.
+A driver that the kernel has initialized does not work in forked ranks, so nothing in this package may do it there.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ LOUD = {
 
 
 @pytest.mark.parametrize("what", QUIET)
-def test_nothing_of_this_package_initialises_the_driver(machine: Machine, what: str) -> None:
+def test_nothing_in_this_package_initialises_the_driver(machine: Machine, what: str) -> None:
     assert machine.run(QUIET[what] + HAZARD).splitlines()[-1] == "''", "the kernel is safe to fork"
     assert machine.initialised() == []
 
 
 @pytest.mark.parametrize("what", LOUD)
-def test_a_driver_that_the_user_has_initialised_is_seen(machine: Machine, what: str) -> None:
+def test_a_driver_that_the_user_has_initialised_is_detected(machine: Machine, what: str) -> None:
     assert machine.run(LOUD[what] + HAZARD).splitlines()[-1] == "'CUDA is initialised in the kernel'"
     assert len(machine.initialised()) == 1
 
 
-def test_ranks_forked_from_a_kernel_find_a_driver_that_nobody_has_initialised(machine: Machine) -> None:
+def test_ranks_forked_from_a_kernel_find_an_uninitialised_driver(machine: Machine) -> None:
     code = """
 import os, sys
 from notebook_accelerate import notebook_launcher
@@ -70,7 +70,7 @@ print(run.plan.start_method, run.results)
     assert machine.initialised() == []
 
 
-def test_the_zygotes_ranks_too(machine: Machine) -> None:
+def test_ranks_of_the_zygote_find_an_uninitialised_driver(machine: Machine) -> None:
     code = """
 import torch
 from notebook_accelerate import notebook_launcher
@@ -83,7 +83,7 @@ print(run.plan.start_method, run.plan.reason, run.results)
 """
     lines = machine.run(code, FAKE_NVML_COUNT="2", FAKE_CUDA_COUNT="2").splitlines()
     assert lines[-1] == f"zygote CUDA is initialised in the kernel {((False, False),) * 2}"
-    assert len(machine.initialised()) == 1, "only the user's own call in the kernel"
+    assert len(machine.initialised()) == 1, "only the user's call in the kernel is recorded"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""How many ranks are planned, and what their variables are, on machines with NVIDIA GPUs; nothing is started.
+"""The planned number of ranks and their variables, on machines with NVIDIA GPUs. Nothing is started.
 
-torch is the build for CUDA, NVML a library in its place.
+torch is the build for CUDA, and NVML is a stub library.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _planned(machine: Machine, expression: str, **variables: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_each_rank_has_a_gpu_and_what_its_model_needs(machine: Machine, name: str) -> None:
+def test_each_rank_has_a_gpu_and_the_variables_that_its_model_needs(machine: Machine, name: str) -> None:
     count = int(MACHINES[name]["FAKE_NVML_COUNT"])
     accelerator, backend, ranks = _planned(machine, "plan()", **MACHINES[name], OMP_NUM_THREADS="3")
     assert (accelerator, backend) == ("cuda", "nccl")
@@ -68,7 +68,7 @@ def test_each_rank_has_a_gpu_and_what_its_model_needs(machine: Machine, name: st
         ({"CUDA_VISIBLE_DEVICES": "GPU-3,GPU-1"}, {}, 2),
     ],
 )
-def test_ranks_are_counted_by_the_devices_that_they_will_see(
+def test_ranks_are_counted_by_the_devices_visible_to_them(
     machine: Machine, kernel: dict[str, str], run: dict[str, str], count: int
 ) -> None:
     """Without a visible GPU the run is on the CPU, with one process."""
@@ -104,7 +104,7 @@ print(os.sched_getaffinity(0) == {core})
     ("gpu", "visible", "fits"),
     [("two T4s", "0,1", False), ("eight H100s", "0,1", True), ("eight H100s", "MIG-slice", False)],
 )
-def test_the_form_says_what_does_not_fit_the_memory_of_a_gpu(
+def test_the_form_warns_of_models_that_exceed_the_memory_of_a_gpu(
     machine: Machine, gpu: str, visible: str, fits: bool
 ) -> None:
     code = (

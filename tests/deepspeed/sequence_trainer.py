@@ -14,7 +14,7 @@ from tests.deepspeed.test_sequence_parallel import ROWS, Sentences, llama
 
 
 def main(folder: str, more: dict[str, Any]) -> None:
-    """Train on 24 sequences in their order, and evaluate."""
+    """Train on 24 sequences in order, and evaluate."""
     how = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     layout = ParallelismConfig(sp_size=2, sp_handler=how) if more.pop("split") else None
     settings = TrainingArguments(

@@ -1,4 +1,4 @@
-"""The example of every way to be parallel, where DeepSpeed is installed."""
+"""The example that shows every kind of parallelism, with DeepSpeed installed."""
 
 from __future__ import annotations
 

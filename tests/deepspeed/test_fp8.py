@@ -1,4 +1,4 @@
-"""fp8 layers in DeepSpeed's engine, which computes in bf16 around them."""
+"""fp8 layers in DeepSpeed's engine, whose other layers compute in bf16."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_layers_compute_in_fp8(stage: int) -> None:
     (expected,) = run_ranks(losses, None, "fp8", world_size=1, timeout=SECONDS)
     assert expected[-1] < expected[0] - 0.1
     first, second = run_ranks(losses, stage, "fp8", timeout=SECONDS)
-    assert first == second == pytest.approx(expected, rel=1e-2)  # the engine's weights are bfloat16
+    assert first == second == pytest.approx(expected, rel=1e-2)  # The engine's weights are bfloat16.
 
 
 def with_msamp() -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def make_training() -> Any:
-    """Return a function as a cell would define it."""
+    """Return a function like one defined in a cell."""
 
     def train(plugin: Any) -> dict[str, Any]:
         import torch
@@ -39,14 +39,14 @@ def make_training() -> Any:
             losses.append(accelerator.gather(loss.detach()).mean().item())
         found = {"losses": losses, "type": accelerator.distributed_type.value, "ranks": accelerator.num_processes}
         accelerator.end_training()
-        accelerator.free_memory()  # the engine is gone already
+        accelerator.free_memory()  # The engine has been deleted already.
         return found
 
     return train
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.nightly)])
-def test_one_argument_selects_deepspeed(ranks: int) -> None:
+def test_a_single_argument_selects_deepspeed(ranks: int) -> None:
     before = dict(os.environ)
     plugin = DeepSpeedPlugin(zero_stage=3)
     # In one kernel, one after the other: an argument of the training, and one of the launch.

@@ -30,7 +30,7 @@ SECONDS = 400
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Sequences whose first labels do not count: how many do differs between pieces and between sequences."""
+    """Sequences whose first labels do not count. Their number differs between pieces and between sequences."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -62,7 +62,7 @@ def llama(seed: int = 0, attention: str = "sdpa", heads: int = 4) -> Any:
 
 
 def plain(count: int, window: int = 1, heads: int = 4) -> dict[str, Any]:
-    """Train on whole sequences, in plain torch; `window` batches make a step."""
+    """Train on whole sequences in plain torch. `window` batches make a step."""
     model = llama(heads=heads)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, norms = [], []
@@ -78,7 +78,7 @@ def plain(count: int, window: int = 1, heads: int = 4) -> dict[str, Any]:
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor], group: Any) -> torch.Tensor:
-    """Return the loss of whole sequences from this rank's piece, as DeepSpeed's documentation says."""
+    """Return the loss of whole sequences from this rank's piece, as DeepSpeed's documentation computes it."""
     targets = batch["shift_labels"]
     scores = model(**batch).logits
     loss = model.module.loss_function(logits=scores, labels=None, shift_labels=targets, vocab_size=WORDS)
@@ -91,7 +91,7 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor], group: Any) -> torch.Ten
 def gathered(value: torch.Tensor, group: Any) -> Sequence[torch.Tensor]:
     if group.size() == torch.distributed.get_world_size():
         return functional.all_gather(value, group=group)  # type: ignore[no-untyped-call,no-any-return]
-    # On gloo the backward of the above takes ranks of the group for ranks of the world (torch 2.13).
+    # On gloo the backward of the above mistakes ranks of the group for ranks of the world (torch 2.13).
     values: torch.Tensor = all_gather_tensor_autograd(value.reshape(1), 0, group)
     return list(values.unbind())
 
@@ -117,7 +117,7 @@ def split(
     folder: str | None = None,
     save_at: int | None = None,
 ) -> dict[str, Any]:
-    """Train on pieces; save before the piece `save_at`, or go on from `folder` after half of the pieces."""
+    """Train on pieces. Save before the piece `save_at`, or resume from `folder` after half of the pieces."""
     accelerator = accelerator_of(zero, window, **(degrees or {}))
     model = llama(accelerator.process_index, heads=heads)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -168,19 +168,19 @@ def test_training_equals_that_of_whole_sequences(zero: dict[str, Any]) -> None:
     assert_equal(found[0], expected)
     for rank in found:
         assert rank["losses"] == found[0]["losses"]
-        assert rank["length"] == len(rank["losses"]) == 12  # both ranks' batches
+        assert rank["length"] == len(rank["losses"]) == 12  # The batches of both ranks.
         assert rank["ends"] == [False] * 11 + [True]
         assert rank["shapes"] == {(ROWS, LENGTH // 2)}
     assert expected["losses"][0] != pytest.approx(expected["losses"][-1], rel=1e-3)
 
 
-def test_windows_and_shared_heads() -> None:
+def test_windows_and_shared_heads_train_equally() -> None:
     found = run_ranks(split, {"stage": 2}, 24, 3, 1, timeout=SECONDS)[0]
     assert_equal(found, plain(24, 3, 1))
 
 
-def test_two_sequences_on_four_ranks() -> None:
-    # Pairs of ranks go through different batches: together they make a step of two.
+def test_two_sequences_on_four_ranks_train_equally() -> None:
+    # Pairs of ranks read different batches: together they make a step of two.
     found = run_ranks(split, {"stage": 2}, 32, 1, 4, {"dp_replicate_size": 2}, world_size=4, timeout=SECONDS)
     batches = list(DataLoader(Sentences(32), batch_size=ROWS))
     model = llama()
@@ -209,7 +209,7 @@ def test_resumed_training_continues(stage: int, tmp_path: Path) -> None:
 
 
 def beside() -> dict[str, Any]:
-    """Evaluate: on pieces, on whole sequences, and by another model; then give everything back."""
+    """Evaluate on pieces, on whole sequences, and by another model; then restore everything."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -259,7 +259,7 @@ def test_other_models_and_evaluation_are_not_split() -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
-def test_the_trainer_trains_as_one_process_does(stage: int, tmp_path: Path) -> None:
+def test_the_trainer_trains_like_one_process(stage: int, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", 1, {"split": False}, "deepspeed/sequence_trainer.py")[0]
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -292,7 +292,7 @@ def in_halves() -> list[float]:
     return losses
 
 
-def test_low_precision() -> None:
+def test_low_precision_is_near_full_precision() -> None:
     for losses in run_ranks(in_halves, timeout=SECONDS):
         assert losses == pytest.approx(plain(24)["losses"], rel=1e-2)
 
@@ -339,6 +339,6 @@ def bare(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         ("places", r"a batch has input_ids, but no position_ids, labels"),
     ],
 )
-def test_wrong_arguments_raise(reason: str, message: str) -> None:
+def test_wrong_arguments_are_refused(reason: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(refused, reason, timeout=SECONDS)

@@ -20,7 +20,7 @@ PARAMETERS = 4 * sum(p.numel() for p in Wide().parameters())
 
 
 def told(stages: list[int], precision: str) -> list[tuple[ShardReport, int]]:
-    """Return what is told in each stage, and the bytes of the moments that the optimizer has after a step."""
+    """Return the report of each stage, and the bytes of the optimizer's moments after a step."""
     found = []
     for stage in stages:
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -42,7 +42,7 @@ def told(stages: list[int], precision: str) -> list[tuple[ShardReport, int]]:
 
 
 def told_of_offloaded() -> list[ShardReport]:
-    """Return what is told where optimizer state, and parameters too, rest in main memory."""
+    """Return the report with the optimizer state, and optionally parameters, in main memory."""
     found = []
     for parameters in ("none", "cpu"):
         plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", offload_param_device=parameters)
@@ -63,7 +63,7 @@ def test_offloaded_sizes_name_the_device() -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_bytes_by_stage(precision: str) -> None:
+def test_bytes_are_reported_by_stage(precision: str) -> None:
     computing = PARAMETERS // (1 if precision == "no" else 2)
     for rank, found in enumerate(run_ranks(told, [0, 1, 2, 3], precision)):
         for stage, (said, moments) in enumerate(found):

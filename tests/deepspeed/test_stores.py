@@ -1,4 +1,4 @@
-"""An engine's checkpoint in a store that fsspec reaches, written by ranks on machines of their own."""
+"""An engine's checkpoint in a store that fsspec reaches, written by ranks on separate machines."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HALF = 3
 
 
 def trained(place: str, case: Case, folder: str, save_at: int | None) -> dict[str, Any]:
-    """Train, with temporary files that the other rank does not see."""
+    """Train with temporary files that the other rank cannot see."""
     to_a_machine_of_its_own(place)
     return scripts.trained(case, folder, save_at)
 
 
-def test_ranks_on_two_machines_resume(tmp_path: Path) -> None:
+def test_ranks_on_two_machines_can_resume(tmp_path: Path) -> None:
     folder = tmp_path / "store" / "checkpoint"
     whole = Case(**ZERO["stage 3"], steps=2 * HALF)
     half = Case(**ZERO["stage 3"], first=HALF, steps=HALF)
@@ -49,7 +49,7 @@ def test_ranks_on_two_machines_resume(tmp_path: Path) -> None:
 
 
 class Attack:
-    """Pickled as a call that makes a file."""
+    """Pickled as a call that creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path

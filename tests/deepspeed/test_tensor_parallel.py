@@ -1,4 +1,4 @@
-"""A model of transformers, split by its own plan: by `prepare`, and while transformers loads it."""
+"""A model of transformers, split by its own plan, either by `prepare` or while transformers loads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-deepspeed"
     ),
-    pytest.mark.timeout(700),  # against hangs only: each rank imports transformers
+    pytest.mark.timeout(700),  # Only against hangs: each rank imports transformers.
 ]
 IDS = torch.arange(16).reshape(2, 8)
 
@@ -38,8 +38,8 @@ def _optimizer(model: Any) -> torch.optim.Optimizer:
 
 
 def _split(folder: str) -> dict[str, Any]:
-    """Train a Llama whole, split by `prepare`, and split by transformers while it is loaded."""
-    # transformers splits only where there is a package of that name.
+    """Train a Llama whole, split by `prepare`, and split by transformers during loading."""
+    # transformers splits models only if a package with that name is importable.
     notebook_accelerate.as_accelerate()
     from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM
 
@@ -67,11 +67,11 @@ def _split(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_a_model_trains_split_by_its_plan_as_it_does_whole(tmp_path: Path) -> None:
+def test_a_model_split_by_its_plan_trains_like_the_whole(tmp_path: Path) -> None:
     results = run_ranks(_split, str(tmp_path), env={"HF_HUB_OFFLINE": "1"}, timeout=600)
     for found in results:
         for how in ("prepared", "loaded"):
             assert found[how]["split before"] == (how == "loaded")
-            assert found[how]["shape"] == [32, 32], "half of the columns"
+            assert found[how]["shape"] == [32, 32], "each rank has half of the columns"
             assert found[how]["losses"] == pytest.approx(found["whole"], rel=1e-5)
         assert found["whole"][-1] < found["whole"][0]

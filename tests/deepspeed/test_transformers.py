@@ -54,7 +54,7 @@ def test_models_are_sharded_while_they_are_built() -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
-def test_the_trainer_trains_as_one_process_does(stage: int, tmp_path: Path) -> None:
+def test_the_trainer_trains_like_one_process(stage: int, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", 1, {})[0]
     (tmp_path / "alone").rename(tmp_path / "before")
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}

@@ -196,7 +196,7 @@ def test_a_run_whose_folder_is_deleted_shows_its_end(state: Path, tmp_path: Path
     assert run.wait(60)
     assert run.status == "succeeded"
     with pytest.raises(SerializationError, match="the result of rank 0 is not saved: FileNotFoundError"):
-        run.results  # noqa: B018 - reading is what is tested
+        run.results  # noqa: B018 - the test is about reading
 
 
 def test_a_run_deleted_at_its_end_leaves_no_process(state: Path) -> None:

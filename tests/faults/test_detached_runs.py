@@ -363,7 +363,7 @@ def test_a_full_disk_loses_neither_results_nor_the_end(
         assert run.status == "succeeded"
         assert any(f"Cannot save the run to {run.folder}" in text for text in run.journal.state.warnings)
         with pytest.raises(SerializationError, match=r"not saved: .*No space left on device"):
-            run.results  # noqa: B018 - reading is what is tested
+            run.results  # noqa: B018 - the test is about reading
         filler.unlink()
         until(lambda: not processes_of(small_disk / "state"), seconds=120)
         until(lambda: run.logs(1) == ["goes on"], seconds=20)

@@ -211,7 +211,7 @@ def test_a_chained_exception_is_shown_with_its_cause(kernel: Kernel, method: str
 
 def test_the_exceptions_of_a_group_are_reported(kernel: Kernel) -> None:
     if kernel.value("sys.version_info < (3, 11)"):
-        pytest.skip("exception groups came with Python 3.11")
+        pytest.skip("exception groups need Python 3.11")
     text = _run(kernel, "raise ExceptionGroup('both', [ValueError('one'), KeyError('two')])", "fork")
     assert "ExceptionGroup: both (2 sub-exceptions)" in text
     assert "ValueError: one" in text

@@ -265,7 +265,7 @@ FAILURES = {
 
 @METHODS
 @pytest.mark.parametrize("kind", FAILURES)
-def test_no_exception_hides_where_it_was_raised(kernel: Kernel, method: str, kind: str) -> None:
+def test_no_exception_conceals_its_origin(kernel: Kernel, method: str, kind: str) -> None:
     text = said(_run(kernel, FAILURES[kind], method))
     assert "in train\n    raise" in text
     assert "os._exit" not in text

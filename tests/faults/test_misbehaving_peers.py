@@ -173,7 +173,7 @@ SOCKETS = {
     "launch/hosts/remote/listener.py": test_a_peer_of_the_listener_that_sends_garbage_harms_no_host,
     "launch/hosts/ray/ray_backend.py": test_a_driver_that_sends_garbage_ends_its_launch,
     "launch/hosts/ray/ray_actor.py": test_a_foreign_peer_of_a_tunnel_is_rejected,
-    "launch/hosts/ray/ray_driver.py": "the kernel is its parent, and it only forwards messages of an actor and the listener",
+    "launch/hosts/ray/ray_driver.py": "the kernel is its parent, and it only forwards messages",
     "launch/detached/control_protocol.py": "tests/faults/test_detached_peers.py",
     "launch/detached/control_client.py": "tests/faults/test_detached_peers.py",
     "launch/detached_process.py": OWN,

@@ -1,4 +1,4 @@
-"""The table of what the tests on a GPU measured."""
+"""The table of measurements of the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Figure:
-    """Note a figure for the table that is printed after the tests, and written to .build/gpu-figures.md.
+    """Record a measurement for the table that is printed after the tests and written to .build/gpu-figures.md.
 
     It is also a property of the test, which `tests.gpu.day` reads: its summary has the figures of all its items.
     """
@@ -31,7 +31,7 @@ def figure(request: pytest.FixtureRequest) -> Figure:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures."""
+    """Print the table."""
     figures = terminalreporter.config.stash[_FIGURES]
     if not figures:
         return

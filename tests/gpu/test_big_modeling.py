@@ -1,4 +1,4 @@
-"""Offloading with a CUDA device: copied ahead on a side stream, with bitwise equal results."""
+"""Offloading with a CUDA device: weights are copied ahead on a side stream, with bitwise equal results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = torch.arange(12).reshape(3, 4)
 
 @pytest.mark.parametrize("where", ["cpu", "disk", "map"])
 @pytest.mark.parametrize("own", [False, True])
-def test_offloaded_models_give_the_same(tmp_path: Path, where: str, own: bool) -> None:
+def test_offloaded_models_give_the_same_outputs(tmp_path: Path, where: str, own: bool) -> None:
     model = Deep(blocks=8, width=512, own=own).eval()
     device = torch.device(gpu.DEVICE, 0)
     plain = model.to(device)(TOKENS.to(device))

@@ -1,4 +1,4 @@
-"""Saving in the background from a CUDA device: copies go through page-locked memory, beside training."""
+"""Saving in the background from a CUDA device: copies go through page-locked memory during training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 WIDTH = gpu.size(1024, 32)
 
 
-def test_training_on_the_device_changes_nothing_in_the_checkpoint(tmp_path: Path) -> None:
+def test_training_on_the_device_does_not_change_the_checkpoint(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=gpu.DRY)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

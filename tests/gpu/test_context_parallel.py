@@ -19,7 +19,7 @@ WORDS, LENGTH, WIDTH, HEADS = 32, 64, 64, 2
 
 
 class Attending(nn.Module):
-    """One layer of causal attention over words and their places."""
+    """A layer of causal attention over words and their positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class Attending(nn.Module):
         self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return a score for each word at each place."""
+        """Return a score for each word at each position."""
         mixed = self.into(self.words(words) + self.places(places))
         query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in mixed.chunk(3, -1))
-        # torch has no attention over shared sequences on a CPU: a dry run leaves it out.
+        # torch has no attention over split sequences on a CPU, so a dry run leaves it out.
         attended = value
         if not gpu.DRY:
             attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -83,14 +83,14 @@ def split(how: str, degrees: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["allgather", "alltoall"])
-def test_losses_are_those_of_whole_sequences(how: str) -> None:
+def test_losses_equal_those_of_whole_sequences(how: str) -> None:
     for losses in run_ranks(split, how, {"cp_size": 2}, env=gpu.rank_environment()):
         assert losses == pytest.approx(plain(), rel=1e-3)
 
 
 @gpu.four_devices
-def test_shards_of_shared_sequences() -> None:
-    # Both shards read the same batches here: the mean of their losses is either's.
+def test_shards_of_split_sequences_have_the_same_losses() -> None:
+    # Both shards read the same batches here, so the mean of their losses equals either loss.
     degrees = {"dp_shard_size": 2, "cp_size": 2}
     for losses in run_ranks(split, "allgather", degrees, world_size=4, env=gpu.rank_environment()):
         assert losses == pytest.approx(plain(), rel=1e-3)

@@ -1,4 +1,4 @@
-"""What training and offloading on a GPU cost, beside plain torch on the same device; the figures are printed."""
+"""The cost of training and offloading on a GPU, compared with plain torch on the same device. Figures are printed."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def both(strategy: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("strategy", ["replicas", "fsdp"])
 @pytest.mark.parametrize("world", gpu.WORLDS)
-def test_a_step_costs_what_it_costs_in_plain_torch(world: int, strategy: str, figure: gpu.Figure) -> None:
+def test_a_step_costs_as_much_as_in_plain_torch(world: int, strategy: str, figure: gpu.Figure) -> None:
     own, plain = run_ranks(both, strategy, world_size=world, env=gpu.rank_environment(), timeout=480)[0]
     figure(f"a step, {strategy}, {world} ranks, beside plain torch", f"{own / plain:.3f} × of {1000 * plain:.2f} ms")
     assert own < SLOW * plain
 
 
 def offloaded() -> tuple[float, float, float]:
-    """Return the seconds of a forward pass, of copying the weights alone, and of computing alone."""
+    """Return the seconds of a forward pass, of only copying the weights, and of only computing."""
     device = Accelerator().device
     inputs = gpu.batch(0, ROWS, WIDTH).to(device)
     model = gpu.network(WIDTH, DEPTH).eval()
@@ -108,7 +108,7 @@ def test_an_offloaded_model_is_copied_while_it_computes(figure: gpu.Figure) -> N
 
 
 def peak() -> tuple[int, int]:
-    """Return the peak of a training's memory on the device, and its estimate."""
+    """Return the peak memory of a training on the device, and its estimate."""
     accelerator = Accelerator()
     raw = gpu.network(WIDTH, DEPTH)
     model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters()))

@@ -1,4 +1,4 @@
-"""Detection of real GPUs, without initialising them."""
+"""Detection of real GPUs without initializing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support import gpu
 
 pytestmark = [pytest.mark.gpu, gpu.only_cuda]
 
-# cuDeviceGetCount answers CUDA_ERROR_NOT_INITIALIZED (3) in a process in which nobody has called cuInit.
+# cuDeviceGetCount returns CUDA_ERROR_NOT_INITIALIZED (3) in a process that has not called cuInit.
 _REPORT = """
 import ctypes, json, sys
 from notebook_accelerate.hardware import detect, nvml
@@ -58,7 +58,7 @@ def test_gpus_are_counted_as_by_torch_without_initialising_the_driver() -> None:
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,99", 1)])
-def test_hidden_gpus_do_not_count(visible: str, count: int) -> None:
+def test_hidden_gpus_are_not_counted(visible: str, count: int) -> None:
     report = _report(CUDA_VISIBLE_DEVICES=visible)
     assert report["count"] == count
     assert report["cuda"] is (count > 0)

@@ -39,7 +39,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 @gpu.only_cuda
-def test_cuda_used_in_the_kernel_before_the_launch(kernel: Kernel) -> None:
+def test_cuda_used_in_the_kernel_before_the_launch_makes_ranks_start_from_the_zygote(kernel: Kernel) -> None:
     kernel.run("x = torch.ones(8, device='cuda'); (x * 2).sum().item()", timeout=60).expect_ok()
     cell = kernel.run("run = notebook_launcher(train, (5,), num_processes=1, timeout=120)", timeout=150).expect_ok()
     assert "zygote" in cell.stdout
@@ -48,7 +48,7 @@ def test_cuda_used_in_the_kernel_before_the_launch(kernel: Kernel) -> None:
 
 
 @gpu.only_cuda
-def test_a_driver_initialised_without_torch(kernel: Kernel) -> None:
+def test_a_driver_initialised_without_torch_is_detected(kernel: Kernel) -> None:
     """torch.cuda.is_initialized() says False although the driver is initialised (accelerate#3925)."""
     kernel.run("assert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0 and not torch.cuda.is_initialized()").expect_ok()
     cell = kernel.run("run = notebook_launcher(train, (5,), num_processes=1, timeout=120)", timeout=150).expect_ok()
@@ -62,7 +62,7 @@ def test_a_clean_kernel_forks_and_stays_clean(kernel: Kernel) -> None:
     assert kernel.run("torch.cuda.is_initialized()").result_text == "False"
 
 
-def test_nccl_world_of_what_is_there(kernel: Kernel) -> None:
+def test_nccl_connects_all_available_gpus(kernel: Kernel) -> None:
     kernel.run("""
 def world():
     import torch.distributed as dist
@@ -105,7 +105,7 @@ before = used()
     assert kernel.run("during - before > 1000").result_text == "True"
 
 
-def test_tensors_come_back_without_starting_cuda_in_the_kernel(kernel: Kernel) -> None:
+def test_tensors_arrive_without_starting_cuda_in_the_kernel(kernel: Kernel) -> None:
     code = (
         "run = notebook_launcher(lambda: torch.arange(3, device=DEVICE), num_processes=1, timeout=120); run.results[0]"
     )

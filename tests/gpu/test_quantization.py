@@ -1,4 +1,4 @@
-"""Quantization with bitsandbytes' CUDA kernels; offloaded weights are loaded for each forward."""
+"""Quantization with bitsandbytes' CUDA kernels. Offloaded weights are loaded for each forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import gpu
 
 pytestmark = [
     pytest.mark.gpu,
-    gpu.only_cuda,  # the kernels
+    gpu.only_cuda,  # The kernels.
     pytest.mark.skipif(not is_bnb_available(), reason="bitsandbytes is not installed"),
 ]
 EIGHT: dict[str, Any] = {"load_in_8bit": True}
@@ -49,7 +49,9 @@ def test_outputs_are_near_those_of_the_full_model(tmp_path: Path, how: Any, tole
         if device in ("cpu", "disk"):
             layer = model[int(name)]
             assert layer.weight.is_meta
-            assert (layer.weight.dtype == torch.int8) == (how is EIGHT), "in 4 bits what is offloaded stays as it is"
+            assert (layer.weight.dtype == torch.int8) == (how is EIGHT), (
+                "in 4 bits, offloaded weights are not quantized"
+            )
     with torch.no_grad():
         for _ in range(5):
             found = model(x.half().cuda()).float().cpu()

@@ -1,4 +1,4 @@
-"""Training on GPUs with each strategy: the losses of plain torch on one device."""
+"""Training on GPUs with each strategy gives the losses of plain torch on one device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def replicated(shared: bool, precision: str = "no", **options: Any) -> tuple[str
 
 
 @pytest.mark.parametrize("world", gpu.WORLDS)
-def test_replicas(world: int) -> None:
+def test_replicas_have_the_losses_of_one_device(world: int) -> None:
     expected = gpu.plain_losses(STEPS)
     for device, losses in run_ranks(replicated, False, world_size=world, env=gpu.rank_environment()):
         assert device == gpu.DEVICE
@@ -54,7 +54,7 @@ def test_half_precision_is_near_full_precision(precision: str) -> None:
 
 
 def overflowing(scale: float) -> tuple[list[float], list[bool], bool]:
-    """Train with one step whose gradients overflow; return scales, skipped steps, whether weights are finite."""
+    """Train with one step whose gradients overflow. Return scales, skipped steps, and whether weights are finite."""
     accelerator = Accelerator(mixed_precision="fp16")
     raw = gpu.network()
     model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=0.002))
@@ -70,7 +70,7 @@ def overflowing(scale: float) -> tuple[list[float], list[bool], bool]:
 
 
 @gpu.only_cuda
-def test_a_step_that_overflows_in_fp16_is_left_out() -> None:
+def test_a_step_that_overflows_in_fp16_is_skipped() -> None:
     ((scales, skipped, finite),) = run_ranks(overflowing, 1e6, world_size=1, env=gpu.rank_environment())
     assert finite
     assert skipped == [False, True, False]
@@ -83,7 +83,7 @@ def compiled() -> list[float]:
 
 
 @pytest.mark.parametrize("world", gpu.WORLDS)
-def test_compiled(world: int) -> None:
+def test_compiled_models_have_the_losses_of_one_device(world: int) -> None:
     for losses in run_ranks(compiled, world_size=world, env=gpu.rank_environment(), timeout=480):
         assert losses == pytest.approx(gpu.plain_losses(STEPS), rel=1e-2)
 
@@ -110,14 +110,16 @@ def sharded(version: int, offload: bool, precision: str) -> tuple[str, set[str],
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offloaded"])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("world", gpu.WORLDS)
-def test_sharded_and_clipped(world: int, version: int, offload: bool, precision: str) -> None:
+def test_sharded_and_clipped_models_have_the_losses_of_one_device(
+    world: int, version: int, offload: bool, precision: str
+) -> None:
     expected = gpu.plain_losses(STEPS, clip=CLIP)
     for backend, places, losses in run_ranks(
         sharded, version, offload, precision, world_size=world, env=gpu.rank_environment()
     ):
         if version == 2 and offload and world > 1 and not gpu.DRY:
-            assert backend == "cuda:nccl,cpu:gloo", "gloo reduces the norm of gradients in main memory (pytorch#148532)"
-        # In a world of one process the plugin has no effect: nothing is sharded, and nothing offloaded.
+            assert backend == "cuda:nccl,cpu:gloo", "gloo reduces the gradient norm in main memory (pytorch#148532)"
+        # In a world of one process the plugin has no effect: nothing is sharded or offloaded.
         assert places == {"cpu" if offload and world > 1 else gpu.DEVICE}
         assert losses == pytest.approx(expected, rel=1e-3 if precision == "no" else 0.05)
 
@@ -147,7 +149,7 @@ def resumed(version: int, kind: str, folder: str) -> tuple[list[float], list[flo
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("world", gpu.WORLDS)
-def test_sharded_states_go_on_where_they_were_saved(world: int, version: int, kind: str, tmp_path: Path) -> None:
+def test_sharded_states_continue_from_the_checkpoint(world: int, version: int, kind: str, tmp_path: Path) -> None:
     for after, again in run_ranks(
         resumed, version, kind, str(tmp_path / "state"), world_size=world, env=gpu.rank_environment()
     ):
@@ -168,7 +170,7 @@ def zero(stage: int, offload: str) -> list[float]:
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", gpu.WORLDS)
-def test_zero(world: int, stage: int, offload: str) -> None:
+def test_zero_has_the_losses_of_one_device(world: int, stage: int, offload: str) -> None:
     expected = gpu.plain_losses(STEPS, clip=CLIP)
     for losses in run_ranks(zero, stage, offload, world_size=world, env=gpu.rank_environment(), timeout=480):
         assert losses == pytest.approx(expected, rel=0.1)
@@ -180,6 +182,6 @@ def in_fp8() -> list[float]:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.skipif(not (FP8 or gpu.DRY), reason="this GPU has no fp8: its compute capability is below 8.9")
-def test_fp8() -> None:
+def test_fp8_is_near_full_precision() -> None:
     (losses,) = run_ranks(in_fp8, world_size=1, env=gpu.rank_environment(), timeout=480)
     assert losses[-1] < losses[0]

@@ -7,7 +7,7 @@ import pytest
 from tests.support import ranks
 from tests.support.fresh import fresh_state
 
-# Each rank would import it anew, which takes longer than the test; where it is not installed nothing is imported.
+# Each rank would import it again, which takes longer than the test. Without it nothing is imported.
 ranks._PRELOAD += [
     f"megatron.core.{name}"
     for name in ("dist_checkpointing", "distributed", "models.T5", "models.bert", "models.gpt", "optimizer")
@@ -17,7 +17,7 @@ SECONDS = 900
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give these tests their time."""
+    """Give these tests more time."""
     for item in items:
         if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))

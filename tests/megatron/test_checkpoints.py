@@ -39,7 +39,7 @@ def _names(folder: Path) -> set[str]:
     ],
     ids=["one", "tensors", "both"],
 )
-def test_a_file_for_each_part_saves_and_resumes(
+def test_a_file_for_each_part_can_be_saved_and_resumed(
     degrees: dict[str, int], ranks: int, parts: set[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
@@ -59,7 +59,7 @@ def test_a_file_for_each_part_saves_and_resumes(
 
 
 def elsewhere(place: str, case: Case) -> list[tuple[float, float]]:
-    """Run a case with temporary files that the other rank does not see."""
+    """Run a case with temporary files that the other rank cannot see."""
     to_a_machine_of_its_own(place)
     return run(case)
 
@@ -76,7 +76,7 @@ def test_ranks_on_two_machines_resume_from_a_store(more: dict[str, Any], tmp_pat
 
 
 def without_its_manifest(case: Case) -> list[tuple[float, float]]:
-    """Train from a folder as Megatron-LM leaves it: iterations, and nothing of Accelerate."""
+    """Train from a folder as Megatron-LM leaves it: with iterations, and without files of Accelerate."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         assert case.start is not None
@@ -119,7 +119,7 @@ class _Evil:
         return print, ("this code ran",)
 
 
-def test_a_file_that_would_run_code_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     part = tmp_path / "iter_0000001" / "mp_rank_00"
     part.mkdir(parents=True)
     torch.save({"model": _Evil()}, part / FILE, pickle_module=pickle)
@@ -128,19 +128,19 @@ def test_a_file_that_would_run_code_raises(tmp_path: Path, capfd: pytest.Capture
     assert "this code ran" not in capfd.readouterr().out.replace("print", "")
 
 
-def test_an_empty_folder_raises(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"contains no iter_\*/ written by Megatron-LM"):
         run_ranks(without_its_manifest, Case(start=str(tmp_path)), world_size=1)
 
 
-def test_the_format_must_be_known(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     case = Case(more={"other_megatron_args": {"ckpt_format": "zarr"}}, save_after=0, save_to=str(tmp_path / "c"))
     with pytest.raises(RankError, match="'zarr'} is not known; pass one of 'torch_dist', 'torch'"):
         run_ranks(run, case, world_size=1)
 
 
 def whole(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Load a checkpoint, and return the model's whole state."""
+    """Load a checkpoint, and return the state of the whole model."""
     with place() as cpu:
         accelerator, model, _, _ = prepared(case, cpu)
         if case.start:

@@ -59,7 +59,7 @@ def _train(prefix: str, consumed: list[int]) -> tuple[list[torch.Tensor], list[f
     return seen, losses, [len(loader) for loader in loaders]
 
 
-def test_the_placeholder_becomes_the_loaders_of_the_three_splits(tmp_path: Path) -> None:
+def test_the_placeholder_becomes_loaders_for_the_three_splits(tmp_path: Path) -> None:
     ((seen, losses, lengths),) = run_ranks(_train, str(tmp_path / "data"), [], world_size=1)
     assert [tuple(tokens.shape) for tokens in seen] == [(4, TOKENS)] * 3
     assert lengths == [3, 1, 1]

@@ -20,7 +20,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
 
 
 def generated(case: Case, calls: list[dict[str, Any]]) -> list[list[list[int]]]:
-    """Train or load a GPT, and return what it says at each call."""
+    """Train or load a GPT, and return its output for each call."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         if case.start:
@@ -62,7 +62,7 @@ def test_a_split_model_generates_the_same_text(tmp_path: Any) -> None:
 
 
 def beside_the_logits(case: Case) -> tuple[list[int], list[int], float, float]:
-    """Return greedy tokens, those by the model's own logits, and the scores of one and of several beams."""
+    """Return greedy tokens, the tokens by the model's logits, and the scores of one and of several beams."""
     from notebook_accelerate.strategies.megatron.megatron_checkpoint import unwrap_chunk
     from notebook_accelerate.strategies.megatron.megatron_generation import next_logits
 
@@ -92,7 +92,7 @@ def beside_the_logits(case: Case) -> tuple[list[int], list[int], float, float]:
 
 
 @needs_megatron
-def test_greedy_follows_the_logits_and_beam_search_is_no_worse() -> None:
+def test_greedy_follows_the_logits_and_beam_search_is_at_least_as_good() -> None:
     ((found, expected, one, several),) = run_ranks(beside_the_logits, Case(), world_size=1)
     assert found == expected
     assert several >= one - 1e-5
@@ -142,13 +142,13 @@ def refused(case: Case) -> list[str]:
 
 
 @needs_megatron
-def test_wrong_arguments_raise() -> None:
+def test_wrong_arguments_are_refused() -> None:
     (found,) = run_ranks(refused, Case(), world_size=1)
     assert len(set(found)) == len(MISTAKES) - 1
 
 
 @needs_megatron
-def test_other_models_raise() -> None:
+def test_other_models_are_refused() -> None:
     with pytest.raises(RankError, match="needs a GPT, but BertTrainStep"):
         run_ranks(generated, Case(kind="bert"), [{"max_new_tokens": 2}], world_size=1)
 
@@ -167,6 +167,6 @@ def test_top_k_and_top_p_limit_the_sampled_tokens() -> None:
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 1.5}, {"top_k": 2, "top_p": 0.5}], ids=str
 )
-def test_wrong_sampling_settings_raise(options: dict[str, Any]) -> None:
+def test_wrong_sampling_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Sampling(**options)

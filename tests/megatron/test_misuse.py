@@ -1,4 +1,4 @@
-"""Errors of the Megatron-LM strategy, and the lines to type that they contain."""
+"""Errors of the Megatron-LM strategy, which contain the line to type."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _misuse() -> dict[str, str]:
     return found
 
 
-def test_objects_that_make_no_engine_raise_with_the_line_to_type() -> None:
+def test_objects_that_make_no_engine_are_refused_with_the_line_to_type() -> None:
     (found,) = run_ranks(_misuse, world_size=1)
     line = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
     assert line in found["alone"]
@@ -94,7 +94,7 @@ def _schedule() -> list[tuple[float, float]]:
     return found
 
 
-def test_the_engine_steps_the_schedule_and_evaluation_changes_nothing() -> None:
+def test_the_engine_steps_the_schedule_and_evaluation_does_not() -> None:
     (found,) = run_ranks(_schedule, world_size=1)
     assert [rate for rate, _ in found] == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]
     assert all(told == used for told, used in found)

@@ -46,7 +46,7 @@ def told_and_real(case: Case) -> tuple[ShardReport, dict[str, int]]:
     ],
     ids=["one", "tensors", "bf16", "both"],
 )
-def test_bytes_by_kind(case: Case, ranks: int, axes: dict[str, int]) -> None:
+def test_bytes_are_reported_by_kind(case: Case, ranks: int, axes: dict[str, int]) -> None:
     found = run_ranks(told_and_real, case, world_size=ranks)
     for told, real in found:
         assert told.axes == axes
@@ -67,7 +67,7 @@ def test_each_rank_holds_its_share(case: Case) -> None:
     for rank, (_, real) in enumerate(run_ranks(told_and_real, case)):
         shares = {kind: size / whole[kind] for kind, size in real.items()}
         print(f"tp={case.tp}, pp={case.pp}, rank {rank}: {shares}")
-        # Norms and some biases are on all ranks; the words are in the first stage and, as the head, in the last.
+        # Norms and some biases are on all ranks. Words are in the first stage and, as the head, in the last.
         assert shares == pytest.approx(dict.fromkeys(KINDS, 0.55), abs=0.07)
 
 

@@ -1,4 +1,4 @@
-"""GPT on megatron-core, tensors and stages split over ranks, against the same GPT trained by plain torch."""
+"""GPT on megatron-core, with tensors and stages split over ranks, compared with the same GPT in plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSE = 1e-5
 HALF_WAY = 2
 
 
-def test_one_rank_trains_as_plain_torch() -> None:
+def test_one_rank_trains_like_plain_torch() -> None:
     ((found, expected),) = run_ranks(beside_plain, Case(), world_size=1)
     assert len(found) == len(expected) == 6
     for mine, theirs in zip(found, expected, strict=True):
@@ -30,7 +30,7 @@ def test_one_rank_trains_as_plain_torch() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[float, float]]]:
-    """A checkpoint that one rank wrote half-way, and what its training found."""
+    """A checkpoint that one rank wrote halfway, and the results of its training."""
     folder = tmp_path_factory.mktemp("one") / "checkpoint"
     (found,) = run_ranks(run, Case(save_after=HALF_WAY, save_to=str(folder)), world_size=1)
     return folder, found
@@ -53,7 +53,9 @@ def test_a_resumed_training_equals_an_uninterrupted_one(checkpoint: tuple[Path, 
     ],
     ids=["tensors", "stages", "data", "recomputed", "loss of tokens"],
 )
-def test_splitting_changes_no_loss(case: Case, ranks: int, checkpoint: tuple[Path, list[tuple[float, float]]]) -> None:
+def test_splitting_does_not_change_the_loss(
+    case: Case, ranks: int, checkpoint: tuple[Path, list[tuple[float, float]]]
+) -> None:
     folder, expected = checkpoint
     case.start, case.skipped = str(folder), HALF_WAY + 1
     for found in run_ranks(run, case, world_size=ranks):
@@ -61,7 +63,7 @@ def test_splitting_changes_no_loss(case: Case, ranks: int, checkpoint: tuple[Pat
             assert mine == pytest.approx(theirs, rel=CLOSE)
 
 
-def test_tensors_and_stages_together_save_and_resume(
+def test_tensors_and_stages_together_can_be_saved_and_resumed(
     checkpoint: tuple[Path, list[tuple[float, float]]], tmp_path: Path
 ) -> None:
     folder, expected = checkpoint
@@ -90,7 +92,7 @@ def test_bf16_follows_float32() -> None:
     assert half != whole
 
 
-def test_interleaved_stages_train_as_one_model(tmp_path: Path) -> None:
+def test_interleaved_stages_train_like_one_model(tmp_path: Path) -> None:
     folder, deeper = str(tmp_path / "checkpoint"), {"other_megatron_args": {"num_layers": 4}}
     (alone,) = run_ranks(run, Case(more=deeper, save_after=0, save_to=folder), world_size=1)
     case = Case(pp=2, start=folder, skipped=1, more={**deeper, "num_layers_per_virtual_pipeline_stage": 1})
@@ -102,7 +104,7 @@ def test_interleaved_stages_train_as_one_model(tmp_path: Path) -> None:
 SHARED = {"use_distributed_optimizer": True}
 
 
-def test_a_distributed_optimizer_trains_as_a_whole_one(tmp_path: Path) -> None:
+def test_a_distributed_optimizer_trains_like_a_whole_one(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     (alone,) = run_ranks(run, Case(), world_size=1)
     case = Case(batch_size=2, more=SHARED, save_after=HALF_WAY, save_to=folder)
@@ -121,7 +123,7 @@ def test_a_distributed_optimizer_trains_as_a_whole_one(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
 )
-def test_a_distributed_optimizer_resumes(tmp_path: Path) -> None:
+def test_a_distributed_optimizer_can_resume(tmp_path: Path) -> None:
     folder, ranks = str(tmp_path / "checkpoint"), min(2, torch.cuda.device_count())
     expected = run_ranks(run, Case(batch_size=2, more=SHARED, save_after=HALF_WAY, save_to=folder), world_size=ranks)
     case = Case(batch_size=2, more=SHARED, start=folder, skipped=HALF_WAY + 1)

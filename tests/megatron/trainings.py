@@ -1,6 +1,6 @@
-"""Trainings for the ranks of these tests: small models on megatron-core, with its CUDA calls served by the CPU.
+"""Trainings for the ranks of these tests: small models on megatron-core, whose CUDA calls run on the CPU.
 
-Where there is a GPU for each rank nothing is redirected.
+If each rank has a GPU, nothing is redirected.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _T5 = {
 
 
 class Given(nn.Module):
-    """A model as it is given to `prepare`: its configuration says which one is made."""
+    """A model as passed to `prepare`: its configuration determines the model to build."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Given(nn.Module):
 
 
 class GivenForSequenceClassification(Given):
-    """The same with a name that asks for labels of whole samples."""
+    """The same with a name that requests labels of whole samples."""
 
 
 def gpt() -> Given:
@@ -86,12 +86,12 @@ def classifier() -> Given:
 
 
 def t5() -> Given:
-    """Return a small encoder with a decoder."""
+    """Return a small encoder-decoder."""
     return Given(_T5)
 
 
 def samples(kind: str = "gpt") -> list[dict[str, torch.Tensor]]:
-    """Return the samples of a kind of model, the same at each call."""
+    """Return the samples for a kind of model, the same at each call."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(1, WORDS, (SAMPLES, TOKENS), generator=generator)
     labels = {"gpt": words, "bert": words.where(words % 3 == 0, -100), "classifier": words[:, 0] % 3, "t5": words}
@@ -128,19 +128,19 @@ class Case:
 
 @contextmanager
 def place() -> Iterator[bool]:
-    """Run on the GPU where each rank has one, else on the CPU.
+    """Run on the GPU if each rank has one, otherwise on the CPU.
 
     Yields:
         Whether it is the CPU.
     """
     alone = torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", "1"))
     with warnings.catch_warnings(), cuda_on_cpu() if alone else nullcontext():
-        warnings.simplefilter("ignore")  # megatron-core warns of every library that it would rather have
+        warnings.simplefilter("ignore")  # megatron-core warns about every missing optional library.
         yield alone
 
 
 def prepared(case: Case, cpu: bool) -> tuple[Accelerator, Any, Any, Any]:
-    """Return an Accelerator with model, optimizer and loader of a case."""
+    """Return an Accelerator with the model, optimizer and loader of a case."""
     plugin = {} if case.launched else {"megatron_lm_plugin": case.plugin()}
     accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, **plugin)
     set_seed(3)
@@ -151,7 +151,7 @@ def prepared(case: Case, cpu: bool) -> tuple[Accelerator, Any, Any, Any]:
 
 
 def run(case: Case) -> list[tuple[float, float]]:
-    """Train a case; return loss and norm of the gradients for each step."""
+    """Train a case. Return loss and norm of the gradients for each step."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         if case.start:
@@ -162,7 +162,7 @@ def run(case: Case) -> list[tuple[float, float]]:
 
 
 def steps(case: Case, accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[tuple[float, float]]:
-    """Train over the loader's windows."""
+    """Train over the windows of the loader."""
     found = []
     for index, batch in enumerate(loader):
         if index >= STEPS:
@@ -181,7 +181,7 @@ def steps(case: Case, accelerator: Accelerator, model: Any, optimizer: Any, load
 
 
 def beside_plain(case: Case) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Train a case on one rank, and the same model by plain torch; return loss and norm of both for each step."""
+    """Train a case on one rank, and the same model in plain torch. Return loss and norm of both for each step."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         (plain,) = make_chunks(accelerator.state.megatron_lm_plugin, accelerator.device)
@@ -193,7 +193,7 @@ def beside_plain(case: Case) -> tuple[list[tuple[float, float]], list[tuple[floa
 
 
 def plainly(model: nn.Module, size: int) -> list[tuple[float, float]]:
-    """Train a GPT of megatron-core as any module of torch."""
+    """Train a GPT of megatron-core like any module of torch."""
     parameters = list(model.parameters())
     wide, flat = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
     optimizer = torch.optim.AdamW(

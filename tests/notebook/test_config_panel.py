@@ -31,7 +31,7 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Kernel]:
-    """A kernel that has not imported anything yet."""
+    """A kernel without any imports."""
     with Kernel(server=False) as kernel:
         yield kernel
 
@@ -109,7 +109,7 @@ def test_a_panel_loads_no_torch_into_the_kernel() -> None:
 
 
 def test_a_panel_sends_few_messages_and_builds_nested_forms_when_they_are_opened(fresh: Kernel) -> None:
-    """A kernel drops messages beyond 1,000 that a slow server has not accepted; the panel once sent 720 together."""
+    """A kernel drops messages beyond 1,000 that a slow server fails to accept; the panel once sent 720 together."""
     shown = fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
     sent = [message["msg_type"] for message in shown.comms]
     assert sent.count("comm_open") == 2, "the view and its layout"

@@ -25,7 +25,7 @@ import notebook_accelerate.debugging.session as session
 import notebook_accelerate.launch.run_debugging as inspection
 import notebook_accelerate.launch.supervisor.stall_detector as stall
 
-# Where the machine is busy, ranks may be slow to come to their debuggers, to answer, and to tell of their numbers.
+# On a busy machine, ranks may be slow to enter their debuggers, to answer, and to report their numbers.
 inspection.STOP_SECONDS = session.REPLY_SECONDS = mistakes.COMPARE_SECONDS = 60
 
 def go(function, *args, **options):
@@ -490,7 +490,7 @@ def test_questions_during_training_are_answered_between_steps(kernel: Kernel) ->
     kernel.check("run = go(training, 60); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)")
     for _ in range(3):
         at = kernel.value("run.ask('[step, len(taken)]', timeout=60)")
-        # The boundary is the end of optimizer.step(): the loop has not counted that step yet.
+        # The boundary is the end of optimizer.step(), before the loop counts that step.
         assert all(done == step + 1 for step, done in at.values()), at
     kernel.check("def ask(expression):\n    return run.ask(expression, timeout=60)")
     kinds = kernel.value("[type(v).__name__ for v in ask('model.module.weight.norm().detach()').values()]")
@@ -590,7 +590,7 @@ def test_common_mistakes_are_named_once(kernel: Kernel) -> None:
 
 
 def test_a_gradient_that_is_nan_on_one_rank_only_is_reported(kernel: Kernel) -> None:
-    """The loss is finite, and after averaging the gradients are NaN on all ranks. Only the rank itself can detect it."""
+    """The loss is finite, and averaged gradients are NaN on all ranks. Only the rank itself can detect it."""
     kernel.check(
         "class Bad(torch.autograd.Function):\n"
         "    @staticmethod\n"

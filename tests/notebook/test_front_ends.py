@@ -154,7 +154,7 @@ def test_a_notebook_executed_by_nbconvert_shows_the_report(tmp_path: Path) -> No
 
 
 def test_launch_input_and_stop_work() -> None:
-    """In a kernel started like those of VS Code."""
+    """In a kernel started the way VS Code does it."""
     with Kernel(env={"VSCODE_PID": "1"}, server=False) as kernel:
         kernel.check(TRAIN)
         assert kernel.value("__import__('notebook_accelerate').hardware.detect().host") == "vscode"

@@ -13,7 +13,7 @@ from tests.support.launching import alive, children, open_gate, patient, said
 
 pytestmark = [
     pytest.mark.notebook,
-    pytest.mark.leaks_ok("warm ranks live from test to test; the last test ends them and looks for what is left"),
+    pytest.mark.leaks_ok("warm ranks are shared by all tests; the last test ends them and checks that nothing is left"),
 ]
 
 PIDS = "[info.pid for info in notebook_accelerate.runs()[-1].ranks]"
@@ -26,7 +26,7 @@ def _loaded(kernel: Kernel) -> None:
 
 @pytest.fixture(autouse=True)
 def warm(kernel: Kernel, answers: Answers) -> None:
-    """Provide two warm ranks, the same in every test unless a test has ended them."""
+    """Provide two warm ranks, shared by all tests and restarted after a test has stopped them."""
     answers.waiting.clear()
     answers.asked.clear()
     kernel.check("%%ranks -n 2\nimport time, torch, torch.distributed as dist")

@@ -292,7 +292,7 @@ def test_a_stop_while_the_ranks_of_another_notebook_start(pair: Notebooks) -> No
     assert pair.values("notebook_accelerate.runs()[-1].status") == ["stopped", "stopped"]
 
 
-def test_a_joined_notebook_has_the_times_of_its_own_clock(pair: Notebooks) -> None:
+def test_times_in_a_joined_notebook_follow_its_local_clock(pair: Notebooks) -> None:
     second = pair.kernels[1]
     second.check(
         "from notebook_accelerate.telemetry import steady_time\n"

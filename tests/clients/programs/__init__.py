@@ -1,8 +1,8 @@
-"""Training code of libraries on top of Accelerate, and for torchrun: each program trains and returns numbers.
+"""Training code of libraries built on Accelerate, and for torchrun. Each program trains and returns numbers.
 
-They run unchanged on the real Accelerate and on this package; the numbers are equal.
+The programs run unchanged on the real Accelerate and on this package, with equal numbers.
 
-denoising-diffusion-pytorch is not among them: it needs torchvision, of which there is no CPU build for this torch.
+denoising-diffusion-pytorch is not among them: it needs torchvision, which has no CPU build for this torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.clients.programs import hugging_face, other_trainers
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and what its run is to show.
+    """A program, and the content that its run must show.
 
     Args:
-        train: Trains in each rank; "steps" of its result counts the optimizer's steps.
-        curve: Name of the metric with the losses; "" where the code neither logs nor writes them.
+        train: Trains in each rank. "steps" of its result counts the optimizer's steps.
+        curve: Name of the metric with the losses, or "" if the code neither logs nor writes them.
         bar: Whether rank 0 has a progress bar.
     """
 
@@ -69,7 +69,7 @@ On several CPU ranks of the real Accelerate their Trainer cannot resume: torch l
 
 
 def run_several(names: Sequence[str]) -> dict[str, Any]:
-    """Run programs one after the other in this rank; return their results, or the text of what they raised."""
+    """Run programs one after the other in this rank. Return their results, or the text of the exception."""
     from accelerate.state import AcceleratorState, GradientState
 
     found: dict[str, Any] = {}
@@ -78,6 +78,6 @@ def run_several(names: Sequence[str]) -> dict[str, Any]:
             found[name] = PROGRAMS[name].train()
         except Exception:  # noqa: BLE001 - the program's test shows it
             found[name] = traceback.format_exc()
-        AcceleratorState._reset_state(True)  # the process group stays
+        AcceleratorState._reset_state(True)  # The process group remains.
         GradientState._reset_state()
     return found

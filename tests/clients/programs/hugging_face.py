@@ -38,7 +38,7 @@ def _trainer(folder: str, data: Any, **options: Any) -> Any:
 
 
 def _trained(folder: str, data: Any, **options: Any) -> dict[str, Any]:
-    """Train and return what can be compared."""
+    """Train, and return the comparable values."""
     made = _trainer(folder, data, **options)
     made.train()
     return {"losses": logged_losses(made), "weights": weight_sums(made.model), "steps": made.state.global_step}
@@ -84,7 +84,7 @@ def trainer_group_by_length() -> dict[str, Any]:
 
 
 def trainer_sharded_stream() -> dict[str, Any]:
-    """Train on an iterable dataset with as many shards as would do for four ranks."""
+    """Train on an iterable dataset with enough shards for four ranks."""
     from datasets import Dataset
 
     words = tokenizer()
@@ -101,14 +101,14 @@ def _settings_of_trl(kind: Any, **options: Any) -> Any:
 
 
 def _trained_by_trl(made: Any) -> dict[str, Any]:
-    """Train, evaluate where there are rows for it, and return what can be compared."""
+    """Train, evaluate if there are rows for it, and return the comparable values."""
     made.train()
     found = {"losses": logged_losses(made), "weights": weight_sums(made.model), "steps": made.state.global_step}
     return {**found, "evaluated": made.evaluate()["eval_loss"]} if made.eval_dataset is not None else found
 
 
 def _preferences(count: int = 30) -> Any:
-    """Return rows of a prompt, a chosen and a rejected answer; the last batch of each rank is a short one."""
+    """Return rows with a prompt, a chosen and a rejected answer. The last batch of each rank is short."""
     from datasets import Dataset
 
     return Dataset.from_list(
@@ -198,7 +198,7 @@ def dpo() -> dict[str, Any]:
 
 
 def peft_loop() -> dict[str, Any]:
-    """Train a LoRA in a loop of an Accelerator, as peft's examples do; save it and load it again."""
+    """Train a LoRA in an Accelerator loop, as peft's examples do. Save it and load it again."""
     from accelerate import Accelerator
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -244,7 +244,7 @@ def _denoiser() -> tuple[Any, Any, Any, Any]:
 
 
 def ddpm() -> dict[str, Any]:
-    """Train as diffusers' example of DDPM does: accumulation, EMA, a schedule, saved states of which one is loaded."""
+    """Train like diffusers' DDPM example: accumulation, EMA, a schedule, and saved states, one of them reloaded."""
     from accelerate import Accelerator
     from diffusers import DDPMScheduler
     from diffusers.training_utils import EMAModel
@@ -285,7 +285,7 @@ def ddpm() -> dict[str, Any]:
 
 
 def tied_weights() -> dict[str, Any]:
-    """Save models with tied weights by save_model; load them whole, and as the models without a head."""
+    """Save models with tied weights by save_model. Load them whole, and as the models without a head."""
     import transformers
     from accelerate import Accelerator
     from safetensors import safe_open
@@ -322,7 +322,7 @@ def device_maps() -> dict[str, Any]:
     folder = shared_folder()
     state = PartialState()
     model = language_model(4)
-    model.save_pretrained(folder, max_shard_size="20kB")  # rank 0 writes
+    model.save_pretrained(folder, max_shard_size="20kB")  # Only rank 0 writes.
     state.wait_for_everyone()
     batch = torch.arange(3, 11).reshape(1, 8)
     found: dict[str, Any] = {"whole": model(batch).logits.double().sum().item()}

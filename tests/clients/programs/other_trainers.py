@@ -86,7 +86,7 @@ def lightning_auto() -> dict[str, Any]:
 
 
 def lightning_fsdp() -> dict[str, Any]:
-    """Train with torch's ``fully_shard``: Lightning's older FSDPStrategy takes GPUs only."""
+    """Train with torch's ``fully_shard``, because Lightning's older FSDPStrategy accepts GPUs only."""
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
@@ -98,7 +98,7 @@ def lightning_fsdp() -> dict[str, Any]:
 
 
 def _joined() -> tuple[int, int]:
-    """Join the process group as code for torchrun does; return the rank and the world size."""
+    """Join the process group as code for torchrun does. Return the rank and the world size."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     assert int(os.environ["LOCAL_RANK"]) == torch.distributed.get_node_local_rank()

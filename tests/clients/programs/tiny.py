@@ -1,4 +1,4 @@
-"""Models, data and measurements that the programs share; nothing is downloaded."""
+"""Models, data and measurements that the programs share. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer() -> Any:
 
 
 def language_model(layers: int = 2) -> Any:
-    """Return a tiny GPT-2, the same in each process."""
+    """Return a tiny GPT-2, identical in each process."""
     from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def language_model(layers: int = 2) -> Any:
 
 
 def sequence_classifier() -> Any:
-    """Return a tiny GPT-2 that gives a sequence one score, the same in each process."""
+    """Return a tiny GPT-2 that gives a sequence one score, identical in each process."""
     from transformers import GPT2ForSequenceClassification
 
     torch.manual_seed(0)
@@ -72,12 +72,12 @@ def tied_config(name: str) -> Any:
 
 
 def sentence(number: int, length: int = 8) -> str:
-    """Return a text, another one for each number."""
+    """Return a sentence that depends on the number."""
     return " ".join(WORDS[3 + (number * 7 + place * (1 + number % 3)) % 40] for place in range(length))
 
 
 def regression() -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
-    """Return a small network, and the data to train it on, the same in each process."""
+    """Return a small network and its training data, identical in each process."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
@@ -85,7 +85,7 @@ def regression() -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
 
 
 def shared_folder() -> str:
-    """Return an empty folder, the same for all ranks of a run; it joins the process group through Accelerate."""
+    """Return an empty folder shared by all ranks of a run. It joins the process group through Accelerate."""
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
 
@@ -101,7 +101,7 @@ def logged_losses(trainer: Any) -> list[float]:
 
 
 def weight_sums(model: Any) -> list[float]:
-    """Return the sum of absolute values of each parameter, of a shard's whole parameter where it is one."""
+    """Return the sum of absolute values of each parameter; for a shard, of the whole parameter."""
     found = []
     for value in model.parameters():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value

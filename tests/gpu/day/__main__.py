@@ -1,14 +1,14 @@
-"""Runs what fits into nine minutes on a machine with one GPU: ``python -m tests.gpu.day``, or ``make test-gpu-day``.
+"""Run the GPU tests that fit into nine minutes on a machine with one GPU: ``python -m tests.gpu.day``, or ``make test-gpu-day``.
 
-Each item is a pytest in a session of its own, which is killed at its limit. Items of a lane run one after another, the
-lanes of a phase in parallel; what measures time or memory has a phase of its own. After each item, the folder OUT
+Each item is a pytest in a separate session, which is killed at its limit. Items of a lane run one after another, the
+lanes of a phase in parallel. Items that measure time or memory have a separate phase. After each item, the folder OUT
 (.build/gpu-day) has summary.md, results.json and logs.tar.gz: few files, for machines that return few. While an item
 runs, its log is in .build/gpu-day-logs.
 
 - ``GPU_DAY_SECONDS`` (540): the time for all items.
 - ``GPU_DAY_ONLY=stuck,nccl``: only these items.
-- ``TEST_GPU=dry`` or ``GPU_DAY_DRY=1``: all items run on the CPU, which shows that the tests work. Limits are three
-  times as long there, and there is no limit for all unless GPU_DAY_SECONDS is set.
+- ``TEST_GPU=dry`` or ``GPU_DAY_DRY=1``: all items run on the CPU, to check the tests themselves. Limits are three
+  times as long there, and there is no overall limit unless GPU_DAY_SECONDS is set.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ LONGEST = 700
 
 @dataclass(frozen=True)
 class Item:
-    """One pytest.
+    """One run of pytest.
 
     Attributes:
         name: Its name.
-        limit: Seconds after which it is killed.
-        tests: pytest's arguments: files relative to tests/gpu, and options.
+        limit: Seconds until it is killed.
+        tests: Arguments of pytest: files relative to tests/gpu, and options.
     """
 
     name: str
@@ -65,9 +65,9 @@ def _check(name: str, limit: float) -> Item:
 
 
 _FILES = ("big_modeling", "checkpointing", "quantization", "detection")
-# DeepSpeed is not on such a machine.
-_ZERO = "--deselect=tests/gpu/test_training.py::test_zero"
-# It compares the memory of the whole device, which other lanes use: `kernel` checks the same alone.
+# Such a machine has no DeepSpeed.
+_ZERO = "--deselect=tests/gpu/test_training.py::test_zero_has_the_losses_of_one_device"
+# It compares the memory of the whole device, which other lanes use. `kernel` checks the same without other lanes.
 _FREED = "--deselect=tests/gpu/test_launch.py::test_memory_is_freed_after_the_run"
 PHASES: Sequence[Sequence[Lane]] = (
     [[_check("facts", 75)]],
@@ -90,13 +90,13 @@ PHASES: Sequence[Sequence[Lane]] = (
 
 @dataclass
 class Result:
-    """How an item ended.
+    """The outcome of an item.
 
     Attributes:
         item: Its name.
         ended: pytest's exit status, "killed at its limit", or "no time left".
-        begin: When it began, in seconds since the day's start.
-        seconds: How long it ran.
+        begin: Its start, in seconds since the start of the day.
+        seconds: Its duration.
         tests: The outcome of each test.
     """
 
@@ -108,18 +108,18 @@ class Result:
 
     @property
     def counts(self) -> str:
-        """The numbers of tests by outcome."""
+        """Return the numbers of tests by outcome."""
         counted = Counter(test.outcome for test in self.tests)
         return ", ".join(f"{counted[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counted[kind])
 
 
 class Day:
-    """Runs items within a time and writes their results.
+    """Runs items within a time limit and writes their results.
 
     Args:
         out: The folder for the results.
         logs: The folder for the logs, which is emptied first.
-        seconds: The time for all items.
+        seconds: The time limit for all items.
         dry: Whether they run on the CPU.
     """
 
@@ -132,7 +132,7 @@ class Day:
             folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, phases: Iterable[Iterable[Lane]], only: Sequence[str] = ()) -> int:
-        """Run phases one after another, the lanes of each in parallel; return 1 if an item failed or did not run.
+        """Run phases one after another, the lanes of each in parallel. Return 1 if an item failed or did not run.
 
         Args:
             phases: The phases.
@@ -172,7 +172,7 @@ class Day:
                 ended = str(process.wait(min(limit, left - RESERVE_SECONDS)))
             except subprocess.TimeoutExpired:
                 ended = "killed at its limit"
-            with suppress(ProcessLookupError):  # also what an item has left behind
+            with suppress(ProcessLookupError):  # Also processes that an item left behind.
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return Result(item.name, ended, round(begin, 1), round(self._now() - begin, 1), outcomes.read(written))
@@ -201,7 +201,7 @@ class Day:
 
 
 def summary(results: Sequence[Result], *, dry: bool = False) -> str:
-    """Return the results as Markdown: a table of the items, what failed or was skipped, and the figures.
+    """Return the results as Markdown: a table of the items, the failed and skipped tests, and the figures.
 
     Args:
         results: The items so far.
@@ -221,7 +221,7 @@ def summary(results: Sequence[Result], *, dry: bool = False) -> str:
 
 
 def main() -> int:
-    """Run the day as the environment variables say; return the exit status."""
+    """Run the day as configured by the environment variables. Return the exit status."""
     dry = os.environ.get("TEST_GPU") == "dry" or os.environ.get("GPU_DAY_DRY") == "1"
     seconds = float(os.environ.get("GPU_DAY_SECONDS") or (86_400 if dry else SECONDS))
     only = [name for name in os.environ.get("GPU_DAY_ONLY", "").split(",") if name]

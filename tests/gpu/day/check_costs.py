@@ -1,4 +1,4 @@
-"""What a step costs: plain torch, Accelerate, this package outside and inside a launched rank, in turns."""
+"""The cost of a step: plain torch, Accelerate, this package outside and inside a launched rank, in turns."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def measure_all(package: str) -> dict[str, float]:
     return {f"{precision}, {shape}": measure(package, precision, shape) for precision in PRECISIONS for shape in SHAPES}
 
 
-def test_what_a_step_costs(figure: Figure) -> None:
+def test_the_cost_of_a_step_is_near_plain_torch(figure: Figure) -> None:
     rows: dict[str, dict[str, list[float]]] = {}
     for _ in range(TURNS):
         for side in (*SIDES, "a launched rank"):
@@ -91,7 +91,9 @@ def test_what_a_step_costs(figure: Figure) -> None:
     for name, row in rows.items():
         text = ", ".join(f"{side} {min(values):.0f}" for side, values in row.items())
         figure(f"µs of a step: {name}", text)
-        assert min(row["notebook_accelerate"]) < 5 * min(row["torch"]), "a wrong path, not a matter of microseconds"
+        assert min(row["notebook_accelerate"]) < 5 * min(row["torch"]), (
+            "this indicates a wrong path, not a difference of microseconds"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The machine: what ordinary lines do to the driver, how long the probe of a fork takes, and whether waiting spins."""
+"""The machine: the effect of ordinary code on the driver, the duration of the fork probe, and whether waiting spins."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LOUD = {
 
 
 def _probed(code: str) -> tuple[int | None, str | None, float]:
-    """Return the driver's status after some code, why its process must not be forked, and the probe's seconds."""
+    """Return the driver's status after some code, the hazard of forking its process, and the probe's seconds."""
     done = subprocess.run([sys.executable, "-c", code + PROBE], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-1000:]
     driver, hazard, seconds = json.loads(done.stdout.splitlines()[-1])
@@ -63,16 +63,16 @@ def test_a_kernel_stays_safe_to_fork(name: str, figure: Figure) -> None:
 
 
 @pytest.mark.parametrize("name", LOUD)
-def test_a_process_with_an_initialised_driver_is_never_called_safe(name: str, figure: Figure) -> None:
+def test_a_process_with_an_initialised_driver_is_never_reported_as_safe(name: str, figure: Figure) -> None:
     driver, hazard, _ = _probed(LOUD[name])
     figure(f"the driver after {name}", f"{'not ' * (driver != 0)}initialised; {hazard or 'safe to fork'}")
     assert hazard or driver != 0
-    assert gpu.DRY or name != "a context" or driver == 0, "cuDeviceGetCount tells whether the driver is initialised"
+    assert gpu.DRY or name != "a context" or driver == 0, "cuDeviceGetCount shows whether the driver is initialised"
 
 
 @gpu.only_cuda
 @pytest.mark.parametrize("name", ["synchronize", "item"])
-def test_whether_a_thread_spins_while_it_waits(name: str, figure: Figure) -> None:
+def test_the_processor_time_of_a_waiting_thread_is_measured(name: str, figure: Figure) -> None:
     value = torch.ones(1, device="cuda")
     wait: Callable[[], object] = torch.cuda.synchronize if name == "synchronize" else value.item
     clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -81,7 +81,7 @@ def test_whether_a_thread_spins_while_it_waits(name: str, figure: Figure) -> Non
     wait()
     cpu, seconds = time.clock_gettime(clock) - used, time.perf_counter() - begin
     figure(f"processor time while {name}() waits", f"{cpu / seconds:.0%} of {seconds:.1f} s")
-    assert seconds > 0.5, "the device was not busy: this measured nothing"
+    assert seconds > 0.5, "the device was not busy, so the measurement is invalid"
 
 
 @gpu.only_cuda

@@ -1,4 +1,4 @@
-"""A real kernel: memory that a rank holds and returns, a busy device, CUDA arguments, and what a failure keeps."""
+"""A real kernel: memory that a rank holds and returns, a busy device, CUDA arguments, and memory after a failure."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def kernel() -> Iterator[Kernel]:
 
 
 def used() -> int:
-    """Return the MiB in use on the first GPU by all processes."""
+    """Return the MiB that all processes use on the first GPU."""
     if gpu.DRY:
         return 0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
     return int(subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0])
 
 
-def test_a_ranks_memory_comes_back(kernel: Kernel) -> None:
+def test_the_memory_of_a_rank_is_returned(kernel: Kernel) -> None:
     before = used()
     kernel.run("run = notebook_launcher(hold, (4, 3), num_processes=1, block=False, timeout=60)").expect_ok()
     deadline = time.monotonic() + 30
@@ -63,7 +63,7 @@ def test_a_ranks_memory_comes_back(kernel: Kernel) -> None:
         time.sleep(0.2)
     kernel.run("run.wait()", timeout=60).expect_ok()
     while used() > before + 64:
-        assert time.monotonic() < deadline + 15, "the memory did not come back"
+        assert time.monotonic() < deadline + 15, "the memory was not returned"
         time.sleep(0.2)
     assert kernel.run("torch.cuda.is_initialized()").result_text == "False"
 
@@ -84,8 +84,8 @@ def test_a_failed_run_in_the_kernel_frees_its_memory(kernel: Kernel) -> None:
     assert kernel.value("held()") - before < 500
 
 
-def test_a_tensor_of_the_kernels_device_is_an_argument(kernel: Kernel) -> None:
-    """The last one: from here on the kernel has used CUDA."""
+def test_a_tensor_on_the_kernels_device_can_be_an_argument(kernel: Kernel) -> None:
+    """This test is the last one, because the kernel has used CUDA from here on."""
     code = (
         "start = torch.arange(4.0, device=DEVICE)\nrun = notebook_launcher(add, (start,), num_processes=1, timeout=90)"
     )

@@ -56,7 +56,7 @@ def _exhaust() -> torch.Tensor:
     return torch.ones(1 << 40, dtype=torch.uint8, device=accelerator.device)
 
 
-def test_a_rank_that_runs_out_of_memory_shows_what_holds_it() -> None:
+def test_a_rank_that_runs_out_of_memory_reports_its_largest_users() -> None:
     with pytest.raises(WorkerError) as caught:
         notebook_launcher(_exhaust, num_processes=1, timeout=60, use_port=0)
     assert "optimizer state" in "\n".join([str(caught.value), *caught.value._render_traceback_()])
@@ -69,7 +69,7 @@ def _settings() -> dict[str, Any]:
 
 @pytest.fixture
 def no_server() -> Iterator[None]:
-    """End the server process that a launch has started."""
+    """Stop the zygote that a launch has started."""
     yield
     shutdown()
 

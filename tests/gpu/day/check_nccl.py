@@ -1,4 +1,4 @@
-"""NCCL's flight recorder and limit on one device, and FSDP 2 of two ranks that share it over gloo."""
+"""NCCL's flight recorder and its limit on one device, and FSDP 2 of two ranks that share it over gloo."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _open_collective() -> tuple[list[str], dict[str, int], dict[str, float], flo
     value = torch.ones(1024, device=device)
     dist.all_reduce(value)
     torch.cuda.synchronize()
-    time.sleep(0.5)  # the agent finds the group
+    time.sleep(0.5)  # The agent finds the group.
     torch.cuda._sleep(int(1.7e9 * 4))
     work: Any = dist.all_reduce(value, async_op=True)
     time.sleep(0.5)
@@ -46,7 +46,7 @@ def _open_collective() -> tuple[list[str], dict[str, int], dict[str, float], flo
 
 
 @gpu.only_cuda
-def test_an_open_collective_of_nccl_is_seen_and_its_limit_is_a_long_one(figure: Figure) -> None:
+def test_an_open_collective_of_nccl_is_detected_and_its_limit_is_long(figure: Figure) -> None:
     run: Any = notebook_launcher(_open_collective, num_processes=1, timeout=60, use_port=0)
     waiting, last, limits, seconds = run.results[0]
     figure("reading the flight recorders", f"{1000 * seconds:.1f} ms")
@@ -56,7 +56,7 @@ def test_an_open_collective_of_nccl_is_seen_and_its_limit_is_a_long_one(figure: 
 
 
 def _sharded(offload: bool, precision: str, folder: str) -> tuple[list[float], list[float]]:
-    """Train, save in the background while training goes on, and load that state again."""
+    """Train, save in the background while training continues, and load that state again."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000, cpu_offload=offload,
         state_dict_type="SHARDED_STATE_DICT",
@@ -89,7 +89,9 @@ def _sharded(offload: bool, precision: str, folder: str) -> tuple[list[float], l
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offloaded"])
-def test_a_background_save_of_sharded_state_holds_its_moment(offload: bool, precision: str, tmp_path: Path) -> None:
+def test_a_background_save_of_sharded_state_has_the_state_of_the_call(
+    offload: bool, precision: str, tmp_path: Path
+) -> None:
     environment = gpu.rank_environment(share=True)
     folder = str(tmp_path / "state")
     for after, again in run_ranks(_sharded, offload, precision, folder, world_size=2, env=environment):

@@ -1,4 +1,4 @@
-"""Weights in main memory and on disk: bit for bit the same, how fast, and after an out-of-memory error."""
+"""Weights in main memory and on disk: bitwise equal results, their speed, and use after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _offload(model: torch.nn.Module, where: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("where", ["main memory", "disk", "a device map"])
 @torch.no_grad()
-def test_the_same_bit_for_bit(where: str, tmp_path: Path, figure: Figure) -> None:
+def test_results_are_bitwise_equal(where: str, tmp_path: Path, figure: Figure) -> None:
     batch = (gpu.batch(0, ROWS, WIDTH) / 64).to(DEVICE, DTYPE)
     plain = _network().to(DEVICE)
     expected = plain(batch)
@@ -65,7 +65,7 @@ def test_the_same_bit_for_bit(where: str, tmp_path: Path, figure: Figure) -> Non
 
 
 @torch.no_grad()
-def test_after_an_out_of_memory_error_in_the_last_layer(tmp_path: Path) -> None:
+def test_offloading_works_after_an_out_of_memory_error_in_the_last_layer(tmp_path: Path) -> None:
     batch = (gpu.batch(0, ROWS, WIDTH) / 64).to(DEVICE, DTYPE)
     model = _network()
     disk_offload(model, tmp_path, DEVICE)

@@ -1,4 +1,4 @@
-"""The same training with the real Accelerate and with this package: losses and weights, bit for bit."""
+"""The same training with the real Accelerate and with this package: bitwise equal losses and weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _sides() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_accelerate_bit_for_bit(name: str, figure: Figure) -> None:
+def test_training_is_bitwise_equal_to_accelerate(name: str, figure: Figure) -> None:
     theirs, ours = _sides()["accelerate"][name], _sides()["notebook_accelerate"][name]
     peaks = theirs.pop("peak"), ours.pop("peak")
     figure(f"peak of memory, {name}: Accelerate, this package", f"{peaks[0] >> 20} and {peaks[1] >> 20} MiB")

@@ -1,4 +1,4 @@
-"""bf16, fp8, and compiled models with inductor and its CUDA graphs, beside full precision."""
+"""bf16, fp8, and compiled models with inductor and its CUDA graphs, compared with full precision."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_fp8_is_near_full_precision() -> None:
 
 @pytest.mark.leaks_ok("inductor keeps its compiling processes for the next model")
 @pytest.mark.parametrize("options", [{"backend": "eager"}] if gpu.DRY else BACKENDS, ids=str)
-def test_a_compiled_model_is_near(options: dict[str, Any]) -> None:
+def test_a_compiled_model_is_near_full_precision(options: dict[str, Any]) -> None:
     assert _losses(dynamo_plugin=TorchDynamoPlugin(**options))[-1] == pytest.approx(_plain(), rel=0.02)

@@ -1,4 +1,4 @@
-"""Profiles of a live rank: kernels are in the trace, and the rules say what is wrong with it."""
+"""Profiles of a live rank: kernels are in the trace, and the rules find its problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = gpu.size(40, 25)
 EXPECTED = {
     "large kernels": None,
     "many small kernels": "small_operations",
-    "item in each step": None,  # a device that computes all the time loses nothing by it
+    "item in each step": None,  # A device that computes all the time loses nothing because of it.
     "float32 in spite of bf16": "full_precision",
 }
 
@@ -33,7 +33,7 @@ def _train(kind: str) -> int:
     model: Any = _network(small).to(accelerator.device)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=not small)
     if in_full:
-        optimizer = accelerator.prepare(optimizer)  # and not the model: nothing casts for it
+        optimizer = accelerator.prepare(optimizer)  # And not the model: nothing casts for it.
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
     batch = gpu.batch(0, 16 if small else gpu.size(4096, 16), model[0].in_features).to(accelerator.device)
@@ -52,7 +52,7 @@ def _train(kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_what_a_profile_says(kind: str, figure: Figure) -> None:
+def test_a_profile_reports_the_problems(kind: str, figure: Figure) -> None:
     run: Any = notebook_launcher(_train, (kind,), num_processes=1, timeout=60, block=False, use_port=0)
     try:
         time.sleep(4)

@@ -1,4 +1,4 @@
-"""save_state in the background: what is written is the state of its moment; how long it takes, and what it locks."""
+"""save_state in the background: the files have the state of the call. Also measures its duration and locked memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def training() -> _Training:
     return _Training()
 
 
-def test_it_holds_the_state_of_its_moment(training: _Training, tmp_path: Path, figure: Figure) -> None:
+def test_a_save_has_the_state_of_the_call(training: _Training, tmp_path: Path, figure: Figure) -> None:
     folder = str(tmp_path / "out")
     begin = time.perf_counter()
     training.accelerator.save_state(folder)
@@ -58,14 +58,14 @@ def test_it_holds_the_state_of_its_moment(training: _Training, tmp_path: Path, f
         training.accelerator.save_state(folder, blocking=False)
         returned = time.perf_counter() - begin
         training.steps(8)
-        training.accelerator.load_state(folder)  # waits for the thread
+        training.accelerator.load_state(folder)  # Waits for the thread.
         assert all(map(torch.equal, training.tensors(), expected))
     nbytes = sum(tensor.nbytes for tensor in training.tensors())
     figure("background save: the call", f"{1000 * returned:.0f} ms for {nbytes >> 20} MiB")
 
 
 @gpu.only_cuda
-def test_on_another_stream_too(training: _Training, tmp_path: Path) -> None:
+def test_a_save_on_another_stream_has_the_state_of_the_call(training: _Training, tmp_path: Path) -> None:
     side: Any = torch.cuda.Stream()
     expected = [tensor.clone() for tensor in training.tensors()]
     side.wait_stream(torch.cuda.current_stream())

@@ -1,6 +1,6 @@
-"""A rank whose main thread waits for its device: it is seen, diagnosed, asked, stopped and killed.
+"""A rank whose main thread waits for its device is detected, diagnosed, asked, stopped and killed.
 
-In a dry run, a thread that spins in C stands for the wait, and a stand-in of torch.cuda says that a device is in use.
+In a dry run, a thread that spins in C replaces the wait, and a stub of torch.cuda says that a device is in use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _wait_for_device(library: Path | None) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """Return what the rank waits in; None for the device itself."""
+    """Return the library that the rank waits in, or None for the device itself."""
     return spin.build(tmp_path_factory.mktemp("spin")) if gpu.DRY else None
 
 
@@ -62,22 +62,22 @@ def waiting(library: Path | None) -> Iterator[Run]:
     """Return a run whose rank waits."""
     run = _launch(library, timeout=90)
     until(lambda: run.ended or run.ask("ready", timeout=5.0) == {0: True}, 40.0)
-    time.sleep(3.0)  # until the main thread has stood still for a while
+    time.sleep(3.0)  # Until the main thread has not moved for a while.
     yield run
     run.stop(grace=1.0)
     run.wait(20)
 
 
-def test_hang_timeout_ends_it(library: Path | None) -> None:
+def test_hang_timeout_ends_a_waiting_rank(library: Path | None) -> None:
     begin = time.monotonic()
     run = _launch(library, hang_timeout=6)
     run.wait(SECONDS - 5)
-    assert isinstance(run.error, RunTimeoutError), "a rank that waits for the device counts as moving"
+    assert isinstance(run.error, RunTimeoutError), "a rank that waits for the device counts as active"
     assert "hang_timeout" in str(run.error)
     assert time.monotonic() - begin < SECONDS - 5
 
 
-def test_it_is_diagnosed(waiting: Run, figure: Figure) -> None:
+def test_a_waiting_rank_is_diagnosed(waiting: Run, figure: Figure) -> None:
     begin = time.perf_counter()
     found = waiting.diagnose()
     figure("diagnosis of a waiting rank", f"{time.perf_counter() - begin:.2f} s")
@@ -85,13 +85,13 @@ def test_it_is_diagnosed(waiting: Run, figure: Figure) -> None:
     assert "_wait_for_device" in found.text
 
 
-def test_questions_are_answered(waiting: Run, figure: Figure) -> None:
+def test_a_waiting_rank_answers_questions(waiting: Run, figure: Figure) -> None:
     assert waiting.ask("1 + 1", timeout=6) == {0: 2}
     begin = time.perf_counter()
     answer = str(waiting.ask("tensor", timeout=6)[0])
     figure("question for a tensor on a busy device", f"{time.perf_counter() - begin:.2f} s")
     assert "the device is busy" in answer
-    assert waiting.ask("1 + 1", timeout=6) == {0: 2}, "the agent keeps working"
+    assert waiting.ask("1 + 1", timeout=6) == {0: 2}, "the agent still works"
     assert "_wait_for_device" in str(waiting.stacks())
     begin = time.perf_counter()
     assert waiting.memory(seconds=0) is not None
@@ -113,7 +113,7 @@ def test_py_spy_reads_its_native_frames_in_time(waiting: Run, figure: Figure) ->
     assert seconds < process_stacks.PY_SPY_SECONDS
 
 
-def test_it_stops(waiting: Run, figure: Figure) -> None:
+def test_a_waiting_rank_can_be_stopped(waiting: Run, figure: Figure) -> None:
     pid = waiting.ranks[0].pid
     assert pid is not None
     begin = time.perf_counter()
@@ -125,7 +125,7 @@ def test_it_stops(waiting: Run, figure: Figure) -> None:
         os.kill(pid, 0)
 
 
-def test_it_is_killed(waiting: Run) -> None:
+def test_a_waiting_rank_can_be_killed(waiting: Run) -> None:
     pid = waiting.ranks[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Writes the outcome of each test as soon as it has ended: an item that is killed at its limit keeps its results.
+"""Writes the outcome of each test as soon as it finishes, so that an item killed at its limit keeps its results.
 
-The runner loads this as a plugin of pytest: ``-p tests.gpu.day.outcomes``.
+The runner loads this module as a plugin of pytest: ``-p tests.gpu.day.outcomes``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FILE = "GPU_DAY_OUTCOMES"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test ended.
+    """The outcome of a test.
 
     Attributes:
         test: Its file and name.
         outcome: "passed", "failed" or "skipped".
         seconds: Its duration.
         why: The failure, or the reason for skipping it.
-        figures: What it measured: names and values.
+        figures: Its measurements: names and values.
     """
 
     test: str
@@ -57,7 +57,7 @@ def _write(outcome: Outcome) -> None:
 
 
 def read(path: Path) -> list[Outcome]:
-    """Return the outcomes in a file, without a last line that was cut; none if there is no file."""
+    """Return the outcomes in a file, without a truncated last line. Without a file, there are none."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [_outcome(json.loads(line)) for line in lines if line.endswith("}")]
 

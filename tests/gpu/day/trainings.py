@@ -26,9 +26,9 @@ WIDTH = gpu.size(256, 16)
 def train(
     package: str, *, clip: float | None = None, pin: bool = False, overflow: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Train with a package; return losses, skipped steps, scales, weights, a random number and the peak of memory."""
+    """Train with a package. Return losses, skipped steps, scales, weights, a random number and the peak of memory."""
     if gpu.DRY and options.get("mixed_precision") == "fp16":
-        del options["mixed_precision"]  # not on a CPU
+        del options["mixed_precision"]  # Not on a CPU.
     library, utils = import_module(package), import_module(f"{package}.utils")
     loading = utils.DataLoaderConfiguration(non_blocking=pin, use_seedable_sampler=True)
     accelerator = library.Accelerator(cpu=gpu.DRY, dataloader_config=loading, **options)

@@ -1,6 +1,6 @@
-"""Shrinks the wheel of bitsandbytes: of its CUDA libraries (43 MB), keeps only those for CUDA 13.0 and the CPU.
+"""Shrinks the wheel of bitsandbytes: of its CUDA libraries (43 MB), it keeps only those for CUDA 13.0 and the CPU.
 
-``python -m tests.gpu.day.wheels FOLDER`` is part of `make gpu-day-wheels`; it needs the standard library only.
+``python -m tests.gpu.day.wheels FOLDER`` is part of `make gpu-day-wheels`. It needs the standard library only.
 """
 
 from __future__ import annotations
